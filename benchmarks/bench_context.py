@@ -25,7 +25,7 @@ from common import save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treewise.bench.measure import peak_bytes
-from treewise.distributed.context import context_group
+from treewise.distributed.mesh import context_group
 from treewise.engine.engine import TreeEngine
 from treewise.nn.model_flops import flop_model
 from treewise.report.analysis.mesh_facts import report_context, report_mesh

@@ -22,8 +22,7 @@ from common import bundled_trees
 import treewise as tw
 from treewise.bench import random_model
 from treewise.nn.load_model import DEMO_MODEL, load_tokenizer
-from treewise.planning.fastest import fastest_plan
-from treewise.planning.planner import FORWARD, TRAIN, Plan
+from treewise.planning.planner import FORWARD, TRAIN, Plan, fastest_plan
 
 LENGTHS = (32, 64, 128, 256, 512)
 

@@ -31,6 +31,13 @@ CROSS_CUTTING = {
 WHOLE_PACKAGE = {
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
+    "engine/test_carrying": "what a gradient has to reach above a micro-batch",
+    "planning/test_fastest": "the fastest of several plans",
+    "distributed/placement/test_image_costs": "what images cost a rank",
+    "trainer/test_step_profile": "a profile of some steps",
+    "distributed/test_context": "context parallelism against one process",
+    "engine/test_offload": "gateways and held graphs in host memory",
+    "trainer/checkpoint/test_resumption": "what a run that goes on may change",
     "engine/test_inputs": "what the engine takes",
     "grow/test_moments": "the optimizer's state, grown with the weights",
     "grow/test_families": "copied width and identity layers in every family",

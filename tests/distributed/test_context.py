@@ -21,8 +21,8 @@ from tests.distributed.test_mesh import (
 )
 from treewise import SFT, Trajectory, TreeEngine
 from treewise.distributed import ranks
-from treewise.distributed.context import check_context_size, context_group
-from treewise.engine.context_walk import ContextWalk
+from treewise.distributed.mesh import check_context_size, context_group
+from treewise.engine.rank_guests import ContextWalk
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.objectives import GSPO, PolicyGradient
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model

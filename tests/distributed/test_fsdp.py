@@ -15,8 +15,7 @@ from treewise.errors import ConfigError
 from treewise.nn.model import split_model
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
-from treewise.trainer.checkpoint.sharded_io import save_shards
-from treewise.trainer.checkpoint.weights import sharded_weights
+from treewise.trainer.checkpoint.weights import save_shards, sharded_weights
 
 
 def sharded(work):

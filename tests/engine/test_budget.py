@@ -8,7 +8,7 @@ import torch
 
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine import step_checks, walk
-from treewise.engine.calibration import MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
+from treewise.engine.budget import MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
@@ -53,7 +53,7 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_the_same_result(rollouts
 
 
 def test_auto_keeps_the_gradients_of_earlier_calls(rollouts, memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treewise.engine.calibration.CALIBRATION_TOKENS", (8, 16))
+    monkeypatch.setattr("treewise.engine.budget.CALIBRATION_TOKENS", (8, 16))
     model = tiny_model()
     _, _, expected = flat_sft(model, rollouts)
     model.zero_grad(set_to_none=True)

@@ -17,8 +17,8 @@ import treewise as tw
 from tests.engine.test_vision import HISTORIES, flat_logprobs, trajectories
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
-from treewise.engine import carrying, walk
-from treewise.engine.carrying import carried_by
+from treewise.engine import walk
+from treewise.engine.walk import carried_by
 from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Gateway
 from treewise.nn.model import split_model
 from treewise.planning.planner import FORWARD, plan
@@ -330,10 +330,10 @@ def test_an_adapter_that_is_not_in_use_is_still_an_error() -> None:
 
 
 def test_the_last_norm_of_a_family_comes_after_its_layers() -> None:
-    """`carrying` knows it by name; here its output is that of the decoder."""
+    """`walk` knows it by name; here its output is that of the decoder."""
     for family in ("llama", "gpt2", "gpt_neox", "nemotron_h", "falcon_h1"):
         lm = split_model(text_model(family))
-        names = [name for name, _ in lm.decoder.named_children() if name in carrying._LAST_NORMS]
+        names = [name for name, _ in lm.decoder.named_children() if name in walk._LAST_NORMS]
         assert len(names) == 1
         norm = lm.decoder.get_submodule(names[0])
         norm.register_forward_hook(lambda _module, _inputs, out: 0 * out + 7)

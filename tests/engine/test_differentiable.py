@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine.scoring import ScoredTokens, edge_reader, token_reader
+from treewise.engine.scoring import EdgeScorer, token_reader
 from treewise.errors import ConfigError
 from treewise.nn.lm_head import OUTPUTS
 from treewise.testing.families import tiny_model
@@ -79,8 +79,8 @@ def test_tokens_that_are_not_the_trees(data: st.DataObject, items: list[Trajecto
     candidates = [rng.integers(0, 64, (len(item) - 1, 3)) for item in items]
     positions = np.concatenate([np.repeat(path[1:], 3) for path in forest.paths])
     order = np.argsort(positions, kind="stable")
-    scored = ScoredTokens(positions[order], np.concatenate([each.ravel() for each in candidates])[order])
-    in_order = engine.values(engine.plan(forest), [edge_reader(forest, scored)])[0]["log_probs"]
+    scored = EdgeScorer(forest, positions[order], np.concatenate([each.ravel() for each in candidates])[order])
+    in_order = engine.values(engine.plan(forest), [scored.reader])[0]["log_probs"]
     found = torch.zeros_like(in_order).index_copy(0, torch.as_tensor(order), in_order)
     expected = torch.cat(
         [

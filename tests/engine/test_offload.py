@@ -7,8 +7,8 @@ import torch
 
 from tests.engine.test_carrying import conversations
 from treewise import TreeEngine
-from treewise.engine import offload
-from treewise.engine.offload import SavedOnHost
+from treewise.engine import guest
+from treewise.engine.guest import HostMemory, SavedOnHost
 from treewise.engine.walk import Walk
 from treewise.nn.attention import Gateway
 from treewise.nn.model import split_model
@@ -35,15 +35,15 @@ def test_held_graphs_take_activations_and_no_weights(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     of_model = storages([*model.parameters(), *model.buffers()])
     taken, copied = [], []
-    pack, copy = SavedOnHost._pack, offload._on_host
+    pack, copy = SavedOnHost._pack, guest._on_host
 
     def noticing(self: SavedOnHost, tensor: torch.Tensor) -> Any:
         taken.append(tensor)  # alive, so that an address is that of one tensor
         return pack(self, tensor)
 
     monkeypatch.setattr(SavedOnHost, "_pack", noticing)
-    monkeypatch.setattr(offload, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
-    monkeypatch.setattr(Walk, "_graph_offloaded", lambda self: SavedOnHost(self.lm.model))  # as on a GPU
+    monkeypatch.setattr(guest, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    monkeypatch.setattr(HostMemory, "holding", lambda self, lm: SavedOnHost(lm.model))  # as on a GPU
     model.zero_grad()
     TreeEngine(model, 10, hold="always", offload=True, check=False).step(items)
     assert gradient_error(gradients_of(model), expected) < 1e-5
@@ -57,9 +57,9 @@ def test_held_graphs_take_activations_and_no_weights(
 
 
 def test_weights_that_autocast_cast_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, copied, copy = tiny_model(), [], offload._on_host
-    monkeypatch.setattr(offload, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
-    monkeypatch.setattr(Walk, "_graph_offloaded", lambda self: SavedOnHost(self.lm.model))
+    model, copied, copy = tiny_model(), [], guest._on_host
+    monkeypatch.setattr(guest, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    monkeypatch.setattr(HostMemory, "holding", lambda self, lm: SavedOnHost(lm.model))
     with torch.autocast("cpu", torch.bfloat16):
         TreeEngine(model, 10, hold="always", offload=True, check=False).step(conversations())
     held = {
@@ -92,7 +92,7 @@ def test_gateways_hold_their_own_bytes(
 
     monkeypatch.setattr(Gateway, "write", noticing)
     run = plan(forest, 10, hold=hold)
-    Walk(split_model(model), run, "cascade", offload=is_offloaded).train(lambda output: output.hidden.sum())
+    Walk(split_model(model), run, "cascade", [HostMemory()] * is_offloaded).train(lambda output: output.hidden.sum())
     own_bytes = sum(each.numel() * each.itemsize for each in found)
     assert sum(storages(found).values()) == own_bytes
     opened = sum(each.num_tokens for each in run.micro_batches if each.is_open)

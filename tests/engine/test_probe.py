@@ -20,7 +20,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
-from treewise.nn.recurrent import scan
+from treewise.nn.recurrent import kinds
 from treewise.planning.layout import lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.images import FAMILIES, IMAGE_TOKEN, png, seeing_model
@@ -427,7 +427,7 @@ def router_weights_times(patch, model, factor):
 
 @fault("qwen3_next")
 def states_of_siblings(patch, model):
-    on_results(patch, scan, "_initial", lambda states: None if states is None else states.roll(1, 0))
+    on_results(patch, kinds, "_initial", lambda states: None if states is None else states.roll(1, 0))
 
 
 @fault("qwen3_next", 0.0)
@@ -439,7 +439,7 @@ def state_gradients_times(patch, model, factor):
 
 def test_a_piece_whose_gradients_stop_below_an_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained is the projector alone: a piece of text below an image needs no gradient for itself."""
-    monkeypatch.setattr(walk.Walk, "_carried_in", lambda self, layout: NOTHING)
+    monkeypatch.setattr(walk, "EVERYTHING", NOTHING)
     model, images = seeing_model("llava"), FAMILIES["llava"].images()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("projector" in name)

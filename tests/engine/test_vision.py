@@ -14,6 +14,7 @@ import treewise as tw
 from treewise.data.images import decoded
 from treewise.engine import engine as engine_module
 from treewise.nn.flops import FlopModel
+from treewise.nn.model_flops import flop_model
 from treewise.nn.vision import VisionModel, tower
 from treewise.testing import assert_equals_flat, gradient_error, gradients_of, tiny_model
 from treewise.testing.images import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
@@ -138,7 +139,7 @@ def test_the_tower_runs_once_for_each_distinct_image():
         seen.clear()
         assert engine.step(items).loss == pytest.approx(loss, rel=1e-5)
         plan = engine.plan(items)
-        found[budget] = sum(seen), plan.is_whole, engine._costs.keeps_images(plan)
+        found[budget] = sum(seen), plan.is_whole, flop_model(engine.lm.model).keeps_images(plan)
         if not is_frozen:
             assert gradient_error(gradients_of(model), gradients) < gradients.tolerance
     hook.remove()

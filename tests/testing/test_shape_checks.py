@@ -8,7 +8,7 @@ from treewise.errors import ConfigError
 from treewise.nn.attention.cascade import cascade_attention
 from treewise.nn.attention.gateway import Gateway, extend
 from treewise.nn.recurrent.rows import gather
-from treewise.objectives.formulas import weighted_logprob
+from treewise.objectives.policy_gradient import weighted_logprob
 from treewise.testing.shape_checks import install
 
 

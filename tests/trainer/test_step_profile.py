@@ -8,7 +8,7 @@ import pytest
 import treewise as tw
 from treewise.engine import profiling
 from treewise.testing import tiny_model
-from treewise.trainer.step_profile import FILE, TRACE
+from treewise.trainer.run_context import FILE, TRACE
 
 
 def run(tmp_path, num_steps: int) -> None:

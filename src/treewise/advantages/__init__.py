@@ -6,15 +6,24 @@ share `rollout` within one `group` are rows of one rollout, with one reward; a t
 own. So baselines, deviations and counts do not depend on how a rollout was cut into rows.
 """
 
-from treewise.advantages.at2po import node_value
-from treewise.advantages.group import group_normalized, leave_one_out, mean_centered
+from treewise.advantages.group import (
+    group_normalized,
+    leave_one_out,
+    mean_centered,
+    per_turn,
+    spread_over_turns,
+    turns_of,
+)
 from treewise.advantages.rollout_table import AdvantageReport, Credited, with_rollout_weights
-from treewise.advantages.siblings import segment_values, sibling_relative
-from treewise.advantages.spo import value_steps
-from treewise.advantages.tree_grpo import inter_intra
-from treewise.advantages.tree_rl import treerl
-from treewise.advantages.treepo import tree_path_mean
-from treewise.advantages.turns import per_turn, spread_over_turns, turns_of
+from treewise.advantages.tree_rules import (
+    inter_intra,
+    node_value,
+    segment_values,
+    sibling_relative,
+    tree_path_mean,
+    treerl,
+    value_steps,
+)
 
 __all__ = [
     "AdvantageReport",

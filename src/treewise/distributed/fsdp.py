@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from treewise.distributed import ranks
@@ -81,7 +81,7 @@ class ShardSettings:
         }
 
 
-def shard_settings(fsdp: Any, config: Any) -> ShardSettings | None:
+def shard_settings(fsdp: object, config: Any) -> ShardSettings | None:
     """The settings that transformers' `fsdp` and `fsdp_config` (a mapping) stand for; None without sharding.
 
     Raises:
@@ -126,7 +126,7 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
 
 
@@ -153,9 +153,9 @@ def shard(
     axes = None if mesh is None else sharding_axes(mesh, settings.dp_replicate_size)
     data = data_mesh(device, settings.dp_replicate_size) if axes is None else axes.data
     layers = find_layers(lm, settings.layer_names)
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
-    outside = {parameter for parameter in lm.decoder.parameters() if parameter not in inside}
-    for tensor in [*inside_in_order(layers), *model.buffers()]:
+    ordered = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())  # as in the model
+    outside = {parameter for parameter in lm.decoder.parameters() if parameter not in ordered}
+    for tensor in [*ordered, *model.buffers()]:
         broadcast(tensor.data, device, mesh)
     # Buffers of the model that no unit moves.
     for module in model.modules():
@@ -215,7 +215,7 @@ def data_mesh(device: torch.device, num_copies: int) -> DeviceMesh:
     return copies
 
 
-def _without_views(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _without_views(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
     """FSDP gathers for the backward by a hook on the output, which an in-place operation on a view would drop."""
     del module, inputs
     return output.clone()
@@ -258,11 +258,6 @@ def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Mo
             "class in fsdp_config: {transformer_layer_cls_to_wrap: ...}."
         )
     return layers
-
-
-def inside_in_order(layers: list[nn.Module]) -> list[nn.Parameter]:
-    """Parameters of the layers, each once, in the order of the model."""
-    return list({parameter: None for layer in layers for parameter in layer.parameters()})
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -322,11 +317,11 @@ def like_shard(whole: torch.Tensor, shard: DTensor) -> DTensor:
     return cast(DTensor, sharded.to(shard.device))
 
 
-def _add_up(unit: Any) -> None:
+def _add_up(unit: FSDPModule) -> None:
     """Sums gradients instead of averaging them, by an operation that gloo supports, too."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")

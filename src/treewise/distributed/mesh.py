@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
 
@@ -59,6 +59,16 @@ class Mesh:
     def needs_lockstep(self) -> bool:
         """Whether ranks with different batches exchange tokens within their passes."""
         return self.expert.size() > self.tensor.size()
+
+    def refuse_held_passes(self, hold: str) -> None:
+        """Raises `ConfigError` for `hold="always"`. Tokens return to their rank in the backward of the pass that sent
+        them, so both are one turn of all ranks.
+        """
+        if hold == "always":
+            raise ConfigError(
+                f"hold='always' cannot be combined with {self.sizes}: with ep_size > tp_size ranks would run backwards "
+                "of passes that they did not compute together; use auto or never."
+            )
 
     def data_of(self, parameter: torch.Tensor) -> DeviceMesh:
         """The ranks whose gradients of a parameter are to be added up."""
@@ -129,7 +139,7 @@ class _WithoutFsdp(DistributedConfig):
         return 1
 
 
-def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: object) -> Any:
+def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: object) -> PreTrainedModel:
     """A causal language model of which each process reads only its part; all processes of the run call this.
 
     Every `tp_size` neighbouring processes compute one batch together; all others have batches of their own.
@@ -149,7 +159,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     if kind is None:
         raise ConfigError(f"{folder}: {loaded.model_type} is not a causal language model; only those load on a mesh.")
 
-    def prepare(cls: type, distributed_config: object, device_map: object = None) -> object:
+    def prepare(cls: type, distributed_config: DistributedConfig, device_map: object = None) -> tuple[object, ...]:
         del cls, device_map
         with ranks.making_groups():
             device, manager = initialize_distributed_mesh(distributed_config)
@@ -180,7 +190,7 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
         raise ConfigError(
             f"tp_size={tp_size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
         )
-    if not experts_fit(ep_size, tp_size, num_ranks):
+    if ep_size > 1 and (ep_size % tp_size or num_ranks % ep_size):
         fitting = [str(each) for each in range(tp_size, num_ranks + 1, tp_size) if num_ranks % each == 0]
         raise ConfigError(
             f"ep_size={ep_size} must be a multiple of tp_size={tp_size} and divide the "
@@ -188,11 +198,6 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
             f"one of {', '.join(fitting)}."
         )
     return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)
-
-
-def experts_fit(ep_size: int, tp_size: int, num_ranks: int) -> bool:
-    """Whether experts can be spread over `ep_size` processes: a multiple of `tp_size` that divides their number."""
-    return ep_size == 1 or (ep_size % tp_size == 0 and num_ranks % ep_size == 0)
 
 
 @contextmanager
@@ -249,7 +254,7 @@ def placed_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: object = None) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup | None = None) -> None:
     """Adds up the gradients of ranks that hold the same parameters; one without a gradient contributes zeros. All call
     this after a step. group: of these ranks; None: all of the run.
     """
@@ -277,7 +282,7 @@ def num_copies(tensor: torch.Tensor) -> int:
     return ranks.count() // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def check_same_plan(group: Any, plan: Plan, key: str) -> None:
+def check_same_plan(group: distributed.ProcessGroup, plan: Plan, key: str) -> None:
     """Compares a plan and the values of its trajectories over the ranks that compute it together; all call this.
 
     group: of these ranks. key: the setting that made them.
@@ -311,7 +316,7 @@ def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
         )
 
 
-def _differing(group: Any, digest: str) -> str:
+def _differing(group: distributed.ProcessGroup, digest: str) -> str:
     """Which ranks of a group have another digest than its first one, in words; all call this."""
     digests: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(digests, digest, group=group)
@@ -328,3 +333,63 @@ def _digest(plan: Plan) -> str:
         state.update(np.ascontiguousarray(array).data)
     update_with_content(state, () if forest.tree_streams else forest.trajectories)
     return state.hexdigest()
+
+
+# -- Ranks that compute one batch together, each a part of the tokens of every micro-batch (context paral -------------
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The ranks that compute a batch together. group: torch's. size: their number. index: of this rank, from 0."""
+
+    group: Any
+    size: int
+    index: int
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks; all call this."""
+        total = tensor.contiguous().clone()
+        distributed.all_reduce(total, group=self.group)
+        return total
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Adds the ranks' gradients up, as `mesh.sum_gradients` does."""
+        sum_gradients(parameters, self.group)
+
+    def add_up_by_name(self, values: dict[str, float]) -> dict[str, float]:
+        """The sums of numbers, of which a rank may lack some; all call this."""
+        of_ranks: list[Any] = [None] * self.size
+        distributed.all_gather_object(of_ranks, values, group=self.group)
+        names = dict.fromkeys(name for each in of_ranks for name in each)
+        return {name: sum(each.get(name, 0.0) for each in of_ranks) for name in names}
+
+
+def context_group(size: int, device_type: str) -> ContextGroup | None:
+    """The group of this rank, of `size` ranks that follow one another; None for 1. All ranks of the run call this.
+
+    Raises:
+        ConfigError: a size that does not divide the processes.
+    """
+    check_context_size(size, ranks.count())
+    if size == 1:
+        return None
+    sizes, names = (ranks.count() // size, size), ("data", "context")
+    with ranks.making_groups():
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
+    ranks.follow_timeout(mesh)
+    return ContextGroup(mesh.get_group(), size, mesh.get_local_rank())
+
+
+def check_context_size(size: int, num_ranks: int, tp_size: int = 1, ep_size: int = 1) -> None:
+    """Raises `ConfigError` for a number of ranks that cannot be divided so, or for a mesh that cannot be combined."""
+    if size < 1:
+        raise ConfigError(f"context_size={size}; give 1 or more processes.")
+    if num_ranks % size:
+        raise ConfigError(
+            f"context_size={size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
+        )
+    if size > 1 and tp_size * ep_size > 1:
+        raise ConfigError(
+            f"context_size={size} cannot be combined with tp_size={tp_size}, ep_size={ep_size}: leave it out and lower "
+            "max_tokens, or shard the model by sharded=True instead of tp_size and ep_size."
+        )

@@ -32,7 +32,7 @@ def own() -> int:
     return distributed.get_rank() if _is_started() else 0
 
 
-def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
+def on_first_rank(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
     """Runs `work` on rank 0 alone. Every rank returns its result, which must pickle, or raises its error.
 
     group: of all ranks (`group_for_threads`); None: the default one.
@@ -44,7 +44,7 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     return _unpack([box[0]])[0]
 
 
-def on_every_rank(work: Callable[[], T], group: object = None) -> list[T]:
+def on_every_rank(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> list[T]:
     """Runs `work` on each rank and returns the results of all; if it failed on any, every rank raises that error."""
     if count() == 1:
         return [work()]
@@ -53,7 +53,7 @@ def on_every_rank(work: Callable[[], T], group: object = None) -> list[T]:
     return _unpack(outcomes)
 
 
-def group_for_threads(timeout_seconds: float) -> object:
+def group_for_threads(timeout_seconds: float) -> distributed.ProcessGroup | None:
     """A second group of all ranks, on the CPU: for collective operations of a thread beside those of the main one.
     None without a process group. Every rank calls this.
     """

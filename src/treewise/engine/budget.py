@@ -6,15 +6,18 @@ dropped, those of earlier calls are kept.
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.calibration import SLOW_TOKENS, choose_budget, measure_token_bytes, missing_gradient_bytes
+from treewise.engine.probed_rows import text_ids
+from treewise.engine.scoring import StepLoss
+from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.device import free_bytes, is_out_of_memory
@@ -22,11 +25,93 @@ from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import clear_gradients, gradients_restored, gradients_set_aside
 from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.model_flops import gateway_values
-from treewise.nn.recurrent import TreeRows, kinds_of
+from treewise.nn.recurrent import TreeRows, kinds_of, peak_cuts
+from treewise.objectives import SFT
 from treewise.planning.layout import lay_out
+from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
+
+# -- Calibration: bytes per token of a model, measured, and the budget that fits into the free memory -----------------
+
+
+# The part of the free memory for activations; the rest is for gradients in flight, workspaces and fragmentation.
+_USABLE_FRACTION = 0.6
+# Memory of activations and of the gradients that flow back through them, over that of activations.
+_BACKWARD_FACTOR = 1.25
+SLOW_TOKENS = 128  # fewer at a time leave most of a matrix product's speed unused
+# More tokens at a time are not faster, and on a CPU the first use of memory is slow.
+MAX_TOKENS = {"cpu": 4096, "cuda": 65536}
+CALIBRATION_TOKENS = (32, 96)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Bytes of one token that holds activations, and of one gateway token (keys, values, their float32 gradients)."""
+
+    activation: int
+    gateway: int
+
+
+def measure_token_bytes(train: Callable[[int], None], num_layers: int, gateway: int) -> TokenBytes:
+    """Measures a model. train: runs forward and backward of so many tokens; its gradients are the caller's to restore.
+
+    num_layers: of the decoder. gateway: bytes of one gateway token.
+    """
+    small, large = CALIBRATION_TOKENS
+    saved = [_saved_bytes(train, size, num_layers) for size in (small, large)]
+    return TokenBytes(max(1, int((saved[1] - saved[0]) / (large - small) * _BACKWARD_FACTOR)), gateway)
+
+
+def choose_budget(
+    token_bytes: TokenBytes, free: int, device_type: str, gateway_tokens: Callable[[int], int], least: int = 1
+) -> int:
+    """The budget in tokens: those that fit into `free` bytes, lowered by a sixteenth until gateways fit beside them.
+
+    Below `SLOW_TOKENS` it is halved, down to `least`. Where gateways leave no room at any budget, the largest of those
+    that need at most an eighth more than the one that needs least. gateway_tokens: the most gateway tokens alive at a
+    budget, as the planner computes them.
+    """
+    usable = int(free * _USABLE_FRACTION)
+    budget = max(least, min(usable // token_bytes.activation, MAX_TOKENS.get(device_type, MAX_TOKENS["cpu"])))
+    needed: dict[int, int] = {}
+    while True:
+        needed[budget] = budget * token_bytes.activation + gateway_tokens(budget) * token_bytes.gateway
+        if needed[budget] <= usable:
+            return budget
+        if budget == least:
+            return max(each for each, size in needed.items() if 8 * size <= 9 * min(needed.values()))
+        budget = max(least, budget - budget // 16 if budget > SLOW_TOKENS else budget // 2)
+
+
+def missing_gradient_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Bytes of the gradients that the next backward will allocate."""
+    missing = (each for each in parameters if each.requires_grad and each.grad is None)
+    return sum(each.numel() * each.element_size() for each in missing)
+
+
+def _saved_bytes(train: Callable[[int], None], num_tokens: int, num_layers: int) -> float:
+    """Bytes of distinct storages saved in the forward, and one layer's part of those saved in the backward."""
+    in_forward: dict[int, int] = {}
+    in_backward: dict[int, int] = {}
+    target = in_forward
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            target[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal target
+        target = in_backward
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        train(num_tokens)
+    return sum(in_forward.values()) + sum(in_backward.values()) / max(1, num_layers)
+
 
 logger = logging.getLogger("treewise")
 
@@ -50,22 +135,45 @@ class Budget:
         self.is_measured = setting != AUTO
         self.recovers = True  # whether a step that runs out of memory may run again
 
+    def fix(self, settings: str) -> None:
+        """Raises `ConfigError` for `auto`: ranks that compute a batch together (by these settings) all need the budget
+        of the others, and none may run a step again.
+        """
+        if self.setting == AUTO:
+            raise ConfigError(
+                "max_tokens='auto' measures the free memory of each rank, and ranks that compute a batch together "
+                f"{settings} need one budget; give max_tokens a number, or None."
+            )
+        self.recovers = False
+
     def measure(
         self,
         lm: DecoderAndHead,
-        train: Callable[[int], None],
-        gateway_tokens: Callable[[int], int],
+        forest: Forest,
+        new_walk: Callable[[Plan], Walk],
+        *,
+        hold: str,
         reserve_bytes: int,
-        least: int = 1,
     ) -> None:
-        """Chooses the budget of an `auto` setting; one that is slow is a warning.
+        """Chooses the budget of an `auto` setting for forests like this one; one that is slow is a warning.
 
-        train: runs forward and backward of so many tokens. gateway_tokens: the most gateway tokens alive at a budget.
-        reserve_bytes: memory that others will allocate later (the optimizer's state). least: the smallest budget.
+        reserve_bytes: memory that others will allocate later (the optimizer's state).
         """
-        config = lm.decoder.config
+        state_size, token_size = state_bytes(lm), gateway_token_bytes(lm)
+
+        @torch.enable_grad()
+        def train(num_tokens: int) -> None:
+            chain = Forest.from_trajectories([Trajectory(np.resize(text_ids(forest)[:2], num_tokens))])
+            new_walk(make_plan(chain)).train(StepLoss(chain, SFT(), None).of_micro_batch)
+
+        def gateway_tokens(budget: int) -> int:
+            plan = make_plan(forest, budget, hold=hold)
+            # States of recurrent layers, counted as the tokens that take as many bytes.
+            return plan.peak_gateway_tokens + (peak_cuts(plan) * state_size // token_size if state_size else 0)
+
+        least = max(1, forest.images.largest)  # an image is never cut
         with gradients_restored(lm.model):
-            token_bytes = measure_token_bytes(train, config.num_hidden_layers, gateway_token_bytes(lm))
+            token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size)
         free = free_bytes(lm.device) - missing_gradient_bytes(lm.model.parameters()) - reserve_bytes
         self.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)
         self.is_measured = True

@@ -10,7 +10,6 @@ Letters: T tokens of a micro-batch or of the forest, E entries of a micro-batch,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
-from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
+from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
 
@@ -58,7 +57,7 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
         ConfigError: in lockstep with gradients enabled; in the backward, if weights changed since the forward.
     """
     walk = new_walk()
-    if walk.lockstep is not None and torch.is_grad_enabled():
+    if walk.in_lockstep and torch.is_grad_enabled():
         raise ConfigError(
             "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
             "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
@@ -124,11 +123,11 @@ class _FirstOrder(torch.autograd.Function):
     """Identity whose backward is an error with `create_graph=True`."""
 
     @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(_: object, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(_: object, grad: torch.Tensor) -> torch.Tensor:
         _refuse_second_order()
         return grad
 
@@ -136,12 +135,12 @@ class _FirstOrder(torch.autograd.Function):
 class _TreeValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: BackwardContext,
         _: torch.Tensor,
         new_walk: Callable[[], Walk],
         readers: tuple[Reader, ...],
         *trained: torch.Tensor,
-    ) -> Any:
+    ) -> tuple[torch.Tensor, ...]:
         walk = new_walk()
         ctx.new_walk, ctx.readers, ctx.trained = new_walk, readers, trained
         ctx.autocast = Autocast.now(walk.lm.device.type)
@@ -160,7 +159,7 @@ class _TreeValues(torch.autograd.Function):
         return tuple(tensor for tensor, _ in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
+    def backward(ctx: BackwardContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the walk, which starts with none; autograd adds them to those that are there."""
         _refuse_second_order()
         if any(_version(each) != version for each, version in ctx.versions):
@@ -233,10 +232,7 @@ def _visited(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
 
     walk.visit(use)
     results = [_joined(each, reader, hidden) for each, reader in zip(entries, readers, strict=True)]
-    if walk.context is None:
-        return results
-    add_up = walk.context.ranks.add_up  # each rank has the entries of its tokens
-    return [{name: add_up(tensor) for name, tensor in values.items()} for values in results]
+    return [{name: walk.add_up(tensor) for name, tensor in values.items()} for values in results]
 
 
 def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: Float[Tensor, "T M"]) -> Values:

@@ -4,57 +4,62 @@ A separable objective takes one walk over the plan. Any other loss takes two: va
 loss, then the walk with the loss's gradients on these values (see `differentiable`).
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treewise.distributed.context import ContextGroup
-from treewise.distributed.mesh import Mesh, check_same_plan, mesh_of
-from treewise.engine.budget import AUTO, Budget, gateway_token_bytes, state_bytes
-from treewise.engine.context_walk import ContextWalk
-from treewise.engine.differentiable import Reader, Values, backward_through, hidden_reader, restore, tree_values
-from treewise.engine.lockstep import Exchange, Lockstep
+from treewise.distributed.mesh import ContextGroup, check_same_plan, mesh_of
+from treewise.engine.budget import AUTO, Budget
+from treewise.engine.differentiable import Reader, Values, hidden_reader, restore, tree_values
+from treewise.engine.guest import Guest, HostMemory, MeetsImages
 from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared
-from treewise.engine.probed_rows import text_ids
+from treewise.engine.rank_guests import ContextWalk, Exchange, Lockstep
 from treewise.engine.scoring import (
+    LossFunction,
     StepLoss,
     StepOutput,
-    router_loss_of,
+    backward_of_function,
+    backward_with_routers,
+    logprob_reader,
+    restored_logprobs,
     router_loss_reader,
     step_output,
     token_reader,
     with_router_loss,
 )
-from treewise.engine.step_checks import StepChecks
-from treewise.engine.vision import ForestVision, PixelsOf, cached_by_digest, processed_by
+from treewise.engine.step_checks import StepChecks, refuse_no_gradients
+from treewise.engine.vision import EngineImages, PixelsOf
 from treewise.engine.walk import Walk
-from treewise.errors import ConfigError, UnsupportedModelError, check_choice
+from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.flops import FlopModel
 from treewise.nn.gradients import hooks_run_once, refuse_hooks
 from treewise.nn.model import base_model, is_current, split_model
 from treewise.nn.model_checks import refuse_candidates
-from treewise.nn.model_flops import flop_model
-from treewise.nn.recurrent import peak_cuts
 from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
-from treewise.objectives import SFT, Objective
-from treewise.objectives.protocol import Terms
-from treewise.objectives.registry import checked_objective, described
+from treewise.objectives import Objective
+from treewise.objectives.registry import checked_objective
 from treewise.planning.planner import Plan
-from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
-LossFunction = Callable[[list[torch.Tensor]], torch.Tensor]
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
-Forests = Any
+Forests = object
+
+
+class MoreSettings(TypedDict, total=False):
+    """Keywords of `TreeEngine` that few callers give; its docstring tells them."""
+
+    check: bool
+    offload: bool
+    reserve_bytes: int
+    router_aux_loss: bool | None
+    router_z_coefficient: float
+    context: ContextGroup | None
 
 
 class TreeEngine:
@@ -78,7 +83,7 @@ class TreeEngine:
         router_z_coefficient: the factor of a z-loss on router logits; 0: none.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
         context: the ranks that compute each batch together, a part of the tokens of every micro-batch each
-            (`treewise.distributed.context.context_group`). Gradients are then this rank's part of a sum over them.
+            (`treewise.distributed.mesh.context_group`). Gradients are then this rank's part of a sum over them.
 
     Raises:
         UnsupportedModelError: the model cannot follow a tree; names the layer or setting.
@@ -93,45 +98,50 @@ class TreeEngine:
         *,
         hold: str = "auto",
         temperature: float = 1.0,
+        processor: object = None,
+        **more: Unpack[MoreSettings],
+    ) -> None:
+        if not temperature > 0:
+            raise ConfigError(f"temperature={temperature} must be positive.")
+        self.model, self.attention, self.processor = model, attention, processor
+        self.hold, self.temperature = hold, temperature
+        self.budget = Budget(max_tokens)
+        self.lm = split_model(model)
+        choose(attention, self.lm.device.type)  # raises for an unknown name
+        self._set_up(**more)
+
+    def _set_up(
+        self,
+        *,
         check: bool = True,
         offload: bool = False,
         reserve_bytes: int = 0,
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
-        processor: object = None,
         context: ContextGroup | None = None,
     ) -> None:
-        if not temperature > 0:
-            raise ConfigError(f"temperature={temperature} must be positive.")
-        self.model, self.attention = model, attention
-        self.hold, self.temperature = hold, temperature
-        self.offload, self.reserve_bytes, self.processor = offload, reserve_bytes, processor
-        self.budget = Budget(max_tokens)
-        self.lm = split_model(model)
-        choose(attention, self.lm.device.type)  # raises for an unknown name
-        self._mesh = mesh_of(model)
-        self._context = None if context is None else ContextWalk.of(self.lm, context)
-        if self._context is not None and self._mesh is not None:
-            raise ConfigError(
-                f"context_size={self._context.ranks.size} is not implemented together with {self._mesh.sizes}: leave "
-                "context= out and lower max_tokens, or load the model whole."
-            )
+        self.offload, self.reserve_bytes = offload, reserve_bytes
+        self._host_memory = HostMemory() if offload else None
+        self._mesh = mesh_of(self.model)
+        self._context = None if context is None else ContextWalk(self.lm, context, self._mesh)
         self._batch_group: tuple[Any, str] | None = None  # of the ranks that compute a batch together
-        if self._mesh is not None and self._mesh.tensor.size() > 1:
-            self._batch_group = self._mesh.tensor.get_group(), "tp_size"
+        if self._mesh is not None:
+            if self._mesh.tensor.size() > 1:
+                self._batch_group = self._mesh.tensor.get_group(), "tp_size"
+            if self._mesh.needs_lockstep:
+                self._mesh.refuse_held_passes(self.hold)
+                self.hold = "never"
         elif context is not None:
             self._batch_group = context.group, "context_size"
         if self._batch_group is not None:
-            self._require_fixed_budget()
-        if self._mesh is not None and self._mesh.needs_lockstep:
-            self._require_no_held_passes(self._mesh)
+            self.budget.fix("(tp_size, context_size)")
         self.router_loss_rule = router_loss_rule(
-            base_model(model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
+            base_model(self.model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
         )
-        self._checks = StepChecks(model, has_probes=check)
+        divided_by = "mesh" if self._mesh is not None else None if context is None else "context"
+        self.images = EngineImages(self.lm.model, self.processor, divided_by)
+        self._checks = StepChecks(self.model, has_probes=check)
         self._lockstep: Lockstep | None = None
-        self._flops: FlopModel | None = None  # for images
-        self._latest_pixels: tuple[weakref.ref[Forest], PixelsOf] | None = None
 
     def __repr__(self) -> str:
         return f"TreeEngine({type(self.model).__name__}, max_tokens={self.max_tokens}, attention={self.attention!r})"
@@ -168,14 +178,13 @@ class TreeEngine:
             PlanError: see `treewise.plan`.
         """
         forest = one_forest(forests)
-        is_known = self.budget.is_measured and (self._flops is not None or not len(forest.images))
+        is_known = self.budget.is_measured and self.images.can_plan(forest)
         settings = self._plan_settings(forest) if is_known else None
         plan = None if settings is None else settings.plan(forest)
         return PreparedForest(forest, settings, plan, objective, None if objective is None else objective.terms(forest))
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        costs = self._costs if len(forest.images) else None
-        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
+        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, self.images.costs_of(forest))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -204,18 +213,24 @@ class TreeEngine:
                 are disabled; a hook on accumulated gradients, where several ranks compute them.
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
-        self._require_gradients()
+        refuse_no_gradients(self.model)
         loss: Objective | LossFunction = checked_objective(objective)
-        if trained_only and isinstance(loss, Objective):
+        if isinstance(loss, Objective) and trained_only:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
+        if not isinstance(loss, Objective) and denominator is not None:
+            raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
         ready = as_prepared(forests)
 
         def run() -> StepOutput:
             plan = self.plan(ready)
+            router_loss = self.router_loss(plan, router_counts)
             if isinstance(loss, Objective):
                 terms = ready.terms if loss is ready.objective else None
-                return self._step_objective(plan, loss, denominator, router_counts, terms)
-            return self._step_function(plan, loss, denominator, router_counts, trained_only)
+                own_loss = StepLoss(plan.forest, loss, denominator, terms)
+                return self._step_objective(plan, own_loss, router_loss, has_counts=router_counts is not None)
+            walks = self._walks(plan, router_loss)
+            value = backward_of_function(walks, plan, loss, router_loss, trained_only=trained_only)
+            return step_output(plan, float(value), router_loss, has_first_walk=True)
 
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
@@ -225,16 +240,13 @@ class TreeEngine:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        forests: Forests,
-        objective: Objective | None = None,
-        *,
-        denominator: float | None = None,
+        self, forests: Forests, objective: Objective | None = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
         objective = checked_objective(objective)
         plan = self.plan(forests)
-        loss, router_loss = self._step_loss(plan.forest, objective, denominator), self.router_loss(plan)
+        loss, router_loss = StepLoss(plan.forest, objective, denominator), self.router_loss(plan)
+        refuse_candidates(self.lm, loss.terms.tokens)
         if objective.is_separable(plan.forest):
             walk = self.new_walk(plan, with_router_logits=router_loss is not None)
             walk.visit(with_router_loss(loss.of_micro_batch, router_loss))
@@ -243,7 +255,7 @@ class TreeEngine:
         else:
             counting = [] if router_loss is None else [router_loss_reader(router_loss, plan)]
             loss.of_terms(self.values(plan, [loss.reader, *counting])[0])
-        return step_output(plan, loss, router_loss, num_first_walk_tokens=0)
+        return step_output(plan, loss, router_loss, has_first_walk=False)
 
     def count_experts(self, forests: Forests) -> RouterCounts:
         """How often the routers choose each expert on some trees, for a step that is spread over calls or ranks."""
@@ -261,52 +273,21 @@ class TreeEngine:
         return self.budget.run(run, ready.joined.num_tokens, self.model)
 
     def _step_objective(
-        self,
-        plan: Plan,
-        objective: Objective,
-        denominator: float | None,
-        counts: RouterCounts | None,
-        terms: Terms | None,
+        self, plan: Plan, loss: StepLoss, router_loss: RouterLoss | None, *, has_counts: bool
     ) -> StepOutput:
-        loss, router_loss = self._step_loss(plan.forest, objective, denominator, terms), self.router_loss(plan, counts)
-        needs_first_walk = router_loss is not None and counts is None
-        if objective.is_separable(plan.forest):
-            walk = self.new_walk(plan, with_router_logits=router_loss is not None)
-            if router_loss is not None and counts is None and not walk.counts_at_once:
+        refuse_candidates(self.lm, loss.terms.tokens)
+        has_first_walk = router_loss is not None and not has_counts
+        if loss.objective.is_separable(plan.forest):
+            walk = self.new_walk(plan, with_router_logits=router_loss is not None, checks=False)
+            if router_loss is not None and has_first_walk and not walk.counts_at_once:
                 self._count_experts(plan, router_loss)
             walk.train(with_router_loss(loss.of_micro_batch, router_loss))
             if self._context is not None:
                 loss.add_up(self._context.ranks)
         else:
-            needs_first_walk = True
-            self._backward_through(plan, loss.reader, router_loss, loss.of_terms)
-        num_first_walk_tokens = plan.forest.num_tokens if needs_first_walk and not plan.is_whole else 0
-        return step_output(plan, loss, router_loss, num_first_walk_tokens=num_first_walk_tokens)
-
-    def _step_function(
-        self,
-        plan: Plan,
-        function: LossFunction,
-        denominator: float | None,
-        counts: RouterCounts | None,
-        trained_only: bool,
-    ) -> StepOutput:
-        if denominator is not None:
-            raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
-        router_loss = self.router_loss(plan, counts)
-
-        def loss_of(values: Values) -> torch.Tensor:
-            loss = function(_restored_logprobs(values, plan.forest, trained_only))
-            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-                raise ConfigError(f"an objective must return a scalar tensor, found {described(loss)}.")
-            if not loss.requires_grad:
-                raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
-            return loss
-
-        reader = _logprob_reader(plan.forest, trained_only)
-        loss = self._backward_through(plan, reader, router_loss, loss_of)
-        num_first_walk_tokens = 0 if plan.is_whole else plan.forest.num_tokens
-        return step_output(plan, float(loss), router_loss, num_first_walk_tokens=num_first_walk_tokens)
+            has_first_walk = True
+            backward_with_routers(self._walks(plan, router_loss), plan, loss.reader, router_loss, loss.of_terms)
+        return step_output(plan, loss, router_loss, has_first_walk=has_first_walk)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -319,8 +300,8 @@ class TreeEngine:
         float32 (float64 for float64 models), on the model's device, differentiable at any budget.
         """
         plan = self.plan(forests)
-        values = self.values(plan, [_logprob_reader(plan.forest, trained_only)])[0]
-        return _restored_logprobs(values, plan.forest, trained_only)
+        values = self.values(plan, [logprob_reader(plan.forest, trained_only=trained_only)])[0]
+        return restored_logprobs(values, plan.forest, trained_only=trained_only)
 
     def hidden_states(self, forests: Forests) -> list[Float[Tensor, "_ M"]]:
         """Final hidden states of every trajectory: `result[i][j]` ([M], the model's dtype) depends on its tokens 0..j.
@@ -359,23 +340,14 @@ class TreeEngine:
 
         pixels_of: maps an image to its tensors; None: the engine's processor makes them.
         """
-        reads_routers, vision = any(reader.reads_routers for reader in readers), self._vision(plan, pixels_of)
-        return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers, vision=vision), readers)
+        reads_routers = any(each.reads_routers for each in readers)
+        images = self.images.guests(self.lm, plan, pixels_of)
+        return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers, images=images), readers)
 
-    def _backward_through(
-        self, plan: Plan, reader: Reader, router_loss: RouterLoss | None, loss_of: Callable[[Values], torch.Tensor]
-    ) -> torch.Tensor:
-        """Backward of a loss on a reader's values plus the router losses; returns the loss without these, detached."""
-        losses: list[torch.Tensor] = []
-
-        def total(values: list[Values]) -> torch.Tensor:
-            losses.append(loss_of(values[0]))
-            return losses[0] if router_loss is None else losses[0] + router_loss_of(router_loss, values[1])
-
-        readers = [reader] if router_loss is None else [reader, router_loss_reader(router_loss, plan)]
-        reads_routers, vision = router_loss is not None, self._vision(plan)
-        backward_through(lambda: self.new_walk(plan, with_router_logits=reads_routers, vision=vision), readers, total)
-        return losses[0].detach()
+    def _walks(self, plan: Plan, router_loss: RouterLoss | None) -> Callable[[], Walk]:
+        """Walks of a step that takes two, which share the plan's images."""
+        images = self.images.guests(self.lm, plan)
+        return partial(self.new_walk, plan, with_router_logits=router_loss is not None, images=images, checks=False)
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
@@ -384,11 +356,12 @@ class TreeEngine:
         plan: Plan,
         *,
         with_router_logits: bool = False,
-        vision: ForestVision | None = None,
-        for_images: bool = False,
+        images: Sequence[Guest] | None = None,
+        checks: bool = True,
     ) -> Walk:
-        """A walk over a plan, after `check`. vision: the plan's images, where several walks share them. for_images: see
-        `Walk`.
+        """A walk over a plan, after `check` (`checks=False`: of a step, which checks once).
+
+        images: the plan's (`EngineImages.guests`), where several walks share them.
 
         Raises:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
@@ -399,61 +372,12 @@ class TreeEngine:
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        self.check(plan.forest)
-        return Walk(
-            self.lm,
-            plan,
-            self.implementation,
-            temperature=self.temperature,
-            offload=self.offload,
-            lockstep=self._lockstep,
-            with_router_logits=with_router_logits,
-            vision=self._vision(plan) if vision is None else vision,
-            context=self._context,
-            for_images=for_images,
-        )
-
-    @property
-    def _costs(self) -> FlopModel:
-        """The costs of the model, for plans with images."""
-        if self._flops is None:
-            self._flops = flop_model(self.lm.model)
-        return self._flops
-
-    def _vision(self, plan: Plan, pixels_of: PixelsOf | None = None) -> ForestVision | None:
-        """The images of a plan's forest, for walks with the present weights; None if it has none."""
-        if not len(plan.forest.images):
-            return None
-        self.refuse_images()
-        if pixels_of is None:
-            pixels_of = self._own_pixels(plan.forest)
-        fits, per_row = self._costs.keeps_images(plan), self._costs.tokens_per_row
-        return ForestVision(
-            self.lm,
-            plan.forest,
-            pixels_of,
-            is_in_graph=plan.is_whole and fits,
-            keeps_graph=fits,
-            max_rows=None if plan.max_tokens is None else int(plan.max_tokens / max(per_row, 1.0)),
-        )
-
-    def _own_pixels(self, forest: Forest) -> PixelsOf:
-        """By the processor, each image once for all walks over a forest; only those of the latest forest are kept."""
-        latest = None if self._latest_pixels is None or self._latest_pixels[0]() is not forest else self._latest_pixels
-        if latest is None:
-            made = cached_by_digest(processed_by(self.processor, "TreeEngine(model, processor=...)"))
-            latest = self._latest_pixels = weakref.ref(forest), made
-        return latest[1]
-
-    def refuse_images(self) -> None:
-        """Raises `UnsupportedModelError` where images cannot be computed by the ranks of this engine."""
-        if self._mesh is not None:
-            raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
-        if self._context is not None:
-            raise UnsupportedModelError(
-                "images are not supported with context_size, which divides tokens among ranks, but not a vision tower: "
-                "leave it out and give max_tokens a number."
-            )
+        if checks:
+            self.check(plan.forest)
+        guests: list[Guest] = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        guests += self.images.guests(self.lm, plan) if images is None else images
+        impl, temperature = self.implementation, self.temperature
+        return Walk(self.lm, plan, impl, guests, temperature=temperature, with_router_logits=with_router_logits)
 
     def check(self, forest: Forest) -> None:
         """Checks whether model and tokens can be trained, as the first step does.
@@ -496,13 +420,8 @@ class TreeEngine:
 
         exchange: sends this rank's text to all ranks and returns everybody's.
         """
-        chain = make_plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
-
-        def empty_rows() -> torch.Tensor:
-            return Walk(self.lm, chain, self.implementation, lockstep=self._lockstep).whole_output().hidden
-
-        self._lockstep = Lockstep(exchange, empty_rows)
-        self.budget.recovers = False
+        lockstep = Lockstep(exchange, lambda plan: Walk(self.lm, plan, self.implementation, [lockstep]))
+        self._lockstep, self.budget.recovers = lockstep, False
 
     def drain(self) -> None:
         """Runs empty passes until every rank has finished its walks of this step."""
@@ -512,7 +431,7 @@ class TreeEngine:
     def router_loss(self, plan: Plan, counts: RouterCounts | None = None) -> RouterLoss | None:
         """The router losses of one step on a plan; None if the engine adds none. counts: of the whole step."""
         rule = self.router_loss_rule
-        add_up = None if self._context is None else self._context.ranks.add_up
+        add_up = None if self._context is None else self._context.add_up
         return None if rule is None else RouterLoss(rule, plan.forest.multiplicity, counts, add_up)
 
     def _count_experts(self, plan: Plan, router_loss: RouterLoss) -> None:
@@ -521,71 +440,7 @@ class TreeEngine:
         walk.visit(lambda output: router_loss.part(output.router_logits, output.positions))
         router_loss.finish_counting()
 
-    def _step_loss(
-        self, forest: Forest, objective: Objective, denominator: float | None, terms: Terms | None = None
-    ) -> StepLoss:
-        loss = StepLoss(forest, objective, denominator, terms)
-        if loss.terms.tokens is not None:
-            refuse_candidates(self.lm, loss.terms.tokens)
-        return loss
-
     def _measure(self, forest: Forest) -> None:
-        """Chooses the budget of `max_tokens="auto"` for forests like this one."""
-
-        @torch.enable_grad()
-        def train(num_tokens: int) -> None:
-            chain = Forest.from_trajectories([Trajectory(np.resize(text_ids(forest)[:2], num_tokens))])
-            walk = self.new_walk(make_plan(chain), for_images=len(forest.images) > 0)
-            walk.train(StepLoss(chain, SFT(), None).of_micro_batch)
-
         self.check(forest)
-        state_size, token_size = state_bytes(self.lm), gateway_token_bytes(self.lm)
-
-        def gateway_tokens(budget: int) -> int:
-            plan = make_plan(forest, budget, hold=self.hold)
-            # States of recurrent layers, counted as the tokens that take as many bytes.
-            return plan.peak_gateway_tokens + (peak_cuts(plan) * state_size // token_size if state_size else 0)
-
-        # An image is never cut.
-        self.budget.measure(self.lm, train, gateway_tokens, self.reserve_bytes, max(1, forest.images.largest))
-
-    def _require_fixed_budget(self) -> None:
-        """Ranks that compute a batch together all need the budget of the others, and none may run a step again."""
-        if self.budget.setting == AUTO:
-            raise ConfigError(
-                "max_tokens='auto' measures the free memory of each rank, and ranks that compute a batch together "
-                "(tp_size, context_size) need one budget; give max_tokens a number, or None."
-            )
-        self.budget.recovers = False
-
-    def _require_no_held_passes(self, mesh: Mesh) -> None:
-        """Tokens return to their rank in the backward of the pass that sent them, so both are one turn of all ranks."""
-        if self.hold == "always":
-            raise ConfigError(
-                f"hold='always' cannot be combined with {mesh.sizes}: with ep_size > tp_size ranks would run backwards "
-                "of passes that they did not compute together; use auto or never."
-            )
-        self.hold = "never"
-
-    def _require_gradients(self) -> None:
-        if not torch.is_grad_enabled():
-            raise ConfigError(
-                "step computes gradients, which are disabled here (torch.no_grad or inference_mode); for the loss "
-                "alone call evaluate."
-            )
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
-
-
-def _logprob_reader(forest: Forest, trained_only: bool) -> Reader:
-    return token_reader(forest, forest.token_weights() > 0 if trained_only else None)
-
-
-def _restored_logprobs(values: Values, forest: Forest, trained_only: bool) -> list[torch.Tensor]:
-    """[length - 1] log-probs of each trajectory, or those of its trained tokens, from those of the tree's tokens."""
-    logprobs_N = restore(values["log_probs"], forest)
-    if not trained_only:
-        return [logprobs[1:] for logprobs in logprobs_N]
-    is_trained = torch.from_numpy(forest.flat_stream("loss_weights") != 0).to(values["log_probs"].device)
-    masks_N = is_trained.split(forest.path_lengths.tolist())
-    return [logprobs[mask] for logprobs, mask in zip(logprobs_N, masks_N, strict=True)]
+        new_walk = partial(self.new_walk, images=[MeetsImages()] if len(forest.images) else [])
+        self.budget.measure(self.lm, forest, new_walk, hold=self.hold, reserve_bytes=self.reserve_bytes)

@@ -114,14 +114,10 @@ class FlatLoss:
         row = torch.tensor(self.terms[index].row, device=device)
         token = torch.tensor(self.terms[index].token, dtype=torch.long, device=device)
         values = {"log_probs": logits_LV[row, token] - lse_L[row]}
-        if "entropy" in self._outputs:
+        if isinstance(self.objective, Objective) and "entropy" in self.objective.outputs:
             probabilities = torch.exp(logits_LV - lse_L[:, None])
             values["entropy"] = (lse_L - (probabilities * logits_LV).sum(-1))[row]
         return values, logprobs
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return self.objective.outputs if isinstance(self.objective, Objective) else ("log_probs",)
 
     def _losses(self, values: Values, terms: Sequence[FlatTerms]) -> torch.Tensor:
         """The objective's token losses, by its denominator."""

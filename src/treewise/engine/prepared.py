@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from treewise.nn.flops import FlopModel
 from treewise.objectives import Objective
 from treewise.objectives.protocol import Terms
-from treewise.planning.fastest import fastest_plan
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import Plan, fastest_plan, plan
 from treewise.tree.forest import Forest, one_forest
 
 

@@ -21,7 +21,8 @@ Letters: L tokens of a row, T tokens of the tree, M model width.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treewise.engine.flat import FlatLoss
+from treewise.engine.guest import Guest, HostMemory
 from treewise.engine.probed_rows import ProbedRows, probed_rows
 from treewise.engine.scoring import StepLoss
 from treewise.engine.vision import ForestVision, processed_by
@@ -38,7 +40,7 @@ from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compilation import uncompiled
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import hooks_run_once
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters
 from treewise.nn.recurrent import kinds_of
 from treewise.objectives import SFT
 from treewise.planning.planner import Plan
@@ -65,7 +67,13 @@ _NOISE = 0.05  # on parameters of adapters: of their own size, or absolute where
 
 
 def probe(
-    lm: DecoderAndHead, impl: str, forest: Forest, *, processor: Any = None, hold: str = "auto", offload: bool = False
+    lm: DecoderAndHead,
+    impl: str,
+    forest: Forest,
+    *,
+    processor: object = None,
+    hold: str = "auto",
+    offload: bool = False,
 ) -> None:
     """Raises if the model computes anything else on a tree than flat; gradients are compared where they are enabled.
 
@@ -88,11 +96,9 @@ def probe(
                 plan = make_plan(tree, budget, hold=hold)
                 with hooks_run_once(lm.model, scale=_TREE_SCALE):
                     found = _on_tree(lm, plan, impl, processor, offload=offload, trains=gradients.are_compared)
-                gap = _largest_gap(flat, found, rows, spread)
-                if gap is not None:
-                    _refuse_random(lm, loss, flat)
-                    raise UnsupportedModelError(f"{gap.sentence(lm, plan)} {SUPPORTED_MODELS}")
-                gradients.subtracted(plan)
+                if difference := _difference(lm, plan, flat, *found, rows, spread):
+                    _refuse(lm, loss, flat, difference)
+                gradients.note(_where(plan))
         _check_head(lm, rows.text)
     gradients.check(spread, is_exact=flat.is_exact)
 
@@ -103,7 +109,7 @@ def probe(
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Inside, trained parameters are others on the same storage, with noise on those of adapters; here by name."""
-    adapters = _adapter_parameters(model)
+    adapters = adapter_parameters(model)
     made: dict[int, nn.Parameter] = {}
     names: dict[str, nn.Parameter] = {}
     slots = [
@@ -138,18 +144,6 @@ def _stirred(data: Tensor, seed: int) -> Tensor:
     noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
     size = data.float().square().mean().sqrt().nan_to_num()
     return (data.float() + noise * torch.where(size > 0, _NOISE * size, _NOISE)).to(data.dtype)
-
-
-def _adapter_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters of modules within adapter layers, apart from the layers that these adapt."""
-    layers: list[Any] = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
-    adapted = {
-        id(parameter)
-        for layer in layers
-        if isinstance(getattr(layer, "base_layer", None), nn.Module) and not hasattr(layer.base_layer, "base_layer")
-        for parameter in layer.base_layer.parameters()
-    }
-    return {id(each) for layer in layers for each in layer.parameters() if each.is_floating_point()} - adapted
 
 
 @contextmanager
@@ -188,58 +182,56 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
     hidden: list[Tensor] = []
     entered: list[torch.dtype | None] = [torch.get_autocast_dtype(device) if is_given else None]
 
-    def observe(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+    def observe(_: nn.Module, __: tuple[Any, ...], output: object) -> None:
         entered.append(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
         rows = getattr(output, "last_hidden_state", None)
         if isinstance(rows, Tensor) and rows.dim() == 3:
             hidden.append(rows[0].detach())
 
+    what = "images" if any(item.images for item in loss.items) else "text alone"
     hook = lm.decoder.register_forward_hook(observe)
     try:
-        with torch.autocast(device, entered[0], enabled=is_given), uncompiled(lm.model):
+        with (
+            _failing_as(f"{type(lm.model).__name__} does not run on {what}"),
+            torch.autocast(device, entered[0], enabled=is_given),
+            uncompiled(lm.model),
+        ):
             run = loss.run(lm.model, lm.device)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, TreewiseError) or is_out_of_memory(error):
-            raise
-        what = "images" if any(item.images for item in loss.items) else "text alone"
-        raise UnsupportedModelError(
-            f"{type(lm.model).__name__} does not run on {what}: {type(error).__name__}: {error}. {SUPPORTED_MODELS}"
-        ) from error
     finally:
         hook.remove()
     if [len(each) for each in hidden] != [len(item) for item in loss.items]:
         hidden = []
     for what, values in (("hidden rows", hidden), ("logits", run.logprobs)):
         if not all(each.isfinite().all() for each in values):
-            raise UnsupportedModelError(
-                f"{type(lm.model).__name__} gives {what} that are not finite: {_why_not_finite(lm)}"
-            )
+            wrong = [name for name, each in lm.model.named_parameters() if not each.isfinite().all()]
+            why = "its weights diverged, or its precision is too low."
+            if wrong:
+                count = num(len(wrong), "parameter")
+                why = f"weights of {', '.join(wrong[:3])} are not finite ({count} in all); it diverged."
+            raise UnsupportedModelError(f"{type(lm.model).__name__} gives {what} that are not finite: {why}")
     has_fewer_bits = device == "cuda" and torch.backends.cuda.matmul.fp32_precision in ("tf32", "bf16")
     return _Flat(run.logprobs, hidden, entered[-1], is_wide and entered[-1] is None and not has_fewer_bits)
 
 
-def _why_not_finite(lm: DecoderAndHead) -> str:
-    wrong = [name for name, each in lm.model.named_parameters() if not each.isfinite().all()]
-    if not wrong:
-        return "its weights diverged, or its precision is too low."
-    return f"weights of {', '.join(wrong[:3])} are not finite ({num(len(wrong), 'parameter')} in all); it diverged."
+@contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """Inside, errors of a model's own code are `UnsupportedModelError`."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, TreewiseError) or is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(f"{what}: {type(error).__name__}: {error}. {SUPPORTED_MODELS}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _OnTree:
-    """[T, M] hidden rows and [T] log-probs (float64; 0 for first tokens) of a tree, in parts or whole."""
+def _on_tree(
+    lm: DecoderAndHead, plan: Plan, impl: str, processor: object, *, offload: bool, trains: bool
+) -> tuple[Float[Tensor, "T M"], Float[Tensor, " T"]]:
+    """[T, M] hidden rows and [T] log-probs (float64; 0 for first tokens) of a tree, by one walk, as steps run it.
 
-    plan: Plan
-    hidden: Float[Tensor, "T M"]
-    logprobs: Float[Tensor, " T"]
-
-    def restored(self, values: Tensor) -> list[Tensor]:
-        return [values[torch.as_tensor(path, device=values.device)] for path in self.plan.forest.paths]
-
-
-def _on_tree(lm: DecoderAndHead, plan: Plan, impl: str, processor: Any, *, offload: bool, trains: bool) -> _OnTree:
-    """One walk, as steps run it. trains: half of the gradients is subtracted from `.grad`."""
-    tree, vision = plan.forest, None
+    trains: half of the gradients is subtracted from `.grad`.
+    """
+    tree, guests = plan.forest, list[Guest]([HostMemory()] if offload else [])
     loss = StepLoss(tree, SFT(), None)
     hidden: list[tuple[np.ndarray, Tensor]] = []
     logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
@@ -253,22 +245,15 @@ def _on_tree(lm: DecoderAndHead, plan: Plan, impl: str, processor: Any, *, offlo
         logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
         return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
 
-    try:
+    with _failing_as(f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):
             pixels = processed_by(processor, "TreeEngine(model, processor=...)")
-            vision = ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole)
-        walk = Walk(lm, plan, impl, vision=vision, offload=offload)
+            guests.append(ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
+        walk = Walk(lm, plan, impl, guests)
         (walk.train if trains else walk.visit)(minus_half)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, TreewiseError) or is_out_of_memory(error):
-            raise
-        raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}: {type(error).__name__}: {error}. "
-            f"{SUPPORTED_MODELS}"
-        ) from error
     order = np.argsort(np.concatenate([positions for positions, _ in hidden]))
     rows = torch.cat([each for _, each in hidden])[torch.as_tensor(order, device=lm.device)]
-    return _OnTree(plan, rows, logprobs)
+    return rows, logprobs
 
 
 def _where(plan: Plan) -> str:
@@ -318,63 +303,55 @@ def _gaps(expected: Float[Tensor, "n M"], found: Float[Tensor, "n M"]) -> Float[
 # -- comparing --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """A difference beyond its limit: of hidden rows relative to them, or of log-probs."""
+def _difference(
+    lm: DecoderAndHead, plan: Plan, flat: _Flat, hidden: Tensor, logprobs: Tensor, probed: ProbedRows, spread: float
+) -> str | None:
+    """The first difference that is beyond its limit, in words: of hidden rows relative to them, or of log-probs."""
+    decoder, images = type(lm.decoder).__name__, " with images" if len(plan.forest.images) else ""
 
-    size: float
-    limit: float
-    is_of_rows: bool
+    def restored(values: Tensor) -> list[Tensor]:
+        return [values[torch.as_tensor(path, device=values.device)] for path in plan.forest.paths]
 
-    def sentence(self, lm: DecoderAndHead, plan: Plan) -> str:
-        decoder, by = type(lm.decoder).__name__, f"{self.size:.3g} (limit {self.limit:.3g})"
-        images = " with images" if len(plan.forest.images) else ""
-        if not self.is_of_rows:
-            return (
-                f"{type(lm.model).__name__}: log-probs on the tree differ from the model's own by {by}. It computes "
-                f"something{images} between decoder and logits that treewise does not support."
-            )
-        if plan.is_whole:
+    if flat.hidden:
+        gaps = [_gaps(*pair) for pair in zip(flat.hidden, restored(hidden), strict=True)]
+        size, limit = torch.cat(gaps).max().item(), max(_ROW[0], _ROW[1] * spread)
+        if not flat.is_exact:
+            limit = max(_SPREADS * spread, _ROUNDINGS * torch.finfo(flat.autocast or hidden.dtype).eps)
+            branches = [each[-own:] for each, own in zip(gaps, probed.own, strict=True)]
+            size = max(each.median().item() for each in (gaps[0][: -probed.own[0]], *branches))
+        by = f"{size:.3g} (limit {limit:.3g}) of a row"
+        if not size <= limit and plan.is_whole:
             return (
                 f"{decoder} leaks between branches, or computes something{images} from more than a token and what is "
-                f"before it in its trajectory: hidden rows on a tree differ from its own forward's by {by} of a row."
+                f"before it in its trajectory: hidden rows on a tree differ from its own forward's by {by}."
             )
-        return (
-            f"{decoder} computes other rows under a budget than without, by {by} of a row: its layers pass on more "
-            "than keys and values."
-        )
-
-
-def _largest_gap(flat: _Flat, found: _OnTree, rows: ProbedRows, spread: float) -> _Gap | None:
-    """The first difference that is beyond its limit."""
-    if flat.hidden:
-        gaps = [_gaps(*pair) for pair in zip(flat.hidden, found.restored(found.hidden), strict=True)]
-        size, limit = torch.cat(gaps).max().item(), _limit(_ROW, spread)
-        if not flat.is_exact:
-            limit = max(_SPREADS * spread, _ROUNDINGS * torch.finfo(flat.autocast or found.hidden.dtype).eps)
-            branches = [each[-own:] for each, own in zip(gaps, rows.own, strict=True)]
-            size = max(each.median().item() for each in (gaps[0][: -rows.own[0]], *branches))
         if not size <= limit:
-            return _Gap(size, limit, is_of_rows=True)
-    ours = torch.cat([each[1:] for each in found.restored(found.logprobs)])
-    is_scored = torch.from_numpy(np.concatenate([item.loss_weights[1:] != 0 for item in rows.items]))
+            return (
+                f"{decoder} computes other rows under a budget than without, by {by}: its layers pass on more than "
+                "keys and values."
+            )
+    ours = torch.cat([each[1:] for each in restored(logprobs)])
+    is_scored = torch.from_numpy(np.concatenate([item.loss_weights[1:] != 0 for item in probed.items]))
     gaps_L = (torch.cat(flat.logprobs) - ours)[is_scored].abs()
     size, limit = (gaps_L.max().item(), _LOGPROB) if flat.is_exact else (gaps_L.median().item(), _LOW_LOGPROB)
-    return None if size <= limit else _Gap(size, limit, is_of_rows=False)
+    if size <= limit:
+        return None
+    return (
+        f"{type(lm.model).__name__}: log-probs on the tree differ from the model's own by {size:.3g} (limit "
+        f"{limit:.3g}). It computes something{images} between decoder and logits that treewise does not support."
+    )
 
 
-def _limit(limit: tuple[float, float], spread: float) -> float:
-    return max(limit[0], limit[1] * spread)
-
-
-def _refuse_random(lm: DecoderAndHead, loss: FlatLoss, flat: _Flat) -> None:
+def _refuse(lm: DecoderAndHead, loss: FlatLoss, flat: _Flat, difference: str) -> NoReturn:
+    """A model that is random differs from itself, too."""
     with torch.no_grad(), uncompiled(lm.model):
-        again = loss.run(lm.model, lm.device).logprobs
-    if flat.is_exact and not torch.allclose(torch.cat(again), torch.cat(flat.logprobs), atol=1e-6):
+        again = torch.cat(loss.run(lm.model, lm.device).logprobs)
+    if flat.is_exact and not torch.allclose(again, torch.cat(flat.logprobs), atol=1e-6):
         raise UnsupportedModelError(
             f"{type(lm.model).__name__} is random while training: the same tokens gave other log-probs. Call "
             "model.eval(), or disable what is random."
         )
+    raise UnsupportedModelError(f"{difference} {SUPPORTED_MODELS}")
 
 
 class _Gradients:
@@ -383,48 +360,46 @@ class _Gradients:
     def __init__(self, lm: DecoderAndHead, trained: dict[str, nn.Parameter]) -> None:
         self._trained = trained
         self._has_experts = any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
-        self._norms, self._plans = [self._now()], [""]
+        self._norms: list[tuple[str, np.ndarray]] = []
+        self.note("")
         self.are_compared = torch.is_grad_enabled() and any(each.grad is not None for each in trained.values())
 
-    def _now(self) -> np.ndarray:
+    def note(self, where: str) -> None:
+        """Keeps the norms as they are now. where: under which budget a walk came before, in words."""
         grads = [each.grad for each in self._trained.values()]
-        return np.array([0.0 if each is None else each.float().norm().item() for each in grads])
-
-    def subtracted(self, plan: Plan) -> None:
-        """After the walk over a plan."""
-        self._norms.append(self._now())
-        self._plans.append(_where(plan))
+        self._norms.append((where, np.array([0.0 if each is None else each.float().norm().item() for each in grads])))
 
     def check(self, spread: float, *, is_exact: bool) -> None:
         """Raises `UnsupportedModelError` with the first parameter whose gradient is lost or another one."""
-        flat, whole = self._norms[0], float(np.sqrt(np.square(self._norms[0]).sum()))
+        flat = self._norms[0][1]
+        whole = float(np.sqrt(np.square(flat).sum()))
         if not self.are_compared or not np.isfinite(flat).all():
             return  # flat training fails alike; the step reports it with its trees
         names = list(self._trained)
+
+        def refuse(index: int, what: str) -> NoReturn:
+            raise UnsupportedModelError(
+                f"the gradient of {names[index]} {what}, where flat training's has norm {flat[index]:.3g} (whole "
+                f"gradient {whole:.3g}). {SUPPORTED_MODELS}"
+            )
+
         is_routed = np.array([self._has_experts and any(word in name for word in _EXPERTS) for name in names])
         has_to_move = (flat > _UNREACHED * whole) & (is_exact | ~is_routed)
-        for before, after, where in zip(self._norms, self._norms[1:], self._plans[1:], strict=False):
+        for (_, before), (where, after) in pairwise(self._norms):
             for index in np.flatnonzero(has_to_move & (before == after))[:1]:
-                _refuse_gradient(names[index], f"has no gradient on the tree{where}", flat[index], whole)
-        gaps = 2 * self._norms[-1]
+                refuse(index, f"has no gradient on the tree{where}")
+        gaps = 2 * self._norms[-1][1]
         if is_exact:
-            limits = _limit(_OWN, spread) * flat + _limit(_WHOLE, spread) * whole
+            own, of_whole = (max(least, spreads * spread) for least, spreads in (_OWN, _WHOLE))
+            limits = own * flat + of_whole * whole
             for index in np.flatnonzero(~(gaps <= limits))[:1]:
-                _refuse_gradient(names[index], f"differs on the tree by {gaps[index]:.3g}", flat[index], whole)
+                refuse(index, f"differs on the tree by {gaps[index]:.3g}")
             return
         gaps[is_routed] = 0
         gap, limit = float(np.sqrt(np.square(gaps).sum())), (_LOW_EXPERTS if is_routed.any() else _LOW) * whole
         if not gap <= limit:
             index = int(np.argmax(gaps))
-            what = f"differs on the tree by {gaps[index]:.3g} (all by {gap:.3g}, limit {limit:.3g})"
-            _refuse_gradient(names[index], what, flat[index], whole)
-
-
-def _refuse_gradient(name: str, what: str, norm: float, whole: float) -> None:
-    raise UnsupportedModelError(
-        f"the gradient of {name} {what}, where flat training's has norm {norm:.3g} (whole gradient {whole:.3g}). "
-        f"{SUPPORTED_MODELS}"
-    )
+            refuse(index, f"differs on the tree by {gaps[index]:.3g} (all by {gap:.3g}, limit {limit:.3g})")
 
 
 # -- beyond the rows --------------------------------------------------------------------------------------------------

@@ -3,84 +3,76 @@
 Letters: P scored tokens of a forest, E edges or entries of a micro-batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.distributed.context import ContextGroup
-from treewise.engine.differentiable import Entries, Reader, Values
-from treewise.engine.walk import LossOf, MicroBatchOutput
-from treewise.errors import DataError, num
+from treewise.distributed.mesh import ContextGroup
+from treewise.engine.differentiable import Entries, Reader, Values, backward_through, restore
+from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
+from treewise.errors import ConfigError, DataError, num
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import edge_values
 from treewise.nn.router_loss import RouterLoss, RoutingReport
 from treewise.objectives import Objective
 from treewise.objectives.protocol import Terms
+from treewise.objectives.registry import described
 from treewise.planning.layout import edges_of
 from treewise.planning.planner import Plan
 from treewise.shapes import Bool, Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 
+LossFunction = Callable[[list[torch.Tensor]], torch.Tensor]
+
 # -- values of tokens -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Which tokens are scored, each predicted from the path to its parent.
+class EdgeScorer:
+    """Scores the tokens that each micro-batch predicts. Called on its output; None where it predicts none of them.
 
-    positions: [P] int64 tree positions, ascending, none of them a first token. tokens: [P] token ids that are scored at
-    these positions; None: the tree's own, and then each position is projected once however often it is listed.
-    outputs: names out of `lm_head.OUTPUTS`.
+    positions: [P] int64 tree positions of the scored tokens, ascending, none of them a first token; each is predicted
+    from the path to its parent. tokens: [P] token ids that are scored there; None: the tree's own, and then each
+    position is projected once however often it is listed. outputs: names out of `lm_head.OUTPUTS`.
     """
 
-    positions: Int[np.ndarray, " P"]
-    tokens: Int[np.ndarray, " P"] | None = None
-    outputs: tuple[str, ...] = ("log_probs",)
-
-    def entries(self, targets: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, " E"]]:
-        """The scored tokens at some positions: for each, its index in `targets` and its index in `positions`.
-
-        targets: [n] int64 tree positions, ascending. Returns two [E] int64 arrays.
-        """
-        first = np.searchsorted(self.positions, targets, side="left")
-        count = np.searchsorted(self.positions, targets, side="right") - first
-        edge = np.repeat(np.arange(len(targets)), count)
-        return edge, concatenated_ranges(first, count)
-
-
-class EdgeScorer:
-    """Scores the tokens that each micro-batch predicts. Called on its output; None where it predicts none of them."""
-
-    def __init__(self, forest: Forest, scored: ScoredTokens) -> None:
-        self.forest, self.scored = forest, scored
+    def __init__(
+        self,
+        forest: Forest,
+        positions: Int[np.ndarray, " P"],
+        tokens: Int[np.ndarray, " P"] | None = None,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        self.forest, self.positions, self.tokens, self.outputs = forest, positions, tokens, outputs
         self._is_needed = np.zeros(forest.num_tokens, dtype=bool)
-        self._is_needed[scored.positions] = True
+        self._is_needed[positions] = True
 
     def __call__(self, output: MicroBatchOutput) -> Entries | None:
         """[E] indices of scored tokens, and their [E] values by name."""
         edges = edges_of(self.forest, output.positions, self._is_needed)
         if len(edges.target) == 0:
             return None
-        edge, entry = self.scored.entries(edges.target)
+        first = np.searchsorted(self.positions, edges.target, side="left")
+        count = np.searchsorted(self.positions, edges.target, side="right") - first
+        edge, entry = np.repeat(np.arange(len(edges.target)), count), concatenated_ranges(first, count)
         device, head = output.hidden.device, output.head()
-        if self.scored.tokens is not None:
-            tokens = to_device(self.scored.tokens[entry], device, torch.long)
-            return entry, edge_values(output.hidden, head, edges.source[edge], tokens, self.scored.outputs)
+        if self.tokens is not None:
+            tokens = to_device(self.tokens[entry], device, torch.long)
+            return entry, edge_values(output.hidden, head, edges.source[edge], tokens, self.outputs)
         tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
-        values = edge_values(output.hidden, head, edges.source, tokens, self.scored.outputs)
+        values = edge_values(output.hidden, head, edges.source, tokens, self.outputs)
         if len(entry) != len(edges.target):
             index = to_device(edge, device)
             values = {name: value[index] for name, value in values.items()}
         return entry, values
 
-
-def edge_reader(forest: Forest, scored: ScoredTokens) -> Reader:
-    """Reads the [P] values of scored tokens, in their order."""
-    return Reader(EdgeScorer(forest, scored), scored.outputs, len(scored.positions))
+    @property
+    def reader(self) -> Reader:
+        """Reads the [P] values of scored tokens, in their order."""
+        return Reader(self, self.outputs, len(self.positions))
 
 
 def token_reader(
@@ -93,13 +85,28 @@ def token_reader(
     """
     has_parent = forest.parent >= 0
     positions = np.flatnonzero(has_parent if is_needed is None else has_parent & is_needed)
-    score = EdgeScorer(forest, ScoredTokens(positions, None, outputs))
+    score = EdgeScorer(forest, positions, outputs=outputs)
 
     def read(output: MicroBatchOutput) -> Entries | None:
         entries = score(output)
         return None if entries is None else (positions[entries[0]], entries[1])
 
     return Reader(read, outputs, forest.num_tokens)
+
+
+def logprob_reader(forest: Forest, *, trained_only: bool) -> Reader:
+    """Reads [T] log-probs by tree position, 0 for first tokens; `trained_only`: for all that no trajectory trains."""
+    return token_reader(forest, forest.token_weights() > 0 if trained_only else None)
+
+
+def restored_logprobs(values: Values, forest: Forest, *, trained_only: bool) -> list[torch.Tensor]:
+    """[length - 1] log-probs of each trajectory, or those of its trained tokens, from those of the tree's tokens."""
+    logprobs_N = restore(values["log_probs"], forest)
+    if not trained_only:
+        return [logprobs[1:] for logprobs in logprobs_N]
+    is_trained = torch.from_numpy(forest.flat_stream("loss_weights") != 0).to(values["log_probs"].device)
+    masks_N = is_trained.split(forest.path_lengths.tolist())
+    return [logprobs[mask] for logprobs, mask in zip(logprobs_N, masks_N, strict=True)]
 
 
 # -- the loss of a step -----------------------------------------------------------------------------------------------
@@ -124,8 +131,7 @@ class StepLoss:
             raise DataError("no trained token in the forest; a step on it would do nothing.")
         if not self.denominator > 0:
             raise DataError(f"the loss would be divided by {self.denominator}; it must be positive.")
-        scored = ScoredTokens(self.terms.positions, self.terms.tokens, objective.outputs)
-        self.reader = edge_reader(forest, scored)
+        self.reader = EdgeScorer(forest, self.terms.positions, self.terms.tokens, objective.outputs).reader
         self.num_trained_tokens = len(np.unique(self.terms.positions))
         self._reported: list[Values] = []
 
@@ -137,10 +143,10 @@ class StepLoss:
     def of_terms(self, values: Values, entries: Int[np.ndarray, " E"] | None = None) -> Float[Tensor, ""]:
         """The loss of some terms ([E] int64 `entries`), or of all, a scalar, from their [E] values by name."""
         like = values["log_probs"]
-        streams = {
-            name: _as_tensor(stream if entries is None else stream[entries], like)
-            for name, stream in self.terms.streams.items()
-        }
+        streams = {}
+        for name, stream in self.terms.streams.items():
+            dtype = like.dtype if stream.dtype.kind == "f" else torch.long
+            streams[name] = to_device(stream if entries is None else stream[entries], like.device, dtype)
         loss = self.objective.token_losses(values, streams).sum() / self.denominator
         with torch.no_grad():
             constants = {name: value.detach() for name, value in values.items()}
@@ -194,6 +200,47 @@ def router_loss_of(router_loss: RouterLoss, values: Values) -> Float[Tensor, ""]
     return router_loss.total().to(parts) + (parts - parts.detach())
 
 
+def backward_with_routers(
+    new_walk: Callable[[], Walk],
+    plan: Plan,
+    reader: Reader,
+    router_loss: RouterLoss | None,
+    loss_of: Callable[[Values], torch.Tensor],
+) -> Float[Tensor, ""]:
+    """Backward of a loss on a reader's values plus the router losses; returns the loss without these, detached."""
+    losses: list[torch.Tensor] = []
+
+    def total(values: list[Values]) -> torch.Tensor:
+        losses.append(loss_of(values[0]))
+        return losses[0] if router_loss is None else losses[0] + router_loss_of(router_loss, values[1])
+
+    readers = [reader] if router_loss is None else [reader, router_loss_reader(router_loss, plan)]
+    backward_through(new_walk, readers, total)
+    return losses[0].detach()
+
+
+def backward_of_function(
+    new_walk: Callable[[], Walk],
+    plan: Plan,
+    function: LossFunction,
+    router_loss: RouterLoss | None,
+    *,
+    trained_only: bool,
+) -> Float[Tensor, ""]:
+    """The same of a function of all trajectories' log-probs."""
+
+    def loss_of(values: Values) -> torch.Tensor:
+        loss = function(restored_logprobs(values, plan.forest, trained_only=trained_only))
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            raise ConfigError(f"an objective must return a scalar tensor, found {described(loss)}.")
+        if not loss.requires_grad:
+            raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
+        return loss
+
+    reader = logprob_reader(plan.forest, trained_only=trained_only)
+    return backward_with_routers(new_walk, plan, reader, router_loss, loss_of)
+
+
 # -- what a step reports ----------------------------------------------------------------------------------------------
 
 
@@ -231,16 +278,12 @@ class StepOutput:
 
 
 def step_output(
-    plan: Plan,
-    loss: StepLoss | float,
-    router_loss: RouterLoss | None,
-    *,
-    num_first_walk_tokens: int,
+    plan: Plan, loss: StepLoss | float, router_loss: RouterLoss | None, *, has_first_walk: bool
 ) -> StepOutput:
     """The output of a step or an evaluation.
 
-    loss: of an objective, or the value of a function of all log-probs. num_first_walk_tokens: forwards of tokens before
-    the walk over the plan.
+    loss: of an objective, or the value of a function of all log-probs. has_first_walk: whether a plan of several
+    micro-batches was walked once before.
     """
     forest = plan.forest
     if isinstance(loss, StepLoss):
@@ -253,13 +296,9 @@ def step_output(
         num_trained_tokens=num_trained,
         num_tree_tokens=forest.num_tokens,
         num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=plan.num_computed_tokens + num_first_walk_tokens,
+        num_computed_tokens=plan.num_computed_tokens + forest.num_tokens * (has_first_walk and not plan.is_whole),
         num_micro_batches=plan.num_micro_batches,
         metrics=metrics,
         weight=weight,
         routing=None if router_loss is None else router_loss.report(),
     )
-
-
-def _as_tensor(stream: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return to_device(stream, like.device, like.dtype if stream.dtype.kind == "f" else torch.long)

@@ -15,7 +15,7 @@ from torch import nn
 
 from treewise.engine.probe import probe
 from treewise.engine.probed_rows import text_ids
-from treewise.errors import UnsupportedModelError
+from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.device import to_device
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_checks import refuse_dropout, refuse_lengths, refuse_placeholders, refuse_tokens
@@ -23,6 +23,17 @@ from treewise.nn.router_loss import RouterLossRule, check_router_loss
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step
+
+
+def refuse_no_gradients(model: nn.Module) -> None:
+    """Raises `ConfigError` where a step would do nothing: gradients are disabled, or no parameter is trained."""
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "step computes gradients, which are disabled here (torch.no_grad or inference_mode); for the loss alone "
+            "call evaluate."
+        )
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
 
 
 class StepChecks:
@@ -81,7 +92,7 @@ class StepChecks:
         return any(
             images == has_images
             and gradients >= has_gradients
-            and state.facts == passed.facts
+            and (state.modules, state.outer) == (passed.modules, passed.outer)
             and (not has_gradients or state.is_trained == passed.is_trained)
             for passed, images, gradients in reversed(self._passed)
         )
@@ -95,10 +106,6 @@ class _State:
     modules: tuple[tuple[Any, ...], ...]
     outer: tuple[tuple[str, Any], ...]
     is_trained: tuple[bool, ...]
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        return self.modules, self.outer
 
     def changes_to(self, later: "_State", lm: DecoderAndHead) -> Iterator[str]:
         """Sentences' parts that name what differs."""

@@ -10,6 +10,7 @@ distribution, and a vision tower, but for what it keeps for the backward (`nn.fl
 
 import copy
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from treewise.engine.guest import MeetsImages
 from treewise.engine.scoring import StepLoss
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.nn.flops import FlopModel, gateway_bytes
@@ -93,7 +95,7 @@ def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepM
     if not plan.is_whole and device_type == "cpu":
         lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
     live = LiveBytes(twin)
-    walk = Walk(lm, fullest, "cascade", for_images=len(plan.forest.images) > 0)
+    walk = Walk(lm, fullest, "cascade", [MeetsImages()] if len(plan.forest.images) else ())
     loss = StepLoss(plan.forest, SFT(), None) if (plan.forest.token_weights() > 0).any() else None
     kept = []
 
@@ -107,14 +109,11 @@ def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepM
     gateways = gateway_bytes(costs.gateway_values, dtype.itemsize) * fullest.timeline[-1][0]
     activations = max(0, kept[-1] - gateways)
     images = dtype.itemsize * costs.kept_image_values(plan)
-    allocator = _beyond_tensors(plan, peak, dtype) if device_type == "cpu" else 0
+    allocator = 0
+    if device_type == "cpu":  # bytes of the resident set of the process beyond its tensors
+        sizes = {batch.num_tokens for batch in plan.micro_batches} if dtype.itemsize < 4 else ()
+        allocator = round(HOLES * peak) + LIBRARIES + KERNELS * len(sizes)
     return StepMemory(activations, gateways, images, peak - activations - gateways, allocator)
-
-
-def _beyond_tensors(plan: Plan, live: int, dtype: torch.dtype) -> int:
-    """Bytes of the resident set of a CPU process beyond its tensors."""
-    sizes = {batch.num_tokens for batch in plan.micro_batches} if dtype.itemsize < 4 else ()
-    return round(HOLES * live) + LIBRARIES + KERNELS * len(sizes)
 
 
 def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
@@ -188,7 +187,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _work_space(func: Any, args: Any, result: Any) -> int:
+def _work_space(func: Any, args: Sequence[torch.Tensor], result: Any) -> int:
     """Bytes that a kernel of the CPU allocates inside, where they are more than a few.
 
     Attention: scores of a tile in float32 and their gradients, for each thread, and in half precision keys and values

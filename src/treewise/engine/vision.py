@@ -9,17 +9,22 @@ under the budget. A tower and projector without trained parameters run once.
 Letters: P placeholder tokens of the forest, R feature rows of its distinct images, M model width.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from treewise.errors import ConfigError, DataError
+from treewise.engine.guest import ForwardInputs, Guest, Piece
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.nn.attention import TreeMask
 from treewise.nn.device import to_device
+from treewise.nn.flops import FlopModel
 from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.model_flops import flop_model
 from treewise.nn.vision import (
     IN_WINDOWS,
     Features,
@@ -29,7 +34,7 @@ from treewise.nn.vision import (
     tree_positions,
     vision_model,
 )
-from treewise.planning.layout import Layout
+from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -38,8 +43,8 @@ NEEDS_PROCESSOR = "the trajectories hold images, for which the model's processor
 PixelsOf = Callable[[ImageSpan], PixelInputs]
 
 
-class ForestVision:
-    """The features of a forest's images, on its placeholder tokens.
+class ForestVision(Guest):
+    """The features of a forest's images, on its placeholder tokens, which join the walks over it.
 
     Parameters:
         pixels_of: maps an image to the tensors that the model's processor makes of it; asked several times.
@@ -51,6 +56,8 @@ class ForestVision:
         DataError: placeholders without an image, or an image with other numbers of placeholders in two places.
         UnsupportedModelError: a model whose images cannot be shared.
     """
+
+    brings_images = True
 
     def __init__(
         self,
@@ -78,43 +85,45 @@ class ForestVision:
         self._kept: Features | None = None  # leaves, to which micro-batches add gradients
         self._graph: Features | None = None  # what the leaves are copies of, with the tower's graph
 
-    def inside(self, positions: np.ndarray) -> tuple[Any, dict[str, Any]] | None:
-        """The part of the model that a micro-batch runs, and its arguments; None if it is as without images.
-
-        positions: [T] int64 tree positions, ascending.
-        """
+    def enter(self, piece: Piece, inputs: ForwardInputs) -> None:
+        """The part of the model that a micro-batch runs, and its arguments, where these are not as without images."""
+        positions = piece.layout.positions
         rows = self._rows[np.isin(self._positions, positions, assume_unique=True)]
         arguments: dict[str, Any] = {}
         if self._position_ids is not None:
             own = self._position_ids[:, positions]
             arguments["position_ids"] = to_device(own, self.vision.module.device, torch.long)[:, None]
         if len(rows) == 0:
-            return (self._decoder, arguments) if arguments else None
+            inputs.inside = (self._decoder, arguments) if arguments else None
+            return
         features = self._all_features() if self.is_in_graph else self._keep()
         index = to_device(rows, features[0].device)
         seen = tuple(each.index_select(0, index) for each in features)
         if not self.is_in_graph:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
-        return self.vision.module, {**arguments, **self.vision.arguments(seen)}
+        inputs.inside = self.vision.module, {**arguments, **self.vision.arguments(seen)}
 
-    def is_trained_on(self, positions: np.ndarray) -> bool:
-        """Whether some of these tree positions ([T] int64) hold features of a tower that is trained."""
-        return self.vision.is_trained and bool(np.isin(positions, self._positions, assume_unique=True).any())
+    def join(self, piece: Piece) -> None:
+        """The mask of a micro-batch, and whether it holds features of a tower that is trained."""
+        positions = piece.layout.positions
+        if self._rows_before is not None:
+            only_windows = self.vision.both_ways == IN_WINDOWS
+            piece.mask = TreeMask.from_layout(piece.layout, self._rows_before[positions], only_windows=only_windows)
+        is_seen = self.vision.is_trained and np.isin(positions, self._positions, assume_unique=True).any()
+        piece.sees_trained_image = bool(is_seen)
 
-    def mask(self, layout: Layout) -> TreeMask:
-        """The mask of a micro-batch."""
-        before = None if self._rows_before is None else self._rows_before[layout.positions]
-        return TreeMask.from_layout(layout, before, only_windows=self.vision.both_ways == IN_WINDOWS)
-
-    def begin_training(self) -> None:
-        """Computes the features with a graph, where a walk that trains keeps it."""
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Computes the features with a graph before, where a walk that trains keeps it; the tower's backward after."""
         if self._keeps_graph and self._kept is None and self.vision.is_trained and not self.is_in_graph:
             with torch.enable_grad():
                 self._graph = self._all_features()
             self._kept = self._leaves(self._graph)
+        yield
+        self._backward()
 
-    def backward(self) -> None:
-        """Backward of the tower, from the gradients that micro-batches added to the kept features."""
+    def _backward(self) -> None:
+        """From the gradients that micro-batches added to the kept features."""
         kept, graph = self._kept, self._graph
         self._graph = None
         if kept is None or all(each.grad is None for each in kept):
@@ -169,6 +178,60 @@ class ForestVision:
 
     def _pixels_of(self, index: int) -> PixelInputs:
         return self._source_pixels(self._sources[index])
+
+
+class EngineImages:
+    """The images of an engine's forests: what they cost, and their tensors, once for all walks over the latest forest.
+
+    processor: the model's, or None. divided_by: what divides a batch among ranks, `mesh` or `context`; None: nothing.
+    """
+
+    def __init__(self, model: nn.Module, processor: object, divided_by: str | None) -> None:
+        self._model, self._processor, self._divided_by = model, processor, divided_by
+        self._flops: FlopModel | None = None
+        self._latest: tuple[weakref.ref[Forest], PixelsOf] | None = None
+
+    def can_plan(self, forest: Forest) -> bool:
+        """Whether `costs_of` reads nothing of the model any more."""
+        return self._flops is not None or not len(forest.images)
+
+    def costs_of(self, forest: Forest) -> FlopModel | None:
+        """The costs of the model, for plans of a forest with images; None without."""
+        if not len(forest.images):
+            return None
+        if self._flops is None:
+            self._flops = flop_model(self._model)
+        return self._flops
+
+    def guests(self, lm: DecoderAndHead, plan: Plan, pixels_of: PixelsOf | None = None) -> list[Guest]:
+        """The images of a plan's forest, for walks with the present weights; none if it has none.
+
+        pixels_of: maps an image to its tensors; None: the processor makes them.
+        """
+        costs, forest = self.costs_of(plan.forest), plan.forest
+        if costs is None:
+            return []
+        self.refuse()
+        if pixels_of is None:
+            if self._latest is None or self._latest[0]() is not forest:
+                made = cached_by_digest(processed_by(self._processor, "TreeEngine(model, processor=...)"))
+                self._latest = weakref.ref(forest), made
+            pixels_of = self._latest[1]
+        fits, max_rows = costs.keeps_images(plan), None
+        if plan.max_tokens is not None:
+            max_rows = int(plan.max_tokens / max(costs.tokens_per_row, 1.0))
+        is_in_graph = plan.is_whole and fits
+        return [ForestVision(lm, forest, pixels_of, is_in_graph=is_in_graph, keeps_graph=fits, max_rows=max_rows)]
+
+    def refuse(self) -> None:
+        """Raises `UnsupportedModelError` where images cannot be computed by the ranks of the engine."""
+        if self._divided_by == "mesh":
+            raise UnsupportedModelError("images are not supported yet with tp_size or ep_size; use copies or sharded.")
+        if self._divided_by == "context":
+            raise UnsupportedModelError(
+                "images are not supported with context_size, which divides tokens among ranks, but not a vision tower: "
+                "leave it out and give max_tokens a number."
+            )
 
 
 def processed_by(processor: object, where: str) -> PixelsOf:

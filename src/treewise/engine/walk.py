@@ -1,34 +1,90 @@
 """The depth-first walk over a plan: micro-batches forward and backward, gateways in between.
 
 A walk does not depend on the loss: a callback maps the output of a micro-batch to a scalar, or to None where the
-micro-batch has no loss of its own. Autograd adds gradients into the parameters' `.grad`.
+micro-batch has no loss of its own. Autograd adds gradients into the parameters' `.grad`. Images, other ranks and the
+memory of the host join it as guests (`engine.guest`).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from treewise.engine.carrying import carried_by, reaches_a_parameter, tower_parameters
-from treewise.engine.context_walk import ContextWalk
-from treewise.engine.lockstep import Lockstep
-from treewise.engine.offload import SavedOnHost
-from treewise.engine.sparse_embedding import sparse_embedding_gradients
-from treewise.engine.vision import ForestVision
+from treewise.engine.guest import ForwardInputs, Guest, Piece
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, TreeContext, TreeMask
+from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead
-from treewise.nn.model import DecoderAndHead, run_decoder
+from treewise.nn.model import DecoderAndHead, base_model, run_decoder
 from treewise.nn.recurrent import TreeRows
-from treewise.planning.context_parts import ContextPart
-from treewise.planning.layout import Layout, lay_out
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
+from treewise.planning.layout import lay_out
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
 from treewise.shapes import Float, Int
+
+# -- What a gradient has to reach above a micro-batch: decided once for a walk, from the plan and from wh -------------
+
+
+# Names in decoders. Layers and last norms of other names count as what is before the layers: exact, at a higher cost.
+_LAYERS = {"layers", "h", "block", "blocks"}
+_LAST_NORMS = {"norm", "norm_f", "ln_f", "final_norm", "final_layernorm", "final_layer_norm"}
+
+
+def carried_by(lm: DecoderAndHead, *, with_images: bool) -> Carried:
+    """Which layers carry gradients to gateways.
+
+    with_images: input rows may hold features of images, so a tower that is trained counts.
+    """
+    if _is_trained(lm.decoder.get_input_embeddings()):
+        return EVERYTHING
+    layers = _layers_in_order(lm)
+    after = [lm.output, *(each for name, each in lm.decoder.named_children() if name in _LAST_NORMS)]
+    known = {parameter for each in (*layers, *after) for parameter in each.parameters()}
+    if not with_images:
+        known.update(tower_parameters(lm))
+    if any(each.requires_grad and each not in known for each in lm.model.parameters()):
+        return EVERYTHING
+    first = next((index for index, layer in enumerate(layers) if _is_trained(layer)), None)
+    if first is None:
+        return NOTHING
+    at_or_after = {module for layer in layers[first:] for module in layer.modules()}
+    before = {module for layer in layers[:first] for module in layer.modules()} - at_or_after
+    return Carried(from_layer=True, before=frozenset(before))
+
+
+def tower_parameters(lm: DecoderAndHead) -> list[nn.Parameter]:
+    """The parameters of a model's towers and projectors; none of a model of text."""
+    base: Any = base_model(lm.model)
+    inside = set(lm.decoder.parameters())
+    return [each for each in base.base_model.parameters() if each not in inside]
+
+
+def reaches_a_parameter(root: torch.Tensor) -> bool:
+    """Whether a backward from a tensor ends in a leaf that is trained, not only at what is carried above."""
+    nodes, seen = [root.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", ANCHOR) is not ANCHOR:
+            return True
+        nodes += [each for each, _ in node.next_functions]
+    return False
+
+
+def _layers_in_order(lm: DecoderAndHead) -> list[nn.Module]:
+    """The decoder's layers in the order in which they run; none where they do not stand in one list of a known name."""
+    lists = [each for name, each in lm.decoder.named_children() if name in _LAYERS]
+    return list(lists[0]) if len(lists) == 1 and isinstance(lists[0], nn.ModuleList) else []
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(each.requires_grad for each in module.parameters())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,13 +111,9 @@ class Walk:
 
     Parameters:
         impl: a name of `nn.attention.IMPLEMENTATIONS`.
+        guests: what joins the walk; none on one rank, for text, with all in the device's memory.
         temperature: divides the logits of the head.
-        offload: gateways and the graphs of held micro-batches wait in host memory.
-        lockstep: runs the same passes as other ranks; None on one rank.
         with_router_logits: whether outputs hold the router logits.
-        vision: the forest's images; None: it has none.
-        context: the ranks that each compute a part of every micro-batch; None: this one computes all.
-        for_images: this walk stands for one over trees with images, which it has not: gradients go as far as there.
     """
 
     def __init__(
@@ -69,35 +121,40 @@ class Walk:
         lm: DecoderAndHead,
         plan: Plan,
         impl: str,
+        guests: Sequence[Guest] = (),
         *,
         temperature: float = 1.0,
-        offload: bool = False,
-        lockstep: Lockstep | None = None,
         with_router_logits: bool = False,
-        vision: ForestVision | None = None,
-        context: ContextWalk | None = None,
-        for_images: bool = False,
     ) -> None:
-        self.lm, self.plan, self.impl, self.context = lm, plan, impl, context
-        self.temperature, self.offload, self.lockstep = temperature, offload, lockstep
-        self.with_router_logits, self.vision = with_router_logits, vision
-        self._layouts: dict[int, tuple[Layout, TreeMask, ContextPart | None]] = {}
+        self.lm, self.plan, self.impl, self.guests = lm, plan, impl, guests
+        self.temperature, self.with_router_logits = temperature, with_router_logits
+        self.in_lockstep = any(each.in_lockstep for each in guests)
+        self._splits_pieces = any(each.splits_pieces for each in guests)
+        # Whether one backward is all: of a single micro-batch, whose graph holds what it reads.
+        self.has_one_root = plan.is_whole and all(each.is_in_graph for each in guests)
+        self._pieces: dict[int, Piece] = {}
         self._tree_rows: dict[int, TreeRows] = {}
         self._gateways: dict[int, Gateway] = {}
         self._held: dict[int, torch.Tensor] = {}
-        self._carried = NOTHING  # by micro-batches below others, and by all where ranks must walk alike
-        self._alike = lockstep is not None or context is not None or for_images
+        meets_images = self.in_lockstep or any(each.may_meet_images for each in guests)
+        self._alike = meets_images or self._splits_pieces  # all pieces carry what one of them has to
+        self._carried = NOTHING  # by micro-batches below others, and by all where they are alike
         if self._alike or not self.has_one_root:
-            self._carried = carried_by(lm, with_images=lockstep is not None or for_images)
+            self._carried = carried_by(lm, with_images=meets_images)
         self._sees_trained_image: dict[int, bool] = {}  # by micro-batch: in it, or above it
         self._has_gradient = False  # whether a backward of `train` reached a parameter
         self._is_collecting = False  # whether one head accumulates the gradients of all micro-batches
         self._head: AnyHead | None = None
 
     @property
-    def has_one_root(self) -> bool:
-        """Whether one backward is all: of a single micro-batch, whose graph holds the features that it reads."""
-        return self.plan.is_whole and (self.vision is None or self.vision.is_in_graph)
+    def is_one_graph(self) -> bool:
+        """Whether the caller's graph can hold the whole walk: all in one graph, and no rank to keep in step with."""
+        return self.has_one_root and not self.in_lockstep and not self._splits_pieces
+
+    @property
+    def counts_at_once(self) -> bool:
+        """Whether the first micro-batch shows this rank all tokens of the plan."""
+        return self.plan.is_whole and not self._splits_pieces
 
     def train(self, loss_of: LossOf) -> None:
         """Forward and backward of every micro-batch.
@@ -106,41 +163,44 @@ class Walk:
             UnsupportedModelError: nothing that the walk computed requires a gradient.
         """
         self._has_gradient = False
-        self._train_all(loss_of)
-        has_gradient = float(self._has_gradient)
-        if self.context is not None:  # a rank without a trained token may have none where the head alone is trained
-            has_gradient = float(self.context.ranks.add_up(torch.tensor(has_gradient, device=self.lm.device)))
-        self.require_gradient(bool(has_gradient))
+        with ExitStack() as around:
+            if not self.has_one_root:
+                self._is_collecting = True
+                around.enter_context(_sparse_embedding_gradients(self.lm))
+                for guest in self.guests:
+                    around.enter_context(guest.training())
+            passes: Iterable[Pass] = self.plan.schedule
+            for guest in self.guests:
+                passes = guest.passes(self.plan, passes)
+            for step in passes:
+                self._pass(step, loss_of)
+        if self._head is not None and self._head.gradients is not None:
+            self._head.gradients.join()
+        self._head, self._is_collecting = None, False
+        has_gradient = self._has_gradient
+        if self._splits_pieces:  # a rank without a trained token may have none where the head alone is trained
+            has_gradient = bool(self.add_up(torch.tensor(float(has_gradient), device=self.lm.device)))
+        self.require_gradient(has_gradient)
 
     def require_gradient(self, has_gradient: bool) -> None:
         """Raises `UnsupportedModelError` where nothing that was computed requires a gradient; but trees of text do not
         reach a tower, which may be all that is trained.
         """
-        if not has_gradient and not (self.vision is None and any(p.requires_grad for p in tower_parameters(self.lm))):
+        if has_gradient:
+            return
+        has_images = any(each.brings_images for each in self.guests)
+        if has_images or not any(each.requires_grad for each in tower_parameters(self.lm)):
             raise UnsupportedModelError(
                 f"nothing that {type(self.lm.model).__name__} computes on a tree requires a gradient, so a backward "
                 "would do nothing. Are the trained parameters in use (an adapter that is active and not disabled)?"
             )
 
-    def _train_all(self, loss_of: LossOf) -> None:
-        if self.has_one_root:
-            self._train(loss_of)
-            return
-        self._is_collecting = True
-        with sparse_embedding_gradients(self.lm):
-            if self.vision is not None:
-                self.vision.begin_training()
-            self._train(loss_of)
-            if self.vision is not None:
-                self.vision.backward()
-        if self._head is not None and self._head.gradients is not None:
-            self._head.gradients.join()
-        self._head, self._is_collecting = None, False
-
     @torch.no_grad()
     def visit(self, use: Callable[[MicroBatchOutput], object]) -> None:
         """Forward of every micro-batch once, without a graph; `use` is called on each output."""
-        turns = repeat(None) if self.lockstep is None else self.lockstep.forwards(self.plan)
+        turns: Iterator[None] = repeat(None)
+        for guest in self.guests:
+            turns = guest.turns(self.plan, turns)
         for step in self.plan.schedule:
             index = step.micro_batch
             is_open = self.plan.micro_batches[index].is_open
@@ -155,98 +215,88 @@ class Walk:
                 self._close(index)
         next(turns, None)
 
-    @property
-    def is_one_graph(self) -> bool:
-        """Whether the caller's graph can hold the whole walk: all in one graph, and no rank to keep in step with."""
-        return self.has_one_root and self.lockstep is None and self.context is None
-
-    @property
-    def counts_at_once(self) -> bool:
-        """Whether the first micro-batch shows this rank all tokens of the plan."""
-        return self.plan.is_whole and self.context is None
-
     def whole_output(self) -> MicroBatchOutput:
         """The output of the only micro-batch, in the caller's graph."""
         assert self.has_one_root
         return self._run(0)
 
-    def _train(self, loss_of: LossOf) -> None:
-        for step in self.plan.schedule if self.lockstep is None else self.lockstep.steps(self.plan):
-            index = step.micro_batch
-            if step.action == FORWARD:
-                with torch.no_grad():
-                    self._open(index)
-            elif step.action == HOLD:
-                with self._graph_offloaded():
-                    self._held[index] = _root(self._open(index, keep_graph=True), loss_of)
-            elif step.action == BACKWARD:
-                self._backward(self._held.pop(index))
-                self._close(index)
-            else:
-                self._backward(_root(self._run(index), loss_of))
-                self._close(index)
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that compute parts of one micro-batch; all of them call this."""
+        for guest in self.guests:
+            tensor = guest.add_up(tensor)
+        return tensor
 
-    def _backward(self, root: torch.Tensor) -> None:
+    def _pass(self, step: Pass, loss_of: LossOf) -> None:
+        index = step.micro_batch
+        if step.action == FORWARD:
+            with torch.no_grad():
+                self._open(index)
+            return
+        if step.action == HOLD:
+            with ExitStack() as around:
+                for guest in self.guests:
+                    around.enter_context(guest.holding(self.lm))
+                self._held[index] = _root(self._open(index, keep_graph=True), loss_of)
+            return
+        root = self._held.pop(index) if step.action == BACKWARD else _root(self._run(index), loss_of)
         if root.requires_grad:
             self._has_gradient = self._has_gradient or reaches_a_parameter(root)
             torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
-
-    def _graph_offloaded(self) -> AbstractContextManager[object]:
-        """Around the forward of a held micro-batch: its saved tensors wait on the host, if asked for."""
-        if self.offload and self.lm.device.type != "cpu":
-            return SavedOnHost(self.lm.model)
-        return nullcontext()
-
-    def _layout(self, index: int) -> tuple[Layout, TreeMask, ContextPart | None]:
-        if index not in self._layouts:
-            layout, part = lay_out(self.plan, index), None
-            is_seen = self.vision is not None and self.vision.is_trained_on(layout.positions)
-            self._sees_trained_image[index] = is_seen or self._is_below_trained_image(layout)
-            if self.context is not None:
-                part = self.context.part(layout)
-                layout = part.layout
-            mask = TreeMask.from_layout(layout) if self.vision is None else self.vision.mask(layout)
-            self._layouts[index] = layout, mask, part
-        return self._layouts[index]
-
-    def _is_below_trained_image(self, layout: Layout) -> bool:
-        return any(self._sees_trained_image[above] for above, _ in layout.gateway)
-
-    def _carried_in(self, layout: Layout) -> Carried:
-        """What a micro-batch's gradients have to reach beyond its own parameters."""
-        if self._is_below_trained_image(layout):
-            return EVERYTHING
-        return self._carried if layout.gateway or self._alike else NOTHING
+        self._close(index)
 
     def _open(self, index: int, *, keep_graph: bool = False) -> MicroBatchOutput:
         """Runs an open micro-batch and leaves its gateway."""
-        gateway = self._gateways[index] = Gateway(self.offload)
+        gateway = self._gateways[index] = Gateway(any(each.keeps_on_host for each in self.guests))
         return self._run(index, writes=gateway, injects=gateway if keep_graph else None)
 
     def _run(self, index: int, writes: Gateway | None = None, injects: Gateway | None = None) -> MicroBatchOutput:
-        layout, mask, part = self._layout(index)
+        piece = self._pieces.get(index) or self._lay_out(index)
+        layout, inputs = piece.layout, ForwardInputs()
+        for guest in self.guests:
+            guest.enter(piece, inputs)
         if writes is None and self.plan.micro_batches[index].is_open:
             injects = self._gateways[index]
-        reads = tuple(self._read(above, rows) for above, rows in layout.gateway)
-        tree_rows = self._tree_rows.setdefault(index, TreeRows(self.plan, index, layout))
-        exchange = None
-        if self.context is not None and part is not None:
-            exchange = self.context.exchange(part, self.lm.device)
-        carried = self._carried_in(layout)
-        context = TreeContext(mask, self.impl, reads, writes, injects, tree_rows, exchange, carried)
+        gateway = layout.gateway
+        # What its gradients have to reach beyond its own parameters.
+        carried = self._carried if gateway or self._alike else NOTHING
+        if any(self._sees_trained_image[above] for above, _ in gateway):
+            carried = EVERYTHING
+        context = TreeContext(
+            piece.mask,
+            self.impl,
+            tuple(self._read(above, rows) for above, rows in gateway),
+            writes,
+            injects,
+            self._tree_rows.setdefault(index, TreeRows(self.plan, index, layout)),
+            inputs.exchange,
+            carried,
+        )
         hidden, router_logits = run_decoder(
             self.lm,
             layout.token_ids,
             layout.depth,
             context,
             with_router_logits=self.with_router_logits,
-            inside=None if self.vision is None else self.vision.inside(layout.positions),
+            inside=inputs.inside,
         )
         positions = layout.positions
-        if part is not None:
-            positions, hidden = positions[: part.num_own], hidden[: part.num_own]
-            router_logits = tuple(each[: part.num_own] for each in router_logits)
+        if piece.part is not None:
+            own = piece.part.num_own
+            positions, hidden, router_logits = (
+                positions[:own],
+                hidden[:own],
+                tuple(each[:own] for each in router_logits),
+            )
         return MicroBatchOutput(index, positions, hidden, router_logits, self._make_head)
+
+    def _lay_out(self, index: int) -> Piece:
+        layout = lay_out(self.plan, index)
+        piece = self._pieces[index] = Piece(layout, TreeMask.from_layout(layout))
+        for guest in self.guests:
+            guest.join(piece)
+        is_below = any(self._sees_trained_image[above] for above, _ in layout.gateway)
+        self._sees_trained_image[index] = piece.sees_trained_image or is_below
+        return piece
 
     def _make_head(self) -> AnyHead:
         if not self._is_collecting:
@@ -263,7 +313,7 @@ class Walk:
 
     def _close(self, index: int) -> None:
         self._gateways.pop(index, None)
-        self._layouts.pop(index, None)
+        self._pieces.pop(index, None)
         self._tree_rows.pop(index, None)
 
 
@@ -278,3 +328,24 @@ def _root(output: MicroBatchOutput, loss_of: LossOf) -> torch.Tensor:
         # gradient reaches its output, so there must be one, if only of zeros.
         return loss + (output.hidden * 0).sum().to(loss.dtype)
     return loss
+
+
+@contextmanager
+def _sparse_embedding_gradients(lm: DecoderAndHead) -> Iterator[None]:
+    """On a CPU, each micro-batch's gradient of the input embedding has the rows of its tokens, not the vocabulary's.
+
+    `.grad` itself stays dense. Embeddings of another kind (adapters, shards) stay as they are.
+    """
+    module = lm.decoder.get_input_embeddings()
+    weight = module.weight
+    is_plain = isinstance(module, nn.Embedding) and type(weight) is nn.Parameter and weight.device.type == "cpu"
+    if not is_plain or module.sparse or not weight.requires_grad:
+        yield
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    module.sparse = True
+    try:
+        yield
+    finally:
+        module.sparse = False

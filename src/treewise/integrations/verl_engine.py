@@ -94,11 +94,11 @@ class _StandIn:
     def __init__(self, model: nn.Module, decoder: nn.Module, hidden: torch.Tensor) -> None:
         self._model, self._decoder, self._hidden = model, decoder, hidden
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = getattr(self._model, name)
         return self._rows if value is self._decoder else value
 
-    def _rows(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+    def _rows(self, *_: object, **__: object) -> BaseModelOutputWithPast:
         return BaseModelOutputWithPast(last_hidden_state=self._hidden)
 
 
@@ -126,14 +126,14 @@ class EngineSharing:
 
     def _forward_of(self) -> Callable[..., Any]:
         @functools.wraps(self._own)
-        def tree_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def tree_forward(model: nn.Module, *args: object, **kwargs: object) -> object:
             if model is not self.model or args or not kwargs.get("return_dict") or "temperature" not in kwargs:
                 return self._own(model, *args, **kwargs)  # no call of verl's engine: `generate`, an export
             return self._serve(kwargs)
 
         return tree_forward
 
-    def _serve(self, kwargs: dict[str, Any]) -> Any:
+    def _serve(self, kwargs: dict[str, Any]) -> object:
         expected = None
         if not self._is_compared:
             with torch.no_grad():

@@ -203,6 +203,18 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters of modules within adapter layers, apart from the layers that these adapt."""
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
+    adapted = {
+        id(parameter)
+        for layer in layers
+        if isinstance(getattr(layer, "base_layer", None), nn.Module) and not hasattr(layer.base_layer, "base_layer")
+        for parameter in layer.base_layer.parameters()
+    }
+    return {id(each) for layer in layers for each in layer.parameters() if each.is_floating_point()} - adapted
+
+
 def base_model(model: Any) -> nn.Module:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
 

@@ -81,13 +81,9 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
         )
 
 
-def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
-    """Raises if a candidate token of a teacher has no logit. token_ids: [P] integers.
-
-    Raises:
-        DataError: with the largest token id.
-    """
-    limit, largest = _vocabulary_size(lm), int(token_ids.max())
+def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray | None) -> None:
+    """Raises `DataError` if a candidate token of a teacher ([P] integers; None: no teacher) has no logit."""
+    limit, largest = _vocabulary_size(lm), -1 if token_ids is None else int(token_ids.max())
     if largest >= limit:
         raise DataError(
             f"teacher_ids hold token {largest}, which is beyond the model's {limit} tokens; a teacher with another "

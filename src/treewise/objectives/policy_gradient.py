@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from treewise.errors import ConfigError, DataError, check_choice
-from treewise.objectives import formulas
 from treewise.objectives.normalization import (
     check_settings,
     denominator,
@@ -20,9 +19,93 @@ from treewise.objectives.normalization import (
     rollout_of_tokens,
 )
 from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.shapes import Float
+from treewise.shapes import Bool, Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
+
+# -- The formulas of policy gradients, per token. All arguments are tensors of one shape, [P] -------------------------
+
+
+PerTerm = Float[Tensor, " P"]
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def clipped_surrogate(
+    ratios: PerTerm,
+    advantages: PerTerm,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
+) -> PerTerm:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and for A < 0 no more than `-dual_clip A`.
+
+    Sources: PPO (arXiv 1707.06347, eq. 7); bounds that differ: DAPO (arXiv 2503.14476, eq. 10); dual clip: Ye et al.
+    (arXiv 1912.09729, eq. 5). TRL's `delta` is the same as `dual_clip` wherever it exceeds `1 + clip_high`.
+    """
+    surrogate = ratios * advantages
+    if clip_low is not None or clip_high is not None:
+        low = None if clip_low is None else 1 - clip_low
+        high = None if clip_high is None else 1 + clip_high
+        surrogate = torch.minimum(surrogate, ratios.clamp(low, high) * advantages)
+    if dual_clip is not None:
+        bounded = torch.maximum(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
+    return -surrogate
+
+
+def is_clipped(
+    ratios: PerTerm, advantages: PerTerm, clip_low: float | None, clip_high: float | None
+) -> Bool[Tensor, " P"]:
+    """Where the clipped surrogate has no gradient: the ratio has left the bounds on the side that the advantage
+    rewards.
+    """
+    below = torch.zeros_like(ratios, dtype=torch.bool) if clip_low is None else ratios < 1 - clip_low
+    above = torch.zeros_like(ratios, dtype=torch.bool) if clip_high is None else ratios > 1 + clip_high
+    return (below & (advantages < 0)) | (above & (advantages > 0))
+
+
+def weighted_logprob(weights: PerTerm, advantages: PerTerm, logprobs: PerTerm) -> PerTerm:
+    """`-sg(w) A log p`: REINFORCE (Williams, 1992) for w = 1, CISPO (arXiv 2506.13585, eq. 4) for a capped ratio."""
+    return -weights.detach() * advantages * logprobs
+
+
+def kl_estimate(logprobs: PerTerm, reference: PerTerm, estimator: str) -> PerTerm:
+    """An estimate of KL(policy || reference) from tokens of the policy, one per token.
+
+    With `d = log p - log q`: k1 is `d`, k2 is `d^2 / 2`, k3 is `exp(-d) + d - 1` (Schulman, "Approximating KL
+    Divergence", 2020; k3 is GRPO's). As a loss k1 has a gradient of mean zero on policy, and k2's is that of the KL.
+    """
+    difference = logprobs - reference
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.exp(-difference) + difference - 1
+
+
+def sampler_weights(ratios: PerTerm, correction: str, lowest: float | None, highest: float | None) -> PerTerm:
+    """Importance weights of tokens that another engine sampled.
+
+    `truncate`: `min(ratio, highest)`, and at least `lowest` where given (truncated importance sampling; Ionides, 2008;
+    for the gap between sampler and trainer Yao et al., 2025). `mask`: the ratio inside `[lowest, highest]` and 0
+    outside (masked importance sampling, IcePop).
+    """
+    if correction == "truncate":
+        return ratios.clamp(lowest, highest)
+    outside = torch.zeros_like(ratios, dtype=torch.bool)
+    if lowest is not None:
+        outside |= ratios < lowest
+    if highest is not None:
+        outside |= ratios > highest
+    return ratios.masked_fill(outside, 0.0)
+
+
+def sums_over(sequence: Int[Tensor, " P"], values: PerTerm) -> PerTerm:
+    """[P] for every term the sum of `values` over the terms of its sequence (numbered from 0, below P)."""
+    totals = torch.zeros_like(values).index_add(0, sequence, values)
+    return totals[sequence]
+
 
 SURROGATES = ("clip", "reinforce", "cispo")
 LEVELS = ("token", "sequence")
@@ -50,7 +133,7 @@ class PolicyGradient:
         kl, beta: estimator (`k1`, `k2`, `k3`) and its factor; beta=0 needs no reference.
         entropy_coefficient: adds entropy as a bonus; averaged like the rest of the loss, as in verl (TRL takes the
             token mean, whatever the loss type; with `token_mean` both are the same).
-        sampler_correction: None, `truncate` or `mask`, see `formulas.sampler_weights`; needs `sampler_logprobs` (verl:
+        sampler_correction: None, `truncate` or `mask`, see `sampler_weights`; needs `sampler_logprobs` (verl:
             `rollout_log_probs`, prime-rl: `inference_logprobs`). The ratio is `exp(old - sampler)`, with the current
             log-probs, detached, for `old` where there are none.
         sampler_level: `token`, or `sequence`: one weight for a rollout, from the sum of differences over its tokens.
@@ -91,7 +174,7 @@ class PolicyGradient:
         for name, choices in (
             ("surrogate", SURROGATES),
             ("ratio_level", RATIO_LEVELS),
-            ("kl", formulas.KL_ESTIMATORS),
+            ("kl", KL_ESTIMATORS),
             ("sampler_correction", (None, *CORRECTIONS)),
             ("sampler_level", LEVELS),
         ):
@@ -136,9 +219,9 @@ class PolicyGradient:
         """Not with ratios of whole sequences or turns, but for CISPO's on policy, which are 1; nor with weights of
         whole sequences that start from the current log-probs, because no `old_logprobs` are given.
         """
-        is_weight_one = self.surrogate == "cispo" and not _is_given(forest, "old_logprobs")
-        by_token = self.ratio_level == "token" or is_weight_one
-        return by_token and not self._needs_current_sequence_weights(forest)
+        has_old = _is_given(forest, "old_logprobs")
+        by_token = self.ratio_level == "token" or (self.surrogate == "cispo" and not has_old)
+        return by_token and (has_old or not self._corrects_sequences)
 
     def denominator(self, forest: Forest) -> float:
         return denominator(forest, self.weighting, self.normalization, self.constant)
@@ -175,7 +258,7 @@ class PolicyGradient:
         if self.sampler_correction is not None:
             losses = losses * self._sampler_weights(logprobs, streams)
         if self.beta:
-            losses = losses + self.beta * formulas.kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
+            losses = losses + self.beta * kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
         if self.entropy_coefficient:
             losses = losses - self.entropy_coefficient * values["entropy"]
         return streams["weights"] * losses
@@ -192,12 +275,12 @@ class PolicyGradient:
         logprobs = values["log_probs"]
         metrics = {}
         if "old_logprobs" in streams:
-            metrics["approx_kl"] = formulas.kl_estimate(streams["old_logprobs"], logprobs, "k3")
+            metrics["approx_kl"] = kl_estimate(streams["old_logprobs"], logprobs, "k3")
             if self.surrogate != "reinforce":
                 ratios = self._ratios(logprobs, streams)
                 metrics |= {"ratio": ratios, "clip_fraction": self._is_clipped(ratios, streams["advantages"])}
         if self.beta:
-            metrics["kl"] = formulas.kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
+            metrics["kl"] = kl_estimate(logprobs, streams["ref_logprobs"], self.kl)
         if "entropy" in values:
             metrics["entropy"] = values["entropy"]
         if self.sampler_correction is not None:
@@ -212,27 +295,27 @@ class PolicyGradient:
 
     def _surrogate(self, logprobs: torch.Tensor, advantages: torch.Tensor, streams: Streams) -> torch.Tensor:
         if self.surrogate == "reinforce":
-            return formulas.weighted_logprob(torch.ones_like(logprobs), advantages, logprobs)
+            return weighted_logprob(torch.ones_like(logprobs), advantages, logprobs)
         ratios = self._ratios(logprobs, streams)
         if self.surrogate == "cispo":
-            return formulas.weighted_logprob(ratios.clamp(max=self.max_ratio), advantages, logprobs)
-        return formulas.clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high, self.dual_clip)
+            return weighted_logprob(ratios.clamp(max=self.max_ratio), advantages, logprobs)
+        return clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def _ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         if self.surrogate == "cispo" and "old_logprobs" not in streams:
             return torch.ones_like(logprobs)  # no sum over other terms: the loss is separable then
         differences = logprobs - streams.get("old_logprobs", logprobs.detach())
         if self.ratio_level == "sequence":
-            differences = formulas.sums_over(streams["sequence"], streams["mean_fraction"] * differences)
+            differences = sums_over(streams["sequence"], streams["mean_fraction"] * differences)
         elif self.ratio_level == "turn":
-            differences = formulas.sums_over(streams["turn"], streams["mean_of_turn"] * differences)
+            differences = sums_over(streams["turn"], streams["mean_of_turn"] * differences)
         return torch.exp(differences)
 
     def _is_clipped(self, ratios: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         if self.surrogate == "cispo":
             assert self.max_ratio is not None
             return ratios > self.max_ratio
-        return formulas.is_clipped(ratios, advantages, self.clip_low, self.clip_high)
+        return is_clipped(ratios, advantages, self.clip_low, self.clip_high)
 
     def _sampler_ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         if "sampler_log_ratio" in streams:  # of a sequence, known before the model has run
@@ -240,16 +323,13 @@ class PolicyGradient:
         else:
             log_ratio = streams.get("old_logprobs", logprobs.detach()) - streams["sampler_logprobs"]
             if self.sampler_level == "sequence":
-                log_ratio = formulas.sums_over(streams["sequence"], streams["fraction"] * log_ratio)
+                log_ratio = sums_over(streams["sequence"], streams["fraction"] * log_ratio)
         return torch.exp(log_ratio)
 
     def _sampler_weights(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         assert self.sampler_correction is not None
         ratios = self._sampler_ratios(logprobs, streams)
-        return formulas.sampler_weights(ratios, self.sampler_correction, self.sampler_min, self.sampler_max)
-
-    def _needs_current_sequence_weights(self, forest: Forest) -> bool:
-        return self._corrects_sequences and not _is_given(forest, "old_logprobs")
+        return sampler_weights(ratios, self.sampler_correction, self.sampler_min, self.sampler_max)
 
     def _sequence_streams(
         self, forest: Forest, trained: np.ndarray, streams: dict[str, np.ndarray]

@@ -134,7 +134,7 @@ OBJECTIVES: Mapping[str, type[Named]] = {
 PREFERENCES = ("dpo", "ipo", "kto")
 
 
-def checked_objective(objective: Any) -> Any:
+def checked_objective(objective: object) -> Any:
     """The objective, `SFT()` for None.
 
     Raises:

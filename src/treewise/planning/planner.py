@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
+from operator import attrgetter
 from typing import overload
 
 import numpy as np
@@ -125,31 +126,6 @@ class OpenRuns:
     bounds: np.ndarray
 
 
-def _open_runs(forest: Forest, ranges_of: list[np.ndarray]) -> OpenRuns:
-    """ranges_of: [R, 2] int64 of each open micro-batch; open ones come first in a plan."""
-    counts = [len(ranges) for ranges in ranges_of]
-    ranges = np.concatenate([np.zeros((0, 2), dtype=np.int64), *ranges_of])
-    segments = forest.segments
-    first = np.searchsorted(segments.start, ranges[:, 0], side="right") - 1
-    count = np.searchsorted(segments.start, ranges[:, 1]) - first
-    owner = np.repeat(np.arange(len(ranges)), count)
-    segment = concatenated_ranges(first, count)
-    start = np.maximum(segments.start[segment], ranges[owner, 0])
-    stop = np.minimum(np.append(segments.start, segments.num_tokens)[segment + 1], ranges[owner, 1])
-    batch = np.repeat(np.arange(len(counts)), counts)[owner]
-    bounds = np.searchsorted(batch, np.arange(len(counts) + 1))
-    before = np.cumsum(stop - start) - (stop - start)
-    return OpenRuns(
-        start=start,
-        length=stop - start,
-        end=segments.subtree_end[segment],
-        depth=segments.depth[segment] + start - segments.start[segment],
-        batch=batch,
-        row=before - before[bounds[batch]],
-        bounds=bounds,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Micro-batches of a forest and their schedule. `max_tokens` is None where one micro-batch takes all."""
@@ -212,8 +188,29 @@ class Plan:
 
     @cached_property
     def open_runs(self) -> "OpenRuns":
-        """The tokens of all open micro-batches as runs without forks."""
-        return _open_runs(self.forest, [batch.ranges for batch in self.micro_batches if batch.is_open])
+        """The tokens of all open micro-batches, which come first in a plan, as runs without forks."""
+        ranges_of = [batch.ranges for batch in self.micro_batches if batch.is_open]
+        counts = [len(ranges) for ranges in ranges_of]
+        ranges = np.concatenate([np.zeros((0, 2), dtype=np.int64), *ranges_of])
+        segments = self.forest.segments
+        first = np.searchsorted(segments.start, ranges[:, 0], side="right") - 1
+        count = np.searchsorted(segments.start, ranges[:, 1]) - first
+        owner = np.repeat(np.arange(len(ranges)), count)
+        segment = concatenated_ranges(first, count)
+        start = np.maximum(segments.start[segment], ranges[owner, 0])
+        stop = np.minimum(np.append(segments.start, segments.num_tokens)[segment + 1], ranges[owner, 1])
+        batch = np.repeat(np.arange(len(counts)), counts)[owner]
+        bounds = np.searchsorted(batch, np.arange(len(counts) + 1))
+        before = np.cumsum(stop - start) - (stop - start)
+        return OpenRuns(
+            start=start,
+            length=stop - start,
+            end=segments.subtree_end[segment],
+            depth=segments.depth[segment] + start - segments.start[segment],
+            batch=batch,
+            row=before - before[bounds[batch]],
+            bounds=bounds,
+        )
 
     @cached_property
     def peak_gateway_tokens(self) -> int:
@@ -363,3 +360,40 @@ def _finish(micro_batch: int, batches: list[MicroBatch], waiting: list[int], pas
             if waiting[parent] == 0:
                 passes.append(Pass(BACKWARD if batches[parent].is_held else TRAIN, parent))
                 done.append(parent)
+
+
+# -- The fastest plan at or below a budget, by the costs of the planner (`Plan.relative_cost`) ------------------------
+
+
+# Budgets that are tried: the largest, and so many more, each a sixteenth of it below the last.
+SIXTEENTHS, NUM_SMALLER = 16, 4
+
+
+def fastest_plan(forest: Forest, max_tokens: int | None, *, hold: str = "auto") -> Plan:
+    """The plan of the least `relative_cost` for budgets of at most `max_tokens`, with no more memory than that.
+
+    Holding nothing may fill micro-batches better, and so may a smaller budget, which is taken where the gateways that
+    it adds are not more tokens than it saves: a gateway token takes less than a token with activations. Of equal plans
+    that of the largest budget. Deterministic: it depends on the forest and the arguments alone. Arguments as in `plan`.
+
+    Raises:
+        PlanError: see `treewise.plan`.
+    """
+    largest = plan(forest, max_tokens, hold=hold)
+    if max_tokens is None or largest.is_whole:
+        return largest
+    candidates = [largest]
+    for budget in [max_tokens, *smaller_budgets(max_tokens)]:
+        if budget >= forest.images.largest:
+            found = [] if budget == max_tokens else [plan(forest, budget, hold=hold)]
+            if hold == "auto" and (found or candidates)[0].num_held_tokens:
+                found.append(plan(forest, budget, hold="never"))
+            room = largest.peak_gateway_tokens + max_tokens - budget
+            candidates += [each for each in found if each.peak_gateway_tokens <= room]
+    return min(candidates, key=attrgetter("relative_cost"))
+
+
+def smaller_budgets(max_tokens: int) -> list[int]:
+    """The budgets below `max_tokens` that `fastest_plan` tries, descending: in sixteenths, down to three quarters."""
+    budgets = {max_tokens * part // SIXTEENTHS for part in range(SIXTEENTHS - NUM_SMALLER, SIXTEENTHS)}
+    return sorted(budgets - {0, max_tokens}, reverse=True)

@@ -14,9 +14,8 @@ from torch import distributed
 from transformers import TrainingArguments
 
 from treewise.distributed import watchdog
-from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
-from treewise.distributed.mesh import mesh_config
+from treewise.distributed.mesh import check_context_size, mesh_config
 from treewise.engine.budget import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
@@ -309,9 +308,4 @@ class TreeTrainingArguments(TrainingArguments):
         size = {"trees_per_step": self.trees_per_step}
         if self.steps_per_epoch is not None:
             size = {"steps_per_epoch": self.steps_per_epoch}
-        return {"seed": seed, **size, "shuffle": self.shuffles}
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether each epoch has its own order."""
-        return bool(self.train_sampling_strategy == "random")
+        return {"seed": seed, **size, "shuffle": self.train_sampling_strategy == "random"}

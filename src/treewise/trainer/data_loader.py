@@ -5,7 +5,7 @@ Ranks, workers and gradient accumulation only divide that set; they never change
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
-from treewise.data import load_trees
+from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
 from treewise.distributed.online_placement import OnlinePlacer, image_tokens_of, measures_costs, prior_of
 from treewise.errors import ConfigError
@@ -195,7 +195,12 @@ class DataFacts:
     num_images: int = 0
 
 
-def as_trees(name: str, dataset: Any, tokenizer: "PreTrainedTokenizerBase | None", render: Any) -> object:
+def as_trees(
+    name: str,
+    dataset: object,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    render: RenderOptions | Mapping[str, object] | None,
+) -> Any:
     """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
     if dataset is None:
         return None

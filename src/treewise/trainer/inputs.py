@@ -6,15 +6,17 @@ the trained model as it starts, with the adapters that it then has (new ones cha
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
+import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, set_seed
 
+from treewise.data import RenderOptions
 from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
 from treewise.distributed.mesh import mesh_of, take_over
@@ -25,7 +27,7 @@ from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
 from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.data_loader import survey
+from treewise.trainer.data_loader import TreeOrder, survey
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
 
@@ -41,7 +43,19 @@ _ELSEWHERE = {
 }
 
 
-def check_given(model: Any, model_init: Any, dataset: Any, objective: Any, others: Mapping[str, Any]) -> None:
+class MoreArguments(TypedDict, total=False):
+    """Arguments of `TreeTrainer` that few callers give; its docstring or that of transformers' `Trainer` tells them."""
+
+    reference: PreTrainedModel | str | Path | None
+    tree_order: TreeOrder | None
+    peft_config: object
+    render: RenderOptions | Mapping[str, object] | None
+    model_init: Callable[..., PreTrainedModel] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None]
+
+
+def check_given(model: object, model_init: object, dataset: object, objective: object, others: Iterable[str]) -> None:
     """Raises `ConfigError` for what no run can begin with: arguments of other trainers, something else than a model."""
     for name in others:
         hint = _ELSEWHERE.get(name) or "see help(treewise.TreeTrainer)"
@@ -65,7 +79,7 @@ def by_name(model: PreTrainedModel | str | Path | None) -> PreTrainedModel | Non
     return load_model.load_weights(str(model)) if isinstance(model, str | Path) else model
 
 
-def loaded(model: Any, processor: Any, dataset: Any, peft_config: Any, seed: int) -> tuple[Any, Any]:
+def loaded(model: object, processor: object, dataset: object, peft_config: object, seed: int) -> tuple[Any, Any]:
     """Model and tokenizer, loaded where they are given by name, and the model with new adapters where asked for."""
     if isinstance(processor, str | Path):
         processor = load_model.load_processor(str(processor))

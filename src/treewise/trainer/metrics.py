@@ -131,12 +131,15 @@ class Throughput:
     def take(self, tree_tokens: float, flat_tokens: float) -> dict[str, float]:
         """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""
         seconds = max(self._seconds, 1e-9)
+        # The peak of this rank's GPU since the run began; on a CPU the present size of the process.
+        has_gpu = torch.cuda.is_available()
+        memory = torch.cuda.max_memory_allocated() if has_gpu else psutil.Process().memory_info().rss
         entries = {
             "tokens_per_second_flat": round(flat_tokens / seconds, 1),
             "tokens_per_second_tree": round(tree_tokens / seconds, 1),
             "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
             "tree_tokens": tree_tokens,
-            "memory_bytes": float(memory_in_use()),
+            "memory_bytes": float(memory),
             "batch_wait_share": float(f"{self._waited / seconds:.4g}"),
         }
         if self._tree_flops:
@@ -147,13 +150,6 @@ class Throughput:
         self._tree_tokens = self._flat_tokens = 0
         self._tree_flops = self._flat_flops = self._seconds = self._waited = 0.0
         return entries
-
-
-def memory_in_use() -> int:
-    """Bytes of this rank: the peak of its GPU since the run began; on a CPU the present size of the process."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return int(psutil.Process().memory_info().rss)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -19,16 +19,13 @@ from operator import add
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from treewise.distributed import ranks
-from treewise.distributed.context import context_group
 from treewise.distributed.ends import Ends
 from treewise.distributed.fsdp import ShardSettings, gradient_norm, shard
-from treewise.distributed.mesh import mesh_of, sum_gradients
+from treewise.distributed.mesh import context_group, mesh_of, sum_gradients
 from treewise.distributed.online_placement import OnlinePlacer
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
@@ -198,20 +195,16 @@ class StepRunner:
         """
         self._step, self._is_finite = step, True
         self._forests = [forest for batch in batches for forest in batch.forests]
-        self._denominator = self._denominator_of(batches)
+        fixed = fixed_denominator(self.objective)
+        if fixed is None:
+            (fixed,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
+            if not fixed > 0:
+                names = ", ".join(sources(self._forests)) or "unnamed"
+                raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
+        self._denominator = fixed
         self._router_counts = self._counts_of(batches)
         self._step_objective = self._objective_of(batches)
         return self._denominator
-
-    def _denominator_of(self, batches: Sequence[PreparedBatch]) -> float:
-        fixed = fixed_denominator(self.objective)
-        if fixed is not None:
-            return fixed
-        (total,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
-        if not total > 0:
-            names = ", ".join(sources(self._forests)) or "unnamed"
-            raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
-        return total
 
     def _counts_of(self, batches: Sequence[PreparedBatch]) -> RouterCounts | None:
         """How often routers choose each expert, over all batches and ranks of a step, for its load-balancing loss. One
@@ -371,8 +364,3 @@ def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         return 0
     trained = (each for each in model.parameters() if each.requires_grad)
     return 2 * sum(each.numel() * each.element_size() for each in trained)
-
-
-def leave_compilation_to_us(accelerator: Accelerator) -> None:
-    """accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers."""
-    accelerator.state.dynamo_plugin.backend = DynamoBackend.NO

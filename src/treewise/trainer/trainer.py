@@ -8,14 +8,15 @@ format of saved models are transformers' own.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from accelerate.utils import DynamoBackend
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
@@ -29,14 +30,12 @@ from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
-from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
+from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint, saved_intervals_ignored
 from treewise.trainer.checkpoint.manifest import read_manifest
-from treewise.trainer.checkpoint.resumption import saved_intervals_ignored
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.data_loader import (
     DataFacts,
     TreeLoader,
-    TreeOrder,
     as_trees,
     check_preferences,
     evaluation_loader,
@@ -45,13 +44,12 @@ from treewise.trainer.data_loader import (
     training_loader,
 )
 from treewise.trainer.hub import UploadingTrainer
-from treewise.trainer.inputs import by_name, check_given, check_mesh, loaded, with_references
+from treewise.trainer.inputs import MoreArguments, by_name, check_given, check_mesh, loaded, with_references
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
-from treewise.trainer.run_context import StepEnd, entered_run, stopped_error
+from treewise.trainer.run_context import StepEnd, StepProfiler, entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
-from treewise.trainer.step import StepRunner, leave_compilation_to_us, optimizer_bytes
-from treewise.trainer.step_profile import StepProfiler
+from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.tree.forest import Forest, forest_of
 
 logger = logging.getLogger("treewise")
@@ -90,31 +88,32 @@ class TreeTrainer(UploadingTrainer):
 
     def __init__(
         self,
-        model: object = None,
+        model: PreTrainedModel | str | Path | None = None,
         args: TreeTrainingArguments | None = None,
         *,
         train_dataset: object = None,
         eval_dataset: object = None,
         objective: Objective | None = None,
-        reference: object = None,
-        tree_order: TreeOrder | None = None,
-        processing_class: object = None,
-        peft_config: object = None,
-        render: object = None,
-        model_init: Callable[..., PreTrainedModel] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        **others: object,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None = None,
+        **more: Unpack[MoreArguments],
     ) -> None:
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        check_given(model, model_init, train_dataset, objective, others)
-        model, processing_class = loaded(model, processing_class, train_dataset, peft_config, args.seed)
+        model_init, render = more.get("model_init"), more.get("render")
+        check_given(
+            model,
+            model_init,
+            train_dataset,
+            objective,
+            [each for each in more if each not in MoreArguments.__annotations__],
+        )
+        model, processing_class = loaded(model, processing_class, train_dataset, more.get("peft_config"), args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
-        self._own_objective, self._tree_order, self._reference = objective, tree_order, by_name(reference)
+        self._own_objective, self._tree_order = objective, more.get("tree_order")
+        self._reference = by_name(more.get("reference"))
         check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
@@ -130,10 +129,11 @@ class TreeTrainer(UploadingTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[StepEnd(self._signals, self._end_step), *profilers, *(callbacks or [])],
-            optimizers=optimizers,
+            callbacks=[StepEnd(self._signals, self._end_step), *profilers, *(more.get("callbacks") or [])],
+            optimizers=more.get("optimizers", (None, None)),
         )
-        leave_compilation_to_us(self.accelerator)
+        # accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers.
+        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
@@ -141,7 +141,7 @@ class TreeTrainer(UploadingTrainer):
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         placer = self._placer if self._fits_costs else None
-        self._checkpoints = CheckpointManager(args, self._run_facts, placer, tree_order, self.upload_checkpoint)
+        self._checkpoints = CheckpointManager(args, self._run_facts, placer, self._tree_order, self.upload_checkpoint)
         self._resumed: ResumePoint | None = None
         self._runner = self._new_runner()
 
@@ -197,7 +197,7 @@ class TreeTrainer(UploadingTrainer):
         return training_loader(self.args, self.train_dataset, epoch, self._tree_order)
 
     @override
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> TreeLoader:
+    def get_eval_dataloader(self, eval_dataset: str | Sequence[object] | None = None) -> TreeLoader:
         self._score_references()
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
@@ -348,7 +348,7 @@ class TreeTrainer(UploadingTrainer):
         return own | self.args.order_facts() | {"curriculum": None if order is None else order.description}
 
     @override
-    def _finalize_training(self, *args: object, **kwargs: object) -> object:
+    def _finalize_training(self, *args: object, **kwargs: object) -> TrainOutput:
         """Loads the best model, which may be in the checkpoint that a thread still writes."""
         self._checkpoints.collect(wait=True)
         return super()._finalize_training(*args, **kwargs)
@@ -396,7 +396,7 @@ class TreeTrainer(UploadingTrainer):
         resume_from_checkpoint: str | bool | None = None,
         trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
+    ) -> TrainOutput:
         """Trains. With `resume_from_checkpoint` (a path, or True for the newest complete one) goes on bit-exactly.
 
         Raises:
@@ -413,7 +413,7 @@ class TreeTrainer(UploadingTrainer):
             self._resumed = self._checkpoints.find(resume_from_checkpoint)
             self.runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
             if self.args.ranks_per_batch * self.args.ep_size > 1 and self.data_facts.num_images:
-                self.engine.refuse_images()
+                self.engine.images.refuse()
             if self._tree_order is not None:
                 self._tree_order.begin()
             if self.is_world_process_zero():

@@ -13,7 +13,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import treewise.nn.recurrent.scan
+import treewise.nn.recurrent.kinds
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
 from treewise import Forest, Trajectory, TreeEngine
@@ -91,7 +91,7 @@ def test_these_models_notice_a_lost_state(family: str, monkeypatch: pytest.Monke
     """Random models as configured hardly do, and then every other test here would pass without states."""
     model, items = hybrid(family), conversations()
     _, _, expected = flat_sft(model, items)
-    monkeypatch.setattr(treewise.nn.recurrent.scan, "_initial", lambda *arguments: None)
+    monkeypatch.setattr(treewise.nn.recurrent.kinds, "_initial", lambda *arguments: None)
     _, found = tree_gradients(model, items, check=False)
     assert gradient_error(found, expected) > 0.1
 

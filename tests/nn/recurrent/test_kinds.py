@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from treewise.nn.recurrent.kinds import decayed_attention, linear_recurrence, tree_selective_scan
-from treewise.nn.recurrent.scan import padded_chunk
+from treewise.nn.recurrent.kinds import decayed_attention, linear_recurrence, padded_chunk, tree_selective_scan
 
 B, L, H, D, N = 2, 11, 3, 4, 5
 LENGTHS = (L, 7)  # of the two sequences, padded on the right

@@ -12,7 +12,7 @@ from torch import nn
 
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimizer_state, save_optimizer
-from treewise.trainer.checkpoint.sharded_io import save_shards
+from treewise.trainer.checkpoint.weights import save_shards
 
 
 def model_and_optimizer(order: list[list[str]]) -> tuple[nn.Module, torch.optim.Optimizer]:

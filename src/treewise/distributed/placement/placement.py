@@ -4,20 +4,255 @@ Every trajectory goes to exactly one rank. A tree may be cut between ranks; each
 the cut. `split` makes the forests of each rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 
 import numpy as np
 
-from treewise.distributed.placement.cost_model import CostModel
-from treewise.distributed.placement.leaf_costs import Leaves, StepCosts, costs_of
-from treewise.distributed.placement.lower_bound import least_load
-from treewise.distributed.placement.part_costs import part_costs
-from treewise.distributed.placement.plan_refinement import NUM_PLANNED_LEAVES, refine
+from treewise.distributed.placement.cost_model import CostModel, work_of
+from treewise.distributed.placement.leaf_costs import ImageCosts, Leaves, StepCosts, costs_of, path_costs, slice_of
 from treewise.distributed.placement.search import GOOD_ENOUGH, best_owners, is_even, loads_of
 from treewise.errors import DataError, PlanError, check_choice
+from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import Segments
+from treewise.tree.prefix_merge import Segments, restrict
+
+# -- A lower bound of the slowest rank's cost, by which placements are measured ---------------------------------------
+
+
+# Forced copies are ignored if more segments than this fit on no rank, to bound the time.
+MAX_LARGE_SEGMENTS = 20_000
+NUM_HALVINGS = 12
+
+
+def least_load(step: StepCosts, leaves: Leaves, num_ranks: int) -> int:
+    """A lower bound of the slowest rank's cost, in units.
+
+    leaves: of this step, joined where no cut is allowed, without the extra cost of open tokens.
+    """
+    mean = -(-int(step.once.sum()) // num_ranks)
+    bound = max(_most_expensive_leaf(step, leaves), mean)
+    forced = _Forced(step, bound)
+    high = max(bound, -(-forced.total(bound) // num_ranks))
+    for _ in range(NUM_HALVINGS):
+        middle = (bound + high) // 2
+        if forced.total(middle) > num_ranks * middle:
+            bound = middle + 1
+        else:
+            high = middle
+    return bound
+
+
+def _most_expensive_leaf(step: StepCosts, leaves: Leaves) -> int:
+    """Cost of the most expensive leaf by itself."""
+    chosen = np.flatnonzero(leaves.of_trajectory == int(leaves.path_cost.argmax()))
+    alone = restrict(step.segments, chosen)
+    source = np.searchsorted(step.segments.start, alone.source)
+    return int(step.once[source].sum()) + _always_open(step, alone)
+
+
+def _always_open(step: StepCosts, tree: Segments) -> int:
+    """Extra cost of the tokens of a tree that are open on any rank, because a path below them exceeds the budget."""
+    if step.max_tokens is None:
+        return 0
+    length = tree.lengths
+    deepest, above = (tree.depth + length).tolist(), tree.parent.tolist()
+    for segment in range(len(above) - 1, 0, -1):
+        if above[segment] >= 0:
+            deepest[above[segment]] = max(deepest[above[segment]], deepest[segment])
+    num_open = np.clip(np.array(deepest) - step.max_tokens - tree.depth, 0, length)
+    return int(step.units_of_second_forward(num_open, tree.depth).sum())
+
+
+class _Forced:
+    """The least total cost of all ranks, as a function of the slowest rank's cost, which is at least `low`."""
+
+    def __init__(self, step: StepCosts, low: int) -> None:
+        segments, once = step.segments, step.once
+        after = np.searchsorted(segments.start, segments.subtree_end)
+        below = np.concatenate([[0], np.cumsum(once)])
+        path, subtree = path_costs(segments, once), below[after] - below[:-1]
+        roots = np.flatnonzero(segments.parent < 0)
+        open_cost = np.add.reduceat(step.recompute, roots)
+        # A tree is whole or cut: the smaller cost of the two.
+        alone = np.zeros(len(roots), dtype=np.int64)
+        for tree in np.flatnonzero(open_cost).tolist():
+            alone[tree] = _always_open(step, slice_of(segments, int(roots[tree]), int(after[roots[tree]])))
+        self.recompute = np.minimum(open_cost, alone + once[roots])
+        self.once = int(once.sum())
+        is_large = (path - once + subtree > low) & (subtree > once)
+        if is_large.sum() > MAX_LARGE_SEGMENTS:
+            is_large[:] = False
+        large = np.flatnonzero(is_large)
+        index = np.cumsum(is_large) - 1
+        above = segments.parent[large]
+        # Every segment above a large one is large, so parents are in this list, too.
+        self.parent = np.where(above >= 0, index[above], -1).tolist()
+        self.tree = (np.searchsorted(roots, large, side="right") - 1).tolist()
+        self.alone = alone.tolist()
+        self.own, self.path = once[large].tolist(), path[large].tolist()
+        self.below = (subtree - once)[large].tolist()
+
+    def total(self, max_load: int) -> int:
+        """The least total cost if no rank costs more than `max_load`."""
+        num_ranks = [1] * len(self.own)
+        copied = [0] * len(self.own)
+        of_tree = self.recompute.tolist()
+        for segment in range(len(self.own) - 1, -1, -1):  # children before parents
+            below = self.below[segment] + copied[segment]
+            ranks = max(num_ranks[segment], -(-below // (max_load - self.path[segment])))
+            extra = copied[segment] + (ranks - 1) * self.own[segment]
+            parent = self.parent[segment]
+            if parent >= 0:
+                num_ranks[parent] = max(num_ranks[parent], ranks)
+                copied[parent] += extra
+            elif ranks > 1:
+                tree = self.tree[segment]
+                of_tree[tree] = max(of_tree[tree], extra + self.alone[tree])
+        return self.once + sum(of_tree)
+
+
+# -- The cost of open tokens where trees are cut: less than in the whole tree, and different for every cu -------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens and of images that another
+    rank computes, too, the mean over parts.
+    """
+
+    loads: np.ndarray
+    recompute: np.ndarray
+
+
+def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts:
+    """Costs of a placement, with every part of a tree planned by itself.
+
+    rank_N: [N] int64, the rank of each trajectory.
+    """
+    loads, tokens_R = (_loads(step, units, rank_N, num_ranks) for units in (step.once, step.segments.lengths))
+    recompute = step.recompute.copy()
+    segments = step.segments
+    roots = np.flatnonzero(segments.parent < 0)
+    bounds = np.append(roots, len(recompute))
+    by_segment = np.argsort(segments.end_segment, kind="stable")
+    ends = np.searchsorted(segments.end_segment[by_segment], bounds)
+    cost_of_tree, num_open_of_tree = np.add.reduceat(step.recompute, roots), np.add.reduceat(step.num_open, roots)
+    for tree in np.flatnonzero(num_open_of_tree).tolist():
+        members = by_segment[ends[tree] : ends[tree + 1]]
+        ranks = np.unique(rank_N[members])
+        if len(ranks) == 1:
+            loads[ranks[0]] += cost_of_tree[tree]
+            tokens_R[ranks[0]] -= num_open_of_tree[tree]
+            continue
+        first, stop = int(bounds[tree]), int(bounds[tree + 1])
+        whole = slice_of(segments, first, stop, members)
+        total, count = np.zeros(stop - first, dtype=np.int64), np.zeros(stop - first, dtype=np.int64)
+        for rank in ranks.tolist():
+            part = restrict(whole, np.flatnonzero(rank_N[members] == rank))
+            units, num_open = step.open_part(part)
+            loads[rank] += units.sum()
+            tokens_R[rank] -= num_open.sum()
+            source = np.searchsorted(whole.start, part.source)
+            np.add.at(total, source, units)
+            np.add.at(count, source, 1)
+        recompute[first:stop] = total // count
+    if step.images is not None and num_ranks > 1:
+        image_loads, image_units = _repeated_images(step, step.images, rank_N, num_ranks)
+        loads += image_loads
+        recompute += image_units
+    return PartCosts(loads + _last_launch(step, tokens_R, loads > 0), recompute)
+
+
+def _repeated_images(
+    step: StepCosts, images: ImageCosts, rank_N: np.ndarray, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cost of images on ranks that do not have the first place of the step, in units: [R] int64 of each rank, [S] int64
+    of each segment, the mean over the ranks that compute it.
+    """
+    num_segments = len(step.once)
+    once = images.at_first_places(np.ones(num_segments, dtype=bool))
+    loads, total = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_segments)
+    count = np.zeros(num_segments, dtype=np.int64)
+    for rank in np.unique(rank_N).tolist():
+        own, is_computed = images.at_first_places_of(rank_N == rank)
+        repeated = np.where(is_computed, own - once, 0.0) / step.seconds_per_unit
+        loads[rank] = round(repeated.sum())
+        total += repeated
+        count += is_computed
+    return loads, np.round(total / np.maximum(count, 1)).astype(np.int64)
+
+
+def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:
+    leaves = step.leaves_with(units)
+    owners = np.empty(len(leaves.new), dtype=np.int64)
+    owners[leaves.of_trajectory] = rank_N
+    return loads_of(leaves, owners, num_ranks)
+
+
+def _last_launch(step: StepCosts, closed_R: np.ndarray, has_any_R: np.ndarray) -> np.ndarray:
+    """[R] int64, extra cost of a rank's last micro-batch of closed tokens, which is not full."""
+    full = 0.0 if step.max_tokens is None else closed_R / step.max_tokens
+    missing = (np.maximum(np.ceil(full), 1) - full) * has_any_R
+    return np.round(missing * step.cost.seconds_per_micro_batch / step.seconds_per_unit).astype(np.int64)
+
+
+# -- Refines placements of small steps with real plans ----------------------------------------------------------------
+
+
+NUM_PLANNED_LEAVES = 20
+MAX_PLANS = 400
+LeafSet = frozenset[int]
+
+
+def refine(step: StepCosts, leaf_N: np.ndarray, owners: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rank of each leaf ([L] int64) after the search, and the costs of the ranks' plans ([ranks] int64), in units.
+
+    leaf_N: [N] int64, the leaf of each trajectory. owners: [L] int64, where the search starts.
+    """
+
+    @cache
+    def cost(leaves: LeafSet) -> int:
+        """Of a rank with these leaves."""
+        if not leaves:
+            return 0
+        is_chosen = np.isin(leaf_N, list(leaves))
+        part = restrict(step.segments, np.flatnonzero(is_chosen))
+        rank_plan = plan(Forest(part, np.zeros(part.num_tokens, dtype=np.int32), None, {}), step.max_tokens)
+        seconds = step.cost.seconds(work_of(rank_plan))
+        if step.images is not None:
+            seconds += step.images.at_first_places_of(is_chosen)[0].sum()
+        return round(seconds / step.seconds_per_unit)
+
+    parts = [frozenset(np.flatnonzero(owners == rank).tolist()) for rank in range(num_ranks)]
+    is_better = True
+    while is_better:
+        is_better = False
+        slowest = max(range(num_ranks), key=lambda rank: cost(parts[rank]))
+        for partner, of_slowest, of_partner in _moves(parts, slowest):
+            if cost.cache_info().currsize >= MAX_PLANS:
+                break
+            if max(cost(of_slowest), cost(of_partner)) < cost(parts[slowest]):
+                parts[slowest], parts[partner] = of_slowest, of_partner
+                is_better = True
+                break
+    refined = np.empty_like(owners)
+    for rank, leaves in enumerate(parts):
+        refined[list(leaves)] = rank
+    return refined, np.array([cost(leaves) for leaves in parts], dtype=np.int64)
+
+
+def _moves(parts: list[LeafSet], slowest: int) -> Iterator[tuple[int, LeafSet, LeafSet]]:
+    """A partner, and new leaves of the slowest rank and of the partner: all transfers of one leaf, then all swaps."""
+    own, others = sorted(parts[slowest]), [rank for rank in range(len(parts)) if rank != slowest]
+    for partner, leaf in product(others, own):
+        yield partner, parts[slowest] - {leaf}, parts[partner] | {leaf}
+    for partner, leaf in product(others, own):
+        for back in sorted(parts[partner]):
+            yield partner, parts[slowest] - {leaf} | {back}, parts[partner] - {back} | {leaf}
+
 
 SPLITS = ("rollouts", "trajectories", "never")
 # Successive placements, each with the cost that open tokens have in the parts of the one before.

@@ -105,7 +105,7 @@ class _StandIn:
             self._seen()
         return BaseModelOutput(last_hidden_state=self._hidden)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
 
@@ -142,7 +142,7 @@ class Sharing:
 
         # `generate` and the Trainer read the signature of a model's forward.
         @functools.wraps(forward.__func__)
-        def tree_forward(model: nn.Module, *args: object, **kwargs: object) -> Any:
+        def tree_forward(model: nn.Module, *args: object, **kwargs: object) -> object:
             if model is not self.model:  # a deep copy, with parameters of its own
                 return forward.__func__(model, *args, **kwargs)
             if not self._is_active or not kwargs.get("fused_lm_head"):
@@ -161,7 +161,7 @@ class Sharing:
         return f"Sharing({self.counts})"
 
     @torch.compiler.disable  # inside a model that a trainer compiled; layers that are compiled in place stay compiled
-    def _serve(self, *args: Any, **kwargs: Any) -> Any:
+    def _serve(self, *args: object, **kwargs: Any) -> object:
         self._check_same_rows(args, kwargs)
         try:
             rule = self._router_loss_rule(kwargs)

@@ -11,7 +11,7 @@ Letters: T queries, R rows of a block, G gateway keys, K keys of a part, H query
 
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
+from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -83,7 +84,7 @@ def num_key_rows(mask: TreeMask, _: torch.device) -> int:
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: BackwardContext,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -109,7 +110,7 @@ class _Cascade(torch.autograd.Function):
         return out[..., : value.shape[3]]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> object:
+    def backward(ctx: BackwardContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         sources = _Sources(key, value, ctx.reads, ctx.call, query.shape[3])
         gradients = _KeyGradients(sources)

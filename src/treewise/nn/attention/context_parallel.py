@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 
 from treewise.nn.attention.gateway import Gateway, GatewayRead, LayerCall
 from treewise.nn.device import to_device
+from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
 
 
@@ -105,14 +106,14 @@ def keep(out: Float[Tensor, "1 H n Dv"], ranks: ContextExchange, call: LayerCall
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: BackwardContext,
         key: torch.Tensor,
         value: torch.Tensor,
         ranks: ContextExchange,
         call: LayerCall,
         writes: Gateway | None,
         injects: Gateway | None,
-    ) -> Any:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.ranks, ctx.call, ctx.injects = ranks, call, injects
         ctx.sizes = [key.shape[3], value.shape[3]]
         num_own = ranks.own.stop - ranks.own.start
@@ -124,7 +125,9 @@ class _Exchange(torch.autograd.Function):
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> object:
+    def backward(
+        ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         ranks, call, kept = ctx.ranks, ctx.call, ctx.ranks.read.gateway
         del kept.keys[call], kept.values[call]  # attention's backward has read them
         wide = torch.promote_types(key_grad.dtype, torch.float32)
@@ -146,13 +149,13 @@ class _Exchange(torch.autograd.Function):
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, kept: Gateway, call: LayerCall) -> torch.Tensor:
+    def forward(ctx: BackwardContext, out: torch.Tensor, kept: Gateway, call: LayerCall) -> torch.Tensor:
         ctx.kept, ctx.call = kept, call
         ctx.save_for_backward(kept.keys.pop(call), kept.values.pop(call))
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> object:
+    def backward(ctx: BackwardContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         key, value = ctx.saved_tensors  # with activation checkpoints this computes the layer again
         ctx.kept.keys[ctx.call], ctx.kept.values[ctx.call] = key, value
         return grad, None, None

@@ -11,12 +11,12 @@ has no gradient of its own, but what is trained above the piece may need the one
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
 
 # Rows of one gateway: a slice, or ascending indices ([n] int64).
@@ -122,11 +122,11 @@ class _Carry(torch.autograd.Function):
     """Identity of tensors that need no gradient themselves."""
 
     @staticmethod
-    def forward(_ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(_ctx: object, _: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(each.view_as(each) for each in tensors)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> object:
+    def backward(_ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None,) * (1 + len(grads))
 
 
@@ -134,12 +134,16 @@ class _Inject(torch.autograd.Function):
     """Identity whose backward adds the gradients collected in the gateway."""
 
     @staticmethod
-    def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall) -> Any:
+    def forward(
+        ctx: BackwardContext, key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall
+    ) -> tuple[torch.Tensor, ...]:
         ctx.gateway, ctx.call = gateway, call
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> object:
+    def backward(
+        ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
         if call in ctx.gateway.key_grads:
             key_grad = _sum_as(key_grad, ctx.gateway.key_grads[call])
@@ -152,15 +156,17 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
-    ) -> Any:
+        ctx: BackwardContext, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
+    ) -> tuple[torch.Tensor, ...]:
         ctx.reads, ctx.call = reads, call
         keys = [take(read.gateway.keys[call], read.rows).to(key.device) for read in reads]
         values = [take(read.gateway.values[call], read.rows).to(key.device) for read in reads]
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
-    def backward(ctx: Any, key_grad: torch.Tensor, value_grad: torch.Tensor) -> object:
+    def backward(
+        ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         start = 0
         for read in ctx.reads:
             part = slice(start, start + read.num_rows)

@@ -133,7 +133,7 @@ def tree_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     treewise: TreeContext | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention contract: [1, H, T, D] in, ([1, T, H, D], weights) out."""
     context = context_of(module, attention_mask, treewise)
@@ -268,7 +268,7 @@ def _previous_attention(module: nn.Module) -> Callable[..., tuple[torch.Tensor, 
     return ALL_ATTENTION_FUNCTIONS[previous]
 
 
-def _previous_mask(*args: object, config: PreTrainedConfig, **kwargs: Any) -> object:
+def _previous_mask(*args: object, config: PreTrainedConfig, **kwargs: object) -> object:
     previous = config._attn_implementation.previous  # noqa: SLF001
     if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None

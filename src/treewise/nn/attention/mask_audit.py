@@ -51,7 +51,7 @@ def is_observing() -> bool:
     return _log.get() is not None
 
 
-def record(module: nn.Module, rule: LayerRule, attention_mask: Any) -> None:
+def record(module: nn.Module, rule: LayerRule, attention_mask: object) -> None:
     """Records one call of attention."""
     log = _log.get()
     assert log is not None

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.distributed.context import check_context_size
-from treewise.distributed.mesh import mesh_config
+from treewise.distributed.mesh import check_context_size, mesh_config
 from treewise.errors import ConfigError
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.model_flops import flop_model

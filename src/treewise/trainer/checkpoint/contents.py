@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -39,8 +40,7 @@ from treewise.trainer.checkpoint.optimizer_state import (
     optimizer_state,
     save_optimizer,
 )
-from treewise.trainer.checkpoint.sharded_io import save_shards
-from treewise.trainer.checkpoint.weights import SHARDS, is_sharded_model, sharded_weights
+from treewise.trainer.checkpoint.weights import SHARDS, is_sharded_model, save_shards, sharded_weights
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
@@ -120,7 +120,7 @@ def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
     return own[0]
 
 
-def write(saved: Captured, run_dir: Path, facts: dict[str, Any], group: Any = None) -> Path:
+def write(saved: Captured, run_dir: Path, facts: dict[str, Any], group: ProcessGroup | None = None) -> Path:
     """Writes and publishes a checkpoint; every rank calls this. group: as in `ranks.on_every_rank`.
 
     A rank that cannot write must not leave the others waiting in a collective operation. So the files are written in
@@ -154,7 +154,7 @@ def _explained(folder: Path, num_bytes: int, stage: Callable[[], T]) -> Callable
     return explain
 
 
-def _stages(saved: Captured, folder: Path, group: Any) -> Iterator[Callable[[], object]]:
+def _stages(saved: Captured, folder: Path, group: ProcessGroup | None) -> Iterator[Callable[[], object]]:
     """The work of each rank, in order."""
     run, is_sharded, optimizer = saved.run, bool(saved.shards), saved.optimizer
     if is_sharded:
@@ -240,7 +240,7 @@ def save_model(
 
 def write_model(
     folder: Path,
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     args: TreeTrainingArguments,
     state: dict[str, torch.Tensor] | None = None,
@@ -310,7 +310,7 @@ def load_initial_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer)
         group.update({name: value for name, value in settings.items() if name != "params"})
 
 
-def _load_schedule(folder: Path, scheduler: Any, optimizer: Optimizer) -> None:
+def _load_schedule(folder: Path, scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Loads a schedule, and sets the learning rates of the next step.
 
     Schedules that are functions of the step's number (all of transformers' but two) go on by the settings of this run:

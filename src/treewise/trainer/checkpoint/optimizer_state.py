@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.checkpoint.sharded_io import load_shards, refuse_gaps
+from treewise.trainer.checkpoint.weights import load_shards, refuse_gaps
 
 OPTIMIZER = "optimizer"  # .safetensors and .json; with sharded parameters a folder
 # Settings of optimizers that steps do not change, so that those of a resumed run apply. Learning rates follow the
@@ -70,7 +70,7 @@ class OptimizerState:
         return replace(self, entries=entries)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerState:
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     """The state of an optimizer; its tensors are those that the optimizer has."""
     state, names = optimizer.state_dict(), _names(optimizer, model)
     return OptimizerState(
@@ -98,7 +98,10 @@ def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = Fa
         "without_state": [name for name in members if name not in state.entries],  # were never trained
         "groups": to_plain(state.groups),
         "rest": to_plain(state.rest),
-        "shapes": {name: [*_listed(each), None if is_sharded else _checksum(each)] for name, each in tensors.items()},
+        "shapes": {
+            name: [list(each.shape), str(each.dtype).removeprefix("torch."), None if is_sharded else _checksum(each)]
+            for name, each in tensors.items()
+        },
     }
     (folder / f"{OPTIMIZER}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -121,7 +124,7 @@ def read_optimizer(folder: Path) -> OptimizerState:
     return _with_tensors(folder, *_content(folder), {})
 
 
-def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def load_optimizer(folder: Path, optimizer: Optimizer, model: nn.Module) -> None:
     """Reads the files of `save_optimizer`, parameter by parameter, whatever their order in a group; files and optimizer
     may each be sharded. Settings that do not change by themselves (`SETTINGS`) stay as they are.
 
@@ -140,13 +143,13 @@ def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer, model: nn.Mod
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> Optimizer:
+def _inner(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of accelerate's."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     """The names of an optimizer's parameters by their indices in its `state_dict`."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     flat = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
@@ -191,7 +194,7 @@ def _content(folder: Path) -> tuple[OptimizerState, dict[str, Any]]:
     return listed, checksums
 
 
-def _on_meta(name: str, shape: Any, dtype: Any, *_: object) -> torch.Tensor:
+def _on_meta(name: str, shape: Sequence[int], dtype: str, *_: object) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     except (AttributeError, RuntimeError, TypeError):
@@ -229,11 +232,6 @@ def _with_tensors(
     return read
 
 
-def _listed(tensor: torch.Tensor) -> list[Any]:
-    """Shape and dtype as JSON."""
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-
-
 def _checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of a tensor's bytes: a state that lies under the name of another one of its shape is noticed."""
     flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.zeros(0, dtype=torch.uint8)
@@ -244,7 +242,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _refuse_other_parameters(
-    listed: OptimizerState, optimizer: torch.optim.Optimizer, names: dict[int, str], now: list[dict[str, Any]]
+    listed: OptimizerState, optimizer: Optimizer, names: dict[int, str], now: list[dict[str, Any]]
 ) -> None:
     """Raises `CheckpointError` for another kind of optimizer, or groups of other parameters."""
     kind = type(_inner(optimizer)).__name__
@@ -262,7 +260,7 @@ def _refuse_other_parameters(
         )
 
 
-def _refuse_other_entries(listed: OptimizerState, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: dict[int, str]) -> None:
     """Raises `CheckpointError` for the first entry that the optimizer's own steps would not make: missing, unknown, or
     of another shape or dtype. Of a class that takes no step on a small CPU tensor, parameters of a group are compared.
     """
@@ -304,7 +302,7 @@ def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: 
     return {entry: _kind(value, sizes) for entry, value in twin.state[small].items()}
 
 
-def _kind(value: Any, sizes: Mapping[int, int] | None = None) -> str:
+def _kind(value: object, sizes: Mapping[int, int] | None = None) -> str:
     """Shape and dtype in words. sizes: what the axes of the small parameter stand for."""
     if isinstance(value, torch.Tensor) and value.dim():
         shape = [(sizes or {}).get(size, size) for size in value.shape]

@@ -137,7 +137,9 @@ def explained(folder: Path, num_bytes: int) -> Iterator[None]:
 
     folder: of `new_folder`. num_bytes: size of the checkpoint, for the message.
     """
-    with _explained(folder.parent, f"checkpoint of step {_aside_step(folder)}", num_bytes, "Earlier checkpoints"):
+    match = _ASIDE.fullmatch(folder.name)
+    step = match.group(1) if match else "?"
+    with _explained(folder.parent, f"checkpoint of step {step}", num_bytes, "Earlier checkpoints"):
         yield
 
 
@@ -196,11 +198,6 @@ def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
         else:
             return checkpoint, passed_over
     return None, passed_over
-
-
-def _aside_step(folder: Path) -> str:
-    match = _ASIDE.fullmatch(folder.name)
-    return match.group(1) if match else "?"
 
 
 def _room(folder: Path) -> str:

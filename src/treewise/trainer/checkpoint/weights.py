@@ -5,15 +5,22 @@ Trainer leaves those as they are, when it resumes and when it loads the best che
 `from_pretrained` reads them.
 """
 
-from collections.abc import Callable, Collection
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -21,24 +28,94 @@ from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.distributed.mesh import load_on_mesh, mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
 from treewise.trainer.checkpoint.manifest import listed_files
-from treewise.trainer.checkpoint.sharded_io import load_shards
+
+# -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------
+
+
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor], group: distributed.ProcessGroup | None = None) -> None:
+    """Writes tensors, sharded (`DTensor`) or the same on all ranks; every rank calls this.
+
+    group: of all ranks, for the collective operations; None: the default one. A thread needs one of its own.
+
+    Raises:
+        CheckpointError: a rank could not write.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _errors_named() as is_single:
+        save(dict(tensors), storage_writer=writer, no_dist=is_single, process_group=group)
+
+
+def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Reads into the given tensors, in place, from files of shards or whole ones; every rank calls this.
+
+    Raises:
+        CheckpointError: a tensor is missing from the checkpoint, also in part, or has another shape or dtype.
+    """
+    refuse_gaps(folder, tensors)
+    with _errors_named() as is_single:
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=is_single)
+
+
+def refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Raises `CheckpointError` unless the files hold each tensor whole (DCP leaves as it is what no file holds), in its
+    shape and dtype, by their headers. The names of all that they hold.
+    """
+    try:
+        saved: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder.name}: missing or damaged ({error}).") from error
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise CheckpointError(f"{folder.name}: {name} is missing.")
+        found, dtype = saved[name], saved[name].properties.dtype
+        chunks = {(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks}
+        num_held = sum(math.prod(sizes) for _, sizes in chunks)
+        if tuple(found.size) != tuple(tensor.shape) or dtype != tensor.dtype or num_held != tensor.numel():
+            raise CheckpointError(
+                f"{folder.name}: {name} is {num_held} numbers of {list(found.size)} {dtype}, where {tensor.numel()} of "
+                f"{list(tensor.shape)} {tensor.dtype} belong; a file is missing or is another run's."
+            )
+    return set(saved)
+
+
+@contextmanager
+def _errors_named() -> Iterator[bool]:
+    """Around DCP, which warns in a run of one process, that may read shards as well; gives whether it is one.
+
+    Raises:
+        CheckpointError: DCP's errors, with the rank that had them.
+    """
+    is_single = not distributed.is_initialized()
+    try:
+        with warnings.catch_warnings() if is_single else nullcontext():  # filters belong to all threads of a process
+            if is_single:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            yield is_single
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"rank {rank}: {failure}") from error
+    except (RuntimeError, ValueError) as error:  # the planner's errors without a process group
+        if not is_single or isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(str(error)) from error
+
 
 SHARDS = "weights"  # the folder of a sharded checkpoint's weights
 _SAVED_BY_PEFT = ("modules_to_save", "trainable_tokens", "prompt_encoder")  # in names of parameters
 
 
-def is_sharded_model(model: nn.Module) -> bool:
+def is_sharded_model(model: PreTrainedModel) -> bool:
     """Whether FSDP2 has sharded any parameter."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def sharded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def sharded_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
     has_adapters = hasattr(model, "peft_config")
     return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
 
 
-def refuse_unsaved(model: Any) -> None:
+def refuse_unsaved(model: PreTrainedModel) -> None:
     """Raises `ConfigError` for parameters that are trained beside adapters: PEFT saves adapters alone."""
     if not hasattr(model, "peft_config"):
         return
@@ -63,7 +140,7 @@ def refuse_unsaved(model: Any) -> None:
         )
 
 
-def load_weights(model: nn.Module, checkpoint: Path) -> None:
+def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
     """Loads the weights of a verified checkpoint into a model, from the files that its manifest lists.
 
     Raises:
@@ -81,7 +158,7 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
             raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
-def _load_whole(model: nn.Module, folder: Path) -> None:
+def _load_whole(model: PreTrainedModel, folder: Path) -> None:
     mesh = mesh_of(model)
     wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     if mesh is not None and isinstance(model, PreTrainedModel):
@@ -106,7 +183,7 @@ def _load_whole(model: nn.Module, folder: Path) -> None:
 
 
 def _load_converted(
-    model: nn.Module, load: Callable[..., Any], folder: Path, wanted: dict[str, torch.Tensor]
+    model: PreTrainedModel, load: Callable[..., Any], folder: Path, wanted: dict[str, torch.Tensor]
 ) -> list[str]:
     """Reads through `from_pretrained` (`load`); returns the names of missing parameters."""
     widest = torch.float32  # holds the values of every parameter exactly, whatever its own dtype
@@ -132,7 +209,7 @@ def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return like_shard(whole_tensor(loaded), value)
 
 
-def _load_adapters(model: Any, folder: Path) -> None:
+def _load_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Every adapter of a PEFT model, which saves all but the one named `default` in folders of their own."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
