@@ -2,6 +2,7 @@
 #
 #   make demo     fine-tune a real model on real trees of trajectories, and time it beside packed rows and TRL's, in five minutes
 #   make rl       the same model learns a task: fine-tuning on trees, then online RL, in five minutes
+#   make serve-demo  a server of the Tinker API on trees, a client that learns, and the time with sharing and without
 #   make test     what must hold before a commit: `make check` and the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
 #   make quick    `make check` beside the fast tests of every room with few random examples, in a minute
@@ -24,7 +25,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models engines release format clean
+.PHONY: help demo rl serve-demo test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models engines release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -81,6 +82,9 @@ demo: $(VENV)/.demo
 
 rl: $(VENV)/.demo
 	$(BIN)/python examples/online_rl.py $(RL_ARGS)
+
+serve-demo: $(VENV)/.demo $(VENV)/.dev
+	$(BIN)/python examples/serve_demo.py
 
 test: lint
 	$(call beside_types,$(BIN)/python -m pytest $(PYTEST_ARGS))

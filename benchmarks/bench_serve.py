@@ -27,8 +27,8 @@ from common import paired_seconds, save
 from transformers import LlamaConfig, LlamaForCausalLM
 from tree_shapes import recorded
 
-from treewise.nn.flops import flop_model
 from treewise.nn.load_model import load_weights
+from treewise.nn.model_flops import flop_model
 from treewise.serve.losses import make_row
 from treewise.serve.server import make_app
 from treewise.serve.settings import ServeSettings

@@ -127,18 +127,18 @@ class Journal:
         return [Work(name, whose, seq, kind, batch, bool(done)) for name, whose, seq, kind, batch, done in rows]
 
     def snapshot(self, model: str, seq: int) -> None:
-        """The effects of a model's requests up to `seq` are on the disk; old answers are forgotten."""
-        old = time.time() - KEEP_ANSWERS_SECONDS
+        """The effects of a model's requests up to `seq` are on the disk."""
         with self._lock, self._db:
             self._db.execute("BEGIN")
             self._db.execute("UPDATE facts SET number = ? WHERE kind = 'model' AND id = ?", (seq, model))
             self._db.execute(
                 "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND answer IS NOT NULL", (model, seq)
             )
-            self._db.execute("DELETE FROM requests WHERE body IS NULL AND answered < ?", (old,))
-            self._db.execute(
-                "DELETE FROM requests WHERE kind = 'sample' AND answer IS NOT NULL AND answered < ?", (old,)
-            )
+
+    def forget(self) -> None:
+        """Removes old answers, of samples and of what a snapshot holds; clients fetch theirs within seconds."""
+        old = time.time() - KEEP_ANSWERS_SECONDS
+        self._all("DELETE FROM requests WHERE (body IS NULL OR kind = 'sample') AND answered < ?", old)
 
     def snapshot_seq(self, model: str) -> int:
         """Up to which request the newest snapshot goes; -1: none was made."""

@@ -1,6 +1,5 @@
 """A server: journal, model, checkpoints, worker and routes, put together."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from treewise.serve.store import Store
 from treewise.serve.weights import ServedModel
 from treewise.serve.worker import Worker
 from treewise.trainer.run_lock import RunLock
-
-logger = logging.getLogger("treewise")
 
 
 def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> Starlette:
@@ -47,14 +44,7 @@ def serve(settings: ServeSettings) -> None:
     with RunLock(settings.folder):
         app = make_app(settings)
         config = uvicorn.Config(
-            app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5, ws="none"
+            app, host=settings.host, port=settings.port, access_log=False, timeout_graceful_shutdown=5, ws="none"
         )
         server = uvicorn.Server(config)
-        print_address(settings)
-        server.run()
-
-
-def print_address(settings: ServeSettings) -> None:
-    """Says how clients reach the server."""
-    key = "your token" if settings.token else "tml-local"
-    logger.warning("TINKER_BASE_URL=http://%s:%d TINKER_API_KEY=%s", settings.host, settings.port, key)
+        server.run()  # prints the address

@@ -28,6 +28,7 @@ logger = logging.getLogger("treewise")
 JSON = "application/json"
 CALLS = ("forward", "forward_backward")
 MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
+_FORGET_SECONDS = 60.0  # between looks for old answers
 _KEPT_SAMPLERS = 4  # weights to sample from that stay in memory
 _CURVE, _KEPT_SAMPLES, _SHOWN = 2000, 20, 400  # on the page: points of a curve, samples, characters of each
 
@@ -150,6 +151,7 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Until `stop`."""
+        forgotten = time.monotonic()
         while True:
             with self._changed:
                 while not (works := self._take()) and not self._is_stopping:
@@ -167,6 +169,9 @@ class Worker(threading.Thread):
                 for work in works:
                     self._fail(work, error)
             self.statistics.busy_seconds += time.monotonic() - begun
+            if begun - forgotten > _FORGET_SECONDS:
+                self.journal.forget()
+                forgotten = begun
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
 
