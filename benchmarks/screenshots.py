@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from treewise.bench import SHAPES, SIZES, Settings, Workload, measure_workload, random_model, record, save
 from treewise.bench.contestants import AGAINST, twin
 from treewise.bench.measure import spread
-from treewise.bench.model_shapes import Fields, text_shape
 from treewise.bench.results import row_view
-from treewise.bench.workloads import FIRST_TOKEN, trained_end
+from treewise.bench.workloads import FIRST_TOKEN, Fields, text_shape, trained_end
 from treewise.engine.vision import processed_by
 from treewise.nn.device import synchronized_clock
 from treewise.nn.gradients import zero_gradients

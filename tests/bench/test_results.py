@@ -10,8 +10,7 @@ import torch
 
 from treewise.bench import Settings, load, make, measure_workload, random_model, record, run, save
 from treewise.bench.contestants import twin
-from treewise.bench.measure import Measured, measure
-from treewise.bench.suite import check_losses, speed_ups
+from treewise.bench.measure import Measured, check_losses, measure, speed_ups
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("bench/test_results")]

@@ -1,10 +1,9 @@
 """`treewise bench`: treewise against flat training and tree rows, paired in one process."""
 
 from treewise.bench.contestants import Settings
-from treewise.bench.model_shapes import SHAPES, random_model
+from treewise.bench.measure import REFERENCES, measure_workload, run
 from treewise.bench.results import hardware, load, record, save
-from treewise.bench.suite import REFERENCES, measure_workload, run
-from treewise.bench.workloads import KINDS, SIZES, Workload, make
+from treewise.bench.workloads import KINDS, SHAPES, SIZES, Workload, make, random_model
 
 __all__ = [
     "KINDS",
