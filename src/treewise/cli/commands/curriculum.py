@@ -4,12 +4,17 @@ import argparse
 import json
 import tempfile
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treewise.cli.values import read_mapping
 from treewise.nn.load_model import load_tokenizer, load_weights
+
+if TYPE_CHECKING:
+    from treewise.engine.engine import TreeEngine
+    from treewise.objectives import Objective
+    from treewise.rl.curriculum.self_check import CheckReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +65,7 @@ def _is_task(args: argparse.Namespace) -> bool:
     return len(args.source) == 1 and (first == "sum" or names_code or bool(args.reward_functions))
 
 
-def _on_tasks(args: argparse.Namespace) -> Any:
+def _on_tasks(args: argparse.Namespace) -> "CheckReport":
     from treewise.rl.online import OnlineSettings, OnlineTrainer
     from treewise.rl.online.tasks_by_name import task_named
     from treewise.trainer import TreeTrainingArguments
@@ -91,7 +96,7 @@ def _on_tasks(args: argparse.Namespace) -> Any:
         return trainer.check_curriculum(args.items, args.rollouts)
 
 
-def _on_data(args: argparse.Namespace) -> Any:
+def _on_data(args: argparse.Namespace) -> "CheckReport":
     from treewise.data import RenderOptions, load_trees
     from treewise.engine.engine import TreeEngine
     from treewise.objectives.registry import objective_named
@@ -111,7 +116,7 @@ def _on_data(args: argparse.Namespace) -> Any:
     return check_on_trees(trees, engine, objective, prepared, args.success_at)
 
 
-def _prepared(rows: list[Any], *, objective: Any, method: str | None, engine: Any) -> list[Any]:
+def _prepared(rows: list[Any], *, objective: "Objective", method: str | None, engine: "TreeEngine") -> list[Any]:
     from treewise.rl.update import credited, scored, with_streams
 
     update = credited([rows], objective, method=method, may_be_empty=True)

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
 from treewise.errors import ConfigError, num
 from treewise.grow import GrowReport, grow
 from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
@@ -83,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configuration(model: str) -> Any:
-    from transformers import AutoConfig
-
+def _configuration(model: str) -> PreTrainedConfig:
     if not (Path(model) / "config.json").is_file():
         raise ConfigError(f"--like: {model} holds no config.json.")
     return AutoConfig.from_pretrained(model, trust_remote_code=False)

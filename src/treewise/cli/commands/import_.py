@@ -5,8 +5,8 @@ import contextlib
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, rows: Any) -> None:
+def _write(path: Path, rows: Iterable[object]) -> None:
     """Writes beside the file and moves it into place, so that an import that fails leaves nothing half-written."""
     part = path.with_name(f".{path.name}.part")
     try:

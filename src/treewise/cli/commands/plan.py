@@ -19,6 +19,7 @@ from treewise.cli.data_arguments import (
     load_data,
     rendering_note,
 )
+from treewise.data import Trees
 from treewise.errors import ConfigError, DataError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
@@ -118,7 +119,7 @@ def _mesh(args: argparse.Namespace) -> tuple[dict[str, int] | None, int | None]:
     return read_mesh("tp=1" if args.mesh is None else args.mesh), gpu
 
 
-def _data(args: argparse.Namespace) -> Any:
+def _data(args: argparse.Namespace) -> Trees:
     """The trees. A tokenizer, which takes seconds out of a GGUF file, is loaded where the rows hold text."""
     if args.on_bad_record == "error":
         with suppress(DataError):  # of text, or of whatever is wrong with it: then said below

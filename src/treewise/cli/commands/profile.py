@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from annotated_types import Ge
@@ -14,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from transformers import PreTrainedModel
 
 from treewise.cli import training_run
 from treewise.cli.config import RunConfig
@@ -101,7 +101,7 @@ def _budget(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or {AUTO}") from None
 
 
-def _model(args: argparse.Namespace, config: RunConfig | None) -> Any:
+def _model(args: argparse.Namespace, config: RunConfig | None) -> PreTrainedModel:
     """The model with the adapters of the configuration, without dropout, with a line on stderr where it had some."""
     bits = None if config is None else training_run.bits_of(config)
     model = load_weights(args.model, args.gguf_file, args.dtype, bits)
