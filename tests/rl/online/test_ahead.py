@@ -143,7 +143,7 @@ def test_a_sampler_with_weights_of_its_own_gets_them_between_iterations(tmp_path
     server = Server()
     trainer = new_trainer(tmp_path / "run", sampler=server, **RUN)
     trainer.train()
-    assert server.num_updates == 5  # before each of four iterations, and for the last evaluation
+    assert server.num_updates == 6  # at first, before each of four iterations, and for the last evaluation
     assert sorted(server.at_calls) == server.at_calls
     draws = [
         json.loads(line) for n in (1, 2, 3, 4) for line in rollouts_file(trainer.folder, n).read_text().splitlines()
