@@ -88,6 +88,7 @@ CHANGES = {
     "reward": 0.5,
     "rollout_weight": 3.0,
     "draws": [-1, 3, 4],
+    "policy_versions": [-1, 2, 2],
 }
 BASE = {
     "token_ids": [1, 2, 3],
@@ -103,6 +104,7 @@ BASE = {
     "reward": 1.0,
     "rollout_weight": 2.0,
     "draws": [-1, 3, 3],
+    "policy_versions": [-1, 2, 1],
 }
 
 
