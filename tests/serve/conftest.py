@@ -1,13 +1,18 @@
+import gc
 import logging
 import os
+import warnings
 
 import pytest
 
 os.environ["TINKER_TELEMETRY"] = "0"
-os.environ["TREEWISE_SERVE_TEST"] = "1"
+logging.getLogger("tinker").setLevel(logging.ERROR)
 
 
 @pytest.fixture(autouse=True)
-def _no_warnings_of_the_sdk(recwarn):
-    """Threads of the SDK warn of its own deprecations."""
-    logging.getLogger("tinker").setLevel(logging.ERROR)
+def _sockets_of_the_sdk():
+    """The SDK leaves the connection open by which it asks for its flags: collected here, not in somebody's test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
