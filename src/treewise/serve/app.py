@@ -27,7 +27,7 @@ from starlette.routing import Route
 from tinker import types
 
 from treewise.errors import TreewiseError
-from treewise.serve.catalog import Catalog, UnknownError, json_of, lora_facts
+from treewise.serve.catalog import Catalog, UnknownError, json_of, lora_facts, text_of
 from treewise.serve.journal import FAILED, Work
 from treewise.serve.settings import LOOPBACK, ServeSettings
 from treewise.serve.store import Place
@@ -36,6 +36,8 @@ from treewise.serve.wire import read_call
 from treewise.serve.worker import JSON, QueueFullError, Worker
 
 WAIT_SECONDS = 20.0
+MAX_SEQ = 1 << 53
+MAX_RUNS = 10**6  # of a session
 PAGE = Path(__file__).with_name("page.html")
 Handler = Callable[[Request], Awaitable[Any]]
 _CHANGES: dict[str, Any] = {
@@ -142,8 +144,11 @@ class Api:
         return guarded
 
     def _check_key(self, request: Request) -> None:
-        """Every client sends a key, which pages of other origins cannot; a server with a token wants the token."""
-        key = request.headers.get("x-api-key") or request.query_params.get("key", "")
+        """Every client sends a key, which pages of other origins cannot; a server with a token wants the token. A key
+        in a URL, which any page can send, only fetches files.
+        """
+        in_url = request.query_params.get("key", "") if "file" in request.path_params else ""
+        key = request.headers.get("x-api-key") or in_url
         if not key or (self.settings.token and not hmac.compare_digest(key.encode(), self.settings.token.encode())):
             raise RefusedError(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
 
@@ -186,7 +191,7 @@ class Api:
         return {"session_id": session, "type": "create_session"}
 
     async def heartbeat(self, request: Request) -> Any:
-        session = json_of(request)["session_id"]
+        session = text_of(request, "session_id")
         if (self.journal.get("session", session) or {"finished": True}).get("finished"):
             raise RefusedError(410, f"session {session} has ended or is unknown.")
         self.catalog.beats[session] = time.time()
@@ -245,6 +250,8 @@ class Api:
 
     async def _new_run(self, asked: Any, facts: dict[str, Any]) -> Any:
         self.catalog.facts("session", asked.session_id)
+        if not 0 <= asked.model_seq_id < MAX_RUNS:
+            raise RefusedError(400, f"model_seq_id must be 0 to {MAX_RUNS - 1}.")
         name = f"{asked.session_id}:train:{asked.model_seq_id}"
         if self.journal.get("model", name) is None:
             facts |= {"user_metadata": asked.user_metadata, "created": time.time()}
@@ -252,7 +259,7 @@ class Api:
         return await self._submit(f"{name}:0", name, 0, "create", orjson.dumps(asked.model_dump(mode="json")))
 
     async def get_info(self, request: Request) -> Any:
-        name = json_of(request)["model_id"]
+        name = text_of(request, "model_id")
         shape, folder = Shape(**self.catalog.facts("model", name)["shape"]), self.store.runs.parent / "tokenizer"
         tokenizer = str(folder.resolve()) if folder.is_dir() else None  # the SDK on this machine loads it from there
         base, arch = self.store.base_name, str(self.worker.model.base.config.model_type)
@@ -260,7 +267,7 @@ class Api:
         return {"type": "get_info", "model_id": name, "model_name": base, "model_data": data, **lora_facts(shape)}
 
     async def weights_info(self, request: Request) -> Any:
-        shape = self.store.shape(Place.parsed(json_of(request)["tinker_path"]))
+        shape = self.store.shape(Place.parsed(text_of(request, "tinker_path")))
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
@@ -282,8 +289,8 @@ class Api:
 
     def _check_seq(self, model: str, seq: int) -> None:
         self.catalog.facts("model", model)
-        if seq < 1:
-            raise RefusedError(400, "seq_id must be at least 1.")
+        if not 1 <= seq < MAX_SEQ:
+            raise RefusedError(400, f"seq_id must be 1 to {MAX_SEQ - 1}.")
 
     async def custom_loss(self, _: Request) -> Any:
         """Refused: no code or graph of a client runs here. The SDK computes custom losses itself."""
@@ -307,7 +314,7 @@ class Api:
 
     async def join_sampling_session(self, request: Request) -> Any:
         """A number for another client of a sampling session."""
-        name = json_of(request)["sampling_session_id"]
+        name = text_of(request, "sampling_session_id")
         facts = self.catalog.facts("sampler", name)
         count = int(facts.get("clients", 0)) + 1
         self.journal.put("sampler", name, name.split(":")[0], {**facts, "clients": count})
@@ -316,9 +323,13 @@ class Api:
     async def sample(self, request: Request) -> Any:
         asked = types.SampleRequest.model_validate_json(body := request.state.body)
         owner, seq = asked.sampling_session_id, asked.seq_id
+        if not 1 <= asked.num_samples <= self.settings.max_queue:
+            raise RefusedError(400, f"num_samples={asked.num_samples} must be 1 to {self.settings.max_queue}.")
         if asked.record_stability_info:
             raise RefusedError(400, "record_stability_info: stable_reinforce has no published formula.")
         if owner is not None and seq is not None:
+            if not 0 <= seq < MAX_SEQ:
+                raise RefusedError(400, f"seq_id must be 0 to {MAX_SEQ - 1}.")
             self.catalog.facts("sampler", owner)
             name = f"{owner}:{seq}"
         else:  # without a session; a request that is sent again is another one
@@ -330,7 +341,7 @@ class Api:
 
     async def cancel(self, request: Request) -> Any:
         """Takes a sampling request that has not begun out of the queue."""
-        await run_in_threadpool(self.worker.cancel, json_of(request)["request_id"])
+        await run_in_threadpool(self.worker.cancel, text_of(request, "request_id"))
         return Response(status_code=204)
 
     async def retrieve(self, request: Request) -> Any:
@@ -346,7 +357,7 @@ class Api:
             except TimeoutError:
                 return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
             found = self.journal.answered(name)
-        self._events.pop(name, None)
+        self._wake(name)  # others that wait for it
         assert found is not None
         media, content = found
         return Response(content, media_type=JSON if media == FAILED else media)

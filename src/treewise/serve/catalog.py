@@ -100,10 +100,7 @@ class Catalog:
         return Response(status_code=204)
 
     async def set_life(self, request: Request) -> Any:
-        seconds = json_of(request).get("ttl_seconds")
-        if seconds is not None and not isinstance(seconds, int | float):
-            raise DataError("ttl_seconds must be a number or null.")
-        self.store.set_life(_place(request), seconds)
+        self.store.set_life(_place(request), json_of(request).get("ttl_seconds"))
         return Response(status_code=204)
 
     async def urls(self, request: Request) -> Any:
@@ -140,6 +137,14 @@ def json_of(request: Request) -> dict[str, Any]:
     found = orjson.loads(request.state.body or b"{}")
     if not isinstance(found, dict):
         raise DataError("the body is not a JSON object.")
+    return found
+
+
+def text_of(request: Request, name: str) -> str:
+    """A text of the body. Raises `DataError`."""
+    found = json_of(request).get(name)
+    if not isinstance(found, str):
+        raise DataError(f"{name} must be a text.")
     return found
 
 

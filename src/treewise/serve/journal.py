@@ -30,7 +30,8 @@ FAILED = "failed"  # the media of an answer that is an error
 @dataclass(frozen=True, slots=True)
 class Work:
     """A request that is to run. batch: the group in which it ran before the server was restarted. is_answered: the
-    client has its answer; it runs again for what it changed."""
+    client has its answer; it runs again for what it changed. is_done: it changed nothing, or a checkpoint alone, and is
+    passed over."""
 
     id: str
     owner: str
@@ -38,6 +39,7 @@ class Work:
     kind: str
     batch: int | None = None
     is_answered: bool = False
+    is_done: bool = False
 
 
 class Journal:
@@ -119,17 +121,21 @@ class Journal:
     def works(self, owner: str | None = None) -> list[Work]:
         """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""
         rows = self._all(
-            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL FROM requests r LEFT JOIN facts f "
+            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL, r.answer IS NOT NULL AND NOT "
+            "(r.kind = 'optim_step' OR r.kind = 'forward_backward' AND r.media != ?) FROM requests r LEFT JOIN facts f "
             "ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
             "(? IS NULL OR r.owner = ?) ORDER BY r.created",
-            *(owner, owner),
+            *(FAILED, owner, owner),
         )
-        return [Work(name, whose, seq, kind, batch, bool(done)) for name, whose, seq, kind, batch, done in rows]
+        return [Work(*row[:5], *map(bool, row[5:])) for row in rows]
 
-    def snapshot(self, model: str, seq: int) -> None:
-        """The effects of a model's requests up to `seq` are on the disk."""
+    def snapshot(self, model: str, seq: int, answer: tuple[str, str, bytes] | None = None) -> None:
+        """The effects of a model's requests up to `seq` are on the disk. answer: of request `seq`, where it is one that
+        must not run again."""
         with self._lock, self._db:
             self._db.execute("BEGIN")
+            if answer is not None:
+                self.answer(*answer)
             self._db.execute("UPDATE facts SET number = ? WHERE kind = 'model' AND id = ?", (seq, model))
             self._db.execute(
                 "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND answer IS NOT NULL", (model, seq)

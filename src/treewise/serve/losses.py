@@ -81,6 +81,8 @@ def make_row(
     targets = given["target_tokens"]
     if not len(input_ids) or targets.shape[:1] != input_ids.shape or targets.ndim not in (1, 2) or not targets.size:
         raise DataError(f"{location}: target_tokens has shape {targets.shape} for {len(input_ids)} input tokens.")
+    if targets.dtype.kind != "i":
+        raise DataError(f"{location}: target_tokens holds {targets.dtype}; send token ids as int64.")
     inputs = {name: np.full(targets.shape, settings.get(name, value)) for name, value in defaults.items()}
     if loss == "cross_entropy":
         inputs["weights"] = np.ones(targets.shape)

@@ -1,6 +1,7 @@
 """Continuations and log-probs of prompts, as a client asks for them."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.transformers_sampler import sampling_mode
 from treewise.serve.losses import Row
 from treewise.serve.weights import ServedModel, Weights
-from treewise.serve.wire import PromptScores, check_ids, prompt_ids, sample_answer
+from treewise.serve.wire import PromptScores, check_cells, check_ids, from_csr, prompt_ids, sample_answer
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -60,14 +61,15 @@ def read_request(asked: Any, name: str, model: ServedModel) -> Sampling:
     if not 1 <= wanted <= room:
         raise DataError(f"max_tokens={wanted} after a prompt of {len(prompt)} tokens; at most {room} fit.")
     for what, value, most in (
-        ("num_samples", asked.num_samples, settings.max_queue),
         ("topk_sample_logprobs", asked.topk_sample_logprobs, model.vocabulary),
         ("topk_prompt_logprobs", asked.topk_prompt_logprobs, model.vocabulary),
         ("prompt_alt_tokens_k", asked.prompt_alt_tokens_k, model.vocabulary),
         ("prompt_logprobs_last_n", asked.prompt_logprobs_last_n or 0, max(len(prompt) - 1, 0)),
     ):
-        if not (what == "num_samples") <= value <= most:
-            raise DataError(f"{what}={value} must be between {int(what == 'num_samples')} and {most}.")
+        if not 0 <= value <= most:
+            raise DataError(f"{what}={value} must be between 0 and {most}.")
+    tables = asked.topk_prompt_logprobs + asked.prompt_alt_tokens_k
+    check_cells([len(prompt) * tables, asked.num_samples * wanted * asked.topk_sample_logprobs])
     stop_ids, texts = _stops(params.stop, model)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") if params.seed is None else params.seed
     rules = TextStops(
@@ -111,7 +113,13 @@ def _row(asked: Any, prompt: np.ndarray, vocabulary: int) -> tuple[Row | None, i
         columns.append(own)
     given = asked.target_prompt_logprobs
     if given is not None:
-        targets = given.to_numpy(-1)
+        if given.sparse_crow_indices is None:
+            targets = given.to_numpy()
+        else:  # not by the SDK, which does not check the indices
+            shape, what = tuple(given.shape or ()), "target_prompt_logprobs"
+            check_cells([abs(math.prod(shape))])
+            ends, columns = (np.array(each or ()) for each in (given.sparse_crow_indices, given.sparse_col_indices))
+            targets = from_csr(shape, ends, columns, np.array(given.data), what, fill=-1)
         if targets.ndim != 2 or len(targets) != len(prompt) - 1 or targets.dtype.kind != "i":
             raise DataError(f"target_prompt_logprobs has shape {targets.shape} for {len(prompt)} tokens.")
         check_ids(targets[targets != -1], vocabulary, "target_prompt_logprobs")

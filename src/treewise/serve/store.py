@@ -27,6 +27,7 @@ from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, load_optimize
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9-]{1,80}:train:[0-9]{1,6}")
+_LONGEST_LIFE = 10**10
 _LIFE = "life.json"  # beside a checkpoint: when it ends
 
 
@@ -95,8 +96,9 @@ class Store:
             return None
 
     def set_life(self, place: Place, seconds: float | None) -> None:
-        """Lets a checkpoint expire; None: never."""
+        """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
         self.find(place)
+        _check_life(seconds)
         ends = None if seconds is None else time.time() + seconds
         write_atomically(self._folder(place) / _LIFE, json.dumps({"ends": ends}))
 
@@ -104,8 +106,9 @@ class Store:
         """Writes a checkpoint; the optimizer's state, too, where it is one of training.
 
         Raises:
-            CheckpointError: it could not be written whole; what was there is untouched.
+            CheckpointError: it could not be written whole; what was there is untouched. DataError: a wrong `life`.
         """
+        _check_life(life)
         self._write(self._folder(place), 1, weights, facts, with_optimizer=place.kind == "weights")
         if life is not None:
             self.set_life(place, life)
@@ -219,6 +222,11 @@ class Store:
             if with_optimizer:
                 assert weights.optimizer is not None
                 load_optimizer(listed, weights.optimizer, self.model.model)
+
+
+def _check_life(seconds: Any) -> None:
+    if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST_LIFE):
+        raise DataError(f"ttl_seconds={seconds!r} must be null or 0 to {_LONGEST_LIFE} seconds.")
 
 
 def facts_of(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.nn.adapters import adapter_folder
+from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.load_model import load_tokenizer, load_weights
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
 from treewise.serve.losses import Row, RowsLoss
@@ -180,7 +181,8 @@ class ServedModel:
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def compute(self, weights: Weights | None, rows: Sequence[Row], *, gradients: bool) -> tuple[RowsLoss, Facts]:
-        """The losses of rows as one forest; gradients are added to those that the weights have.
+        """The losses of rows as one forest; gradients are added to those that the weights have. A call that raises adds
+        none.
 
         Raises:
             NonFiniteError: a loss that is not a number; names the first datum.
@@ -189,11 +191,11 @@ class ServedModel:
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)
-        with self.using(weights):
+        with self.using(weights), gradients_set_aside(self.model) if gradients else nullcontext():
             out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
-        if not math.isfinite(out.loss):
-            index = next((i for i, row in enumerate(loss.bounds[:-1]) if not _finite(loss, i, int(row))), 0)
-            raise NonFiniteError(f"the loss is not a number, first at datum {index} of the forest.")
+            if not math.isfinite(out.loss):
+                index = next((i for i, row in enumerate(loss.bounds[:-1]) if not _finite(loss, i, int(row))), 0)
+                raise NonFiniteError(f"the loss is not a number, first at datum {index} of the forest.")
         return loss, Facts(out.num_flat_tokens, out.num_tree_tokens, out.num_computed_tokens)
 
     def optimize(

@@ -1,6 +1,7 @@
 """Messages of the API to arrays and back. Requests and answers are those of the SDK's own schema (`tinker.proto`)."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from treewise.serve.losses import Row, make_row
 PROTOBUF = "application/x-protobuf"
 MASK_LOGPROB = -99999.0  # of a place in a table of top log-probs that holds none
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
-_MAX_CELLS = 1 << 26  # of one tensor, listed or not
+_MAX_CELLS = 1 << 24  # of what a request makes the server lay out beyond its own size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Call:
             settings[name] = float(value.number)
         if not self.message.data:
             raise DataError("data: no datum given.")
+        tensors = (each for datum in self.message.data for each in datum.loss_fn_inputs.values())
+        check_cells(abs(math.prod(each.shape)) for each in tensors if each.WhichOneof("encoding") == "sparse_csr")
         rows = []
         for index, datum in enumerate(self.message.data):
             location = f"data[{index}]"
@@ -105,21 +108,34 @@ def _numbers(raw: bytes, dtype: Any, location: str) -> np.ndarray:
 def _tensor(message: Any, location: str) -> np.ndarray:
     """Dense, [T] or [T, K]; what a sparse tensor does not list is 0."""
     dtype, shape = _DTYPES.get(message.dtype), tuple(message.shape)
-    if dtype is None or len(shape) > 2 or any(size < 0 for size in shape) or np.prod(shape, dtype=float) > _MAX_CELLS:
+    if dtype is None or len(shape) > 2 or any(size < 0 for size in shape):
         raise DataError(f"{location}: a tensor of dtype {message.dtype} and shape {shape} is not taken.")
     if message.WhichOneof("encoding") != "sparse_csr":
         dense = _numbers(message.dense, dtype, location)
-        if dense.size != np.prod(shape or (dense.size,), dtype=np.int64):
+        if dense.size != math.prod(shape or (dense.size,)):
             raise DataError(f"{location}: {dense.size} numbers for shape {shape}.")
         return dense.reshape(shape or (dense.size,))
     csr = message.sparse_csr
     values = _numbers(csr.values, dtype, location)
     ends, columns = (_numbers(each, np.int64, location) for each in (csr.crow_indices, csr.col_indices))
+    return from_csr(shape, ends, columns, values, location)
+
+
+def check_cells(counts: Iterable[int]) -> None:
+    """Raises `DataError` for sparse tensors, or tables that are asked for, which may not fit in memory."""
+    if (cells := sum(counts)) > _MAX_CELLS:
+        raise DataError(f"sparse tensors or tables of {cells:,} cells in a request; at most {_MAX_CELLS:,} are taken.")
+
+
+def from_csr(
+    shape: tuple[int, ...], ends: np.ndarray, columns: np.ndarray, values: np.ndarray, location: str, fill: int = 0
+) -> np.ndarray:
+    """[shape] of compressed rows. Raises `DataError` for indices that do not fit."""
     counts = np.diff(ends)
     is_whole = len(shape) == 2 and len(ends) == shape[0] + 1 and ends[0] == 0 and (counts >= 0).all()
     if not is_whole or not ends[-1] == len(columns) == len(values) or ((columns < 0) | (columns >= shape[1])).any():
         raise DataError(f"{location}: a sparse tensor of shape {shape} whose indices do not fit it.")
-    whole = np.zeros(shape, dtype=dtype)
+    whole = np.full(shape, fill, dtype=values.dtype)
     whole[np.repeat(np.arange(shape[0]), counts), columns] = values
     return whole
 

@@ -161,19 +161,29 @@ class Worker(threading.Thread):
                     break
             begun = time.monotonic()
             self.statistics.now = f"{works[0].kind} of {works[0].owner}"
-            try:
-                self._run(works)
-            except Exception as error:  # one client's failure is no other's; the server goes on
-                if not isinstance(error, TreewiseError):
-                    logger.exception("%s %s failed", works[0].kind, works[0].id)
-                for work in works:
-                    self._fail(work, error)
+            self._attempt(works)
             self.statistics.busy_seconds += time.monotonic() - begun
             if begun - forgotten > _FORGET_SECONDS:
                 self.journal.forget()
                 forgotten = begun
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
+
+    def _attempt(self, works: Sequence[Work]) -> None:
+        """One client's failure is no other's; the server goes on."""
+        try:
+            self._run(works)
+        except Exception as error:
+            if works[0].kind == "sample" and len(works) > 1:  # of several clients; which of them it was
+                for work in works:
+                    self._attempt([work])
+                return
+            if not isinstance(error, TreewiseError):
+                logger.exception("%s %s failed", works[0].kind, works[0].id)
+            for work in works:
+                self._fail(work, error)
+            if works[0].kind in ("load_weights", "create") and not isinstance(error, DataError):
+                self._run_again(works[0].owner)  # it may be half loaded
 
     def _take(self) -> list[Work]:
         """The next group: the oldest request that can run, and those that run with it."""
@@ -220,6 +230,9 @@ class Worker(threading.Thread):
         return None if facts is None else facts.get("model_path")
 
     def _run(self, works: Sequence[Work]) -> None:
+        works = [work for work in works if not work.is_done]
+        if not works:
+            return
         work = works[0]
         if work.kind == "sample":
             self._sample(works)
@@ -229,12 +242,12 @@ class Worker(threading.Thread):
             self._call(run, works)
             return
         body = self.journal.body(work.id)
-        answer = getattr(self, f"_{work.kind}")(run, work, json.loads(body))
-        self._answer(work, JSON, json.dumps(answer).encode())
+        answer = json.dumps(getattr(self, f"_{work.kind}")(run, work, json.loads(body))).encode()
+        if work.kind == "load_weights" or (work.kind == "create" and run.facts["path"]):
+            self._save_snapshot(work.owner, run, (work.id, JSON, answer))  # the checkpoint may be deleted one day
+        self._answer(work, JSON, answer)
         if work.kind == "optim_step" and run.steps % self.settings.snapshot_every == 0:
             self._save_snapshot(work.owner, run)
-        if work.kind == "load_weights" or (work.kind == "create" and run.facts["path"]):
-            self._save_snapshot(work.owner, run)  # the checkpoint may be deleted one day
 
     def _answer(self, work: Work, media: str, content: bytes) -> None:
         self.journal.answer(work.id, media, content)
@@ -271,21 +284,27 @@ class Worker(threading.Thread):
         since the last snapshot run again when it has its turn."""
         name = min(self._runs, key=lambda each: (self._runs[each].has_gradients, self._runs[each].used))
         run = self._runs.pop(name)
-        if not run.has_gradients:
+        if run.has_gradients:
+            self._run_again(name)
+        else:
             self._save_snapshot(name, run)
-            return
+
+    def _run_again(self, name: str) -> None:
+        """Forgets a model, and runs its requests since the newest snapshot again when it has its turn."""
         with self._changed:
+            self._runs.pop(name, None)
             self._pending.pop(name, None)
             self._next[name] = self.journal.snapshot_seq(name) + 1
             for work in self.journal.works(name):
                 self._enqueue(work)
 
-    def _save_snapshot(self, name: str, run: Run) -> None:
+    def _save_snapshot(self, name: str, run: Run, answer: tuple[str, str, bytes] | None = None) -> None:
+        """answer: of the newest request, which is written with the snapshot or not at all."""
         seq = self._next_of(name) - 1
         if run.has_gradients or seq <= self.journal.snapshot_seq(name):
             return
         self.store.snapshot(name, seq, run.weights, run.steps)
-        self.journal.snapshot(name, seq)
+        self.journal.snapshot(name, seq, answer)
 
     # -- requests: (run, work, the request as JSON) to the answer as JSON ---------------------------------------------
 
@@ -327,7 +346,11 @@ class Worker(threading.Thread):
     def _optim_step(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         if "optimizer_params" in asked:
             raise DataError(f"optimizer {asked['optimizer_params'].get('type')!r} is not implemented; send AdamParams.")
-        adam = types.AdamParams(**asked["adam_params"])
+        given: dict[str, float | None] = asked["adam_params"]
+        for name, value in given.items():  # what was not finite is None in JSON
+            if value is None or value < 0 or (name.startswith("beta") and value >= 1):
+                raise DataError(f"{name}={value} must be a finite number, at least 0, and below 1 for a beta.")
+        adam = types.AdamParams.model_validate(given)
         sums = self._pending.pop(work.owner, [0.0] * 4)
         norm = self.model.optimize(
             run.weights,
