@@ -54,12 +54,6 @@ class Weights:
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW | None = None
 
-    def copy(self) -> "Weights":
-        """The present values, to sample from."""
-        return Weights(
-            self.shape, {name: nn.Parameter(each.detach().clone()) for name, each in self.parameters.items()}
-        )
-
 
 @dataclass(slots=True)
 class _Slot:

@@ -423,7 +423,7 @@ class Worker(threading.Thread):
                 asked = types.SampleRequest.model_validate_json(self.journal.body(work.id))
                 requests.append(read_request(asked, work.id, self.model))
                 taken.append(work)
-            except (TreewiseError, ValueError) as error:
+            except (TreewiseError, ValueError, TypeError, OverflowError) as error:
                 self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
         if not taken:
             return
