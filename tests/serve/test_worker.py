@@ -1,17 +1,29 @@
-"""Order, queue and turns: many clients at once, more of them than models fit in memory, and a queue that is full."""
+"""Order, queue and turns: many clients at once, more of them than models fit in memory, and a queue that is full. What
+failed requests leave, and what a worker without HTTP runs again after another one on the same folder was dropped at
+once, as a kill does it."""
 
+import json
 import threading
 
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from tests.serve.servers import KEY, running, tree_of_data
+from treewise.serve.journal import FAILED, Journal, Work
+from treewise.serve.settings import ServeSettings
+from treewise.serve.store import Place, Store
+from treewise.serve.weights import ServedModel
+from treewise.serve.worker import Worker
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_worker")
 ADAM = types.AdamParams(learning_rate=2e-2)
+FACTS = {"shape": {"rank": 2, "mlp": True, "attn": True, "unembed": True}, "seed": 1, "path": None}
+RATE = {"adam_params": {"learning_rate": 0.05}}
 
 
 def train(address, number, seen):
@@ -73,3 +85,157 @@ def test_a_full_queue_is_an_answer_and_what_it_waits_for_is_taken(tmp_path):
         assert (status, "max_request_mb" in content["error"]) == (413, True)
         assert address.ask("/api/v1/optim_step", {}, **{"Content-Encoding": "zstd"})[0] == 415
         client.close("success").result()
+
+
+class Served:
+    """A worker that runs in the test's thread; `died` gives one that begins where a kill leaves it."""
+
+    def __init__(self, folder, **settings):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.settings = folder, settings
+        chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
+        self.model = ServedModel(chosen, tiny_model("llama"))
+        self.store, self.journal = Store(folder, self.model, "tiny"), Journal(folder / "journal.sqlite")
+        self.worker = Worker(chosen, self.journal, self.model, self.store, lambda name: None)
+
+    def died(self):
+        self.journal.close()
+        return Served(self.folder, **self.settings)
+
+    def run(self, name, **facts):
+        if self.journal.get("model", name) is None:
+            self.journal.put("model", name, "s", {**FACTS, **facts})
+        return self.ask(name, 0, "create", {})
+
+    def send(self, name, seq, kind, body):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.worker.submit(Work(f"{name}:{seq}", name, seq, kind), content)
+
+    def work(self):
+        while works := self.worker._take():
+            self.worker._attempt(works)
+
+    def ask(self, name, seq, kind, body):
+        """JSON of the answer, with `error` where it failed."""
+        self.send(name, seq, kind, body)
+        self.work()
+        media, content = self.journal.answered(f"{name}:{seq}")
+        return json.loads(content) if media in (FAILED, "application/json") else content
+
+    def values(self, name):
+        return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]
+
+
+def call(seed=0, **inputs):
+    rng, loss = np.random.default_rng(seed), "importance_sampling" if "advantages" in inputs else "cross_entropy"
+    message = pb.ForwardBackwardRequest(loss_fn=loss)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = rng.integers(0, 64, 3).astype(np.int32).tobytes()
+    for key, array in {"target_tokens": rng.integers(0, 64, 3), **inputs}.items():
+        tensor = datum.loss_fn_inputs[key]
+        tensor.dtype = pb.DTYPE_INT64 if key == "target_tokens" else pb.DTYPE_FLOAT32
+        tensor.dense = np.asarray(array, dtype=np.int64 if key == "target_tokens" else np.float32).tobytes()
+    return message.SerializeToString()
+
+
+def same(first, second):
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_a_restart_runs_again_what_trained_and_nothing_else(tmp_path):
+    """A load that failed then would succeed now; a checkpoint that was deleted stays deleted."""
+    served = Served(tmp_path)
+    names = "a:train:0", "b:train:0"
+    for name in names:
+        served.run(name)
+        served.ask(name, 1, "forward_backward", call(3 if name == "a:train:0" else 4))
+        served.ask(name, 2, "optim_step", RATE)
+    assert (
+        "no such"
+        in served.ask("a:train:0", 3, "load_weights", {"path": "tinker://b:train:0/weights/late", "optimizer": False})[
+            "error"
+        ]
+    )
+    served.ask("b:train:0", 3, "save_weights", {"path": "late"})
+    served.ask("a:train:0", 4, "save_weights", {"path": "gone"})
+    served.store.delete(Place("a:train:0", "weights", "gone"))
+    wanted = served.values("a:train:0")
+    served = served.died()
+    served.ask("a:train:0", 5, "save_weights", {"path": "kept"})
+    assert same(served.values("a:train:0"), wanted)
+    assert [place.name for place in served.store.places("a:train:0")] == ["kept"]
+
+
+def test_what_was_loaded_stays_when_its_checkpoint_goes(tmp_path, monkeypatch):
+    """The answer and the snapshot are written together, so a kill between them cannot be."""
+    served = Served(tmp_path)
+    served.run("b:train:0")
+    served.ask("b:train:0", 1, "forward_backward", call())
+    served.ask("b:train:0", 2, "optim_step", RATE)
+    served.ask("b:train:0", 3, "save_weights", {"path": "one"})
+    served.run("a:train:0", seed=2)
+    load = {"path": "tinker://b:train:0/weights/one", "optimizer": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(served.store, "snapshot", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        before = served.values("a:train:0")
+        assert "disk full" in served.ask("a:train:0", 1, "load_weights", load)["error"]
+        assert same(served.values("a:train:0"), before)
+    served.ask("a:train:0", 2, "load_weights", load)
+    assert served.journal.snapshot_seq("a:train:0") == 2
+    wanted = served.values("a:train:0")
+    assert same(wanted, served.values("b:train:0"))
+    served.store.delete(Place("b:train:0", "weights", "one"))
+    served = served.died()
+    served.ask("a:train:0", 3, "save_weights", {"path": "again"})
+    assert same(served.values("a:train:0"), wanted)
+
+
+def test_a_call_that_fails_adds_no_gradient(tmp_path, monkeypatch):
+    """Neither with a loss that is no number nor when memory ends halfway; what earlier calls added stays."""
+    served, alone = Served(tmp_path / "a"), Served(tmp_path / "b")
+    for each in (served, alone):
+        each.run("a:train:0")
+        each.ask("a:train:0", 1, "forward_backward", call())
+    bad = call(1, logprobs=[-4000, 1, 1], advantages=[1e30, 1, 1])
+    assert "not a number" in served.ask("a:train:0", 2, "forward_backward", bad)["error"]
+    step = served.model.engine.step
+
+    def half(*args):
+        step(*args)
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.model.engine, "step", half)
+        assert "no memory" in served.ask("a:train:0", 3, "forward_backward", call(2))["error"]
+    served = served.died()
+    norm = served.ask("a:train:0", 4, "optim_step", RATE)["metrics"]["grad_norm:mean"]
+    assert norm == alone.ask("a:train:0", 2, "optim_step", RATE)["metrics"]["grad_norm:mean"] > 0
+    assert same(served.values("a:train:0"), alone.values("a:train:0"))
+    huge = call(1, weights=[5e37, 1, 1])  # a finite loss, and gradients whose norm is not
+    served.ask("a:train:0", 5, "forward_backward", huge)
+    assert "gradients are not numbers" in served.ask("a:train:0", 6, "optim_step", RATE)["error"]
+    assert same(served.values("a:train:0"), alone.values("a:train:0"))
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": None}, {"beta1": 1.0}, {"beta2": 2.0}, {"eps": -1.0}])
+def test_adams_settings_are_checked_before_anything_changes(wrong, tmp_path):
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    served.ask("a:train:0", 1, "forward_backward", call())
+    said = served.ask("a:train:0", 2, "optim_step", {"adam_params": wrong})
+    assert (next(iter(wrong)) in said["error"], said["category"]) == (True, "user")
+    assert served.worker._run_of("a:train:0").weights.optimizer.state == {}
+
+
+def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
+    """Requests of several clients are drawn at once; that of one cannot be."""
+    served = Served(tmp_path)
+    served.journal.put("sampler", "s:sample:0", "s", {"base_model": "tiny", "model_path": None})
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    good = {"prompt": prompt, "sampling_params": {"max_tokens": 2}, "sampling_session_id": "s:sample:0"}
+    odd = {**good, "sampling_params": {"max_tokens": 2, "temperature": 1e-320}, "prompt_alt_tokens_k": 2}
+    for index, body in enumerate((good, odd, good)):
+        served.send("s:sample:0", index, "sample", body)
+    served.work()
+    found = [served.journal.answered(f"s:sample:0:{index}")[0] for index in range(3)]
+    assert (found[0], found[2]) == ("application/x-protobuf",) * 2

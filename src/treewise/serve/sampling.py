@@ -118,8 +118,8 @@ def _row(asked: Any, prompt: np.ndarray, vocabulary: int) -> tuple[Row | None, i
         else:  # not by the SDK, which does not check the indices
             shape, what = tuple(given.shape or ()), "target_prompt_logprobs"
             check_cells([abs(math.prod(shape))])
-            ends, columns = (np.array(each or ()) for each in (given.sparse_crow_indices, given.sparse_col_indices))
-            targets = from_csr(shape, ends, columns, np.array(given.data), what, fill=-1)
+            ends, inner = (np.array(each or ()) for each in (given.sparse_crow_indices, given.sparse_col_indices))
+            targets = from_csr(shape, ends, inner, np.array(given.data), what, fill=-1)
         if targets.ndim != 2 or len(targets) != len(prompt) - 1 or targets.dtype.kind != "i":
             raise DataError(f"target_prompt_logprobs has shape {targets.shape} for {len(prompt)} tokens.")
         check_ids(targets[targets != -1], vocabulary, "target_prompt_logprobs")
