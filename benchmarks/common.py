@@ -18,7 +18,7 @@ from treewise.data import RenderOptions, load_trees
 from treewise.nn.load_model import DEMO_MODEL, load_model
 from treewise.tree.trajectory import Trajectory
 
-__all__ = ["bundled_trees", "paired_seconds", "save", "smollm2", "spread"]
+__all__ = ["bundled_trees", "hardware", "paired_seconds", "save", "smollm2", "spread"]
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data"

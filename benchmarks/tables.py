@@ -33,6 +33,7 @@ def main() -> None:
         "first-steps": (of_memory, _first_steps),
         "trl-float32": (page, _trl),
         "precision": (of_rounding, _precision),
+        "gradients": (ROOT / "docs" / "branching-measured.md", _gradients),
     }
     for name, (where, table) in others.items():
         found = _records(name)
@@ -79,6 +80,24 @@ def _large_memory(record: dict[str, Any]) -> str:
         cells = " | ".join("" if each is None else f"{each:,}" for each in counts)
         lines.append(f"| {row['tree']} | {row['tree_tokens']:,} | {cells} | {row['peak_mib']:,} |")
     return "\n".join(lines)
+
+
+def _gradients(record: dict[str, Any]) -> str:
+    """Errors of an update by branching and credit, a table for each setting; a star where the mean points elsewhere."""
+    cells = [row for row in record["rows"] if "credit" in row]
+    parts = []
+    for setting in dict.fromkeys(row["setting"] for row in cells):
+        own = [row for row in cells if row["setting"] == setting]
+        credits = list(dict.fromkeys(row["credit"] for row in own))
+        lines = [f"| {setting} | rollouts | {' | '.join(credits)} |", f"|---|---:|{'---:|' * len(credits)}"]
+        for branching in dict.fromkeys(row["branching"] for row in own):
+            by_credit = {row["credit"]: row for row in own if row["branching"] == branching}
+            found = [by_credit.get(credit) for credit in credits]
+            texts = [f"{row['error'][0]:.2f}{'*' * row['is_biased']}" if row else "" for row in found]
+            rollouts = next(iter(by_credit.values())).get("rollouts", "")
+            lines.append(f"| {branching} | {rollouts} | {' | '.join(texts)} |")
+        parts.append("\n".join([f"{own[0]['repetitions']:,} trees of each cell:", "", *lines]))
+    return "\n\n".join(parts)
 
 
 def _first_steps(record: dict[str, Any]) -> str:

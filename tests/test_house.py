@@ -30,6 +30,7 @@ CROSS_CUTTING = {
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
+    "advantages/test_unbiased": "expected gradients over all rollouts that can be drawn",
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
     "engine/test_carrying": "what a gradient has to reach above a micro-batch",
     "planning/test_fastest": "the fastest of several plans",

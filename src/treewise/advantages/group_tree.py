@@ -11,12 +11,13 @@ state; counted once together, they would make a token of probability 0.9 weigh n
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from treewise.advantages.rollout_table import Rollouts
 from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class GroupTree:
 
     def ending_at(self, state: int) -> np.ndarray:
         """The rollouts that end at a state, ascending."""
-        below = [self.through[child] for child in self.children[state]]
+        below = [self.through[child] for child in np.flatnonzero(self.parent[:-1] == state)]
         return np.setdiff1d(self.through[state], np.concatenate([np.zeros(0, dtype=np.int64), *below]))
 
     def weights_by_draws(self, child_weights: np.ndarray) -> list[np.ndarray]:
@@ -89,12 +90,19 @@ class GroupTree:
             yield int(row), values_S[self.forest.segment_of_token[path]]
 
 
-def group_trees(rollouts: Rollouts) -> Iterator[GroupTree]:
-    """The tree of each group: prompts under one system prompt are never compared."""
+def group_trees(rollouts: Rollouts, *, of_draws: bool = False) -> Iterator[GroupTree]:
+    """The tree of each group: prompts under one system prompt are never compared.
+
+    of_draws: rollouts part where they were drawn apart, in place of where their tokens differ. Draws of the same tokens
+        then stay two draws.
+    """
     group_N = rollouts.group[rollouts.of_trajectory]
     for group in range(len(rollouts.group_names)):
         rows = np.flatnonzero(group_N == group)
-        forest = Forest.from_trajectories([rollouts.trajectories[row] for row in rows])
+        items = [rollouts.trajectories[row] for row in rows]
+        forest = Forest.from_trajectories(
+            _with_draws_for_tokens(items, rollouts.of_trajectory[rows]) if of_draws else items
+        )
         num_segments = len(forest.segments.start)
         above = forest.segments.parent
         parent = np.append(np.where(above >= 0, above, num_segments), num_segments)
@@ -115,13 +123,26 @@ def group_trees(rollouts: Rollouts) -> Iterator[GroupTree]:
         yield GroupTree(forest, rows, parent, through, fork, rollouts.rewards, weights, num_draws, num_arrivals)
 
 
-def on_segments(rollouts: Rollouts, values_of: Callable[[GroupTree], np.ndarray]) -> list[np.ndarray]:
+def on_segments(
+    rollouts: Rollouts, values_of: Callable[[GroupTree], np.ndarray], *, of_draws: bool = False
+) -> list[np.ndarray]:
     """Per-token advantages of all trajectories, from a function that gives each segment of a tree a value ([S])."""
     result: list[np.ndarray] = [np.zeros(0)] * len(rollouts.trajectories)
-    for tree in group_trees(rollouts):
+    for tree in group_trees(rollouts, of_draws=of_draws):
         for row, values in tree.spread(values_of(tree)):
             result[row] = values
     return result
+
+
+def _with_draws_for_tokens(items: list[Trajectory], rollout_N: np.ndarray) -> list[Trajectory]:
+    """Rows whose tokens are the numbers of their draws: of the rollout, where they have none."""
+    rows = [
+        np.full(len(item), rollout) if item.draws is None else item.draws
+        for item, rollout in zip(items, rollout_N, strict=True)
+    ]
+    _, number = np.unique(np.concatenate(rows), return_inverse=True)
+    split = np.split(number.reshape(-1), np.cumsum([len(row) for row in rows])[:-1])
+    return [replace(item, token_ids=ids, images=()) for item, ids in zip(items, split, strict=True)]
 
 
 def exact_mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:

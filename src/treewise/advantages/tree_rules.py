@@ -17,9 +17,12 @@ from treewise.tree.trajectory import Trajectory
 
 
 SCALES = ("none", "siblings")
+BASELINES = ("fork", "others", "elsewhere")
 
 
-def sibling_relative(trajectories: Sequence[Trajectory], *, scale: str = "none", epsilon: float = 1e-4) -> Credited:
+def sibling_relative(
+    trajectories: Sequence[Trajectory], *, scale: str = "none", epsilon: float = 1e-4, baseline: str = "fork"
+) -> Credited:
     """A segment's value minus the value of the fork that it comes from, for every token of the segment.
 
     The idea is that of tree-structured RL (Tree-GRPO, arXiv 2509.21240; TreeRL, arXiv 2506.11902, whose local
@@ -32,12 +35,20 @@ def sibling_relative(trajectories: Sequence[Trajectory], *, scale: str = "none",
 
     scale: `siblings` divides by the unbiased deviation of the rewards that the fork's value is the mean of, plus
         `epsilon`.
+    baseline: `fork` subtracts the value of the fork, of which the child is a part: a child that is one of k draws gets
+        `1 - 1/k` of what it changed, half at a fork of two. `others` subtracts the mean of the other draws from the
+        fork; `elsewhere` the mean reward of all rollouts of the group that do not pass through the child, which has
+        less noise. For both, rollouts part where they were drawn apart (`Trajectory.draws`), not where their tokens
+        differ. With `weighting="per_rollout"` and rollouts of one length their gradient is unbiased where neither
+        tokens nor rewards decide what is drawn next (branching `none`, `random`, `segments`, `turns` at random). Of
+        independent rollouts they are `leave_one_out`.
 
     Raises:
-        ConfigError: an unknown `scale`, or a negative epsilon.
+        ConfigError: an unknown `scale` or `baseline`, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
     check_choice("scale", scale, SCALES)
+    check_choice("baseline", baseline, BASELINES)
     if not epsilon >= 0:
         raise ConfigError(f"epsilon={epsilon} must not be negative.")
     rollouts = read_rollouts(trajectories)
@@ -45,25 +56,34 @@ def sibling_relative(trajectories: Sequence[Trajectory], *, scale: str = "none",
 
     def values_of(tree: GroupTree) -> np.ndarray:
         nonlocal num_forks, num_equal
-        value, counts = tree.means(tree.rewards), tree.counts
+        value, counts, children = tree.means(tree.rewards), tree.counts, tree.children
         forks = np.unique(tree.parent[counts < counts[tree.parent]])
-        members = {fork: np.append(value[tree.children[fork]], tree.rewards[tree.ending_at(fork)]) for fork in forks}
+        members = {fork: np.append(value[children[fork]], tree.rewards[tree.ending_at(fork)]) for fork in forks}
         deviations = tree.deviations(tree.rewards) if scale == "siblings" else None
         num_forks += len(forks)
         num_equal += sum(map(is_equal, members.values()))
         result = np.zeros(len(value))
+        everyone = tree.through[-1]
+        is_flat = is_equal(tree.rewards[everyone])  # then all is exactly 0, not what rounding leaves of it
         for segment, above in enumerate(tree.parent[:-1]):  # parents come first in depth-first order
             if counts[segment] == counts[above]:
                 result[segment] = result[above]
-            elif not is_equal(members[above]):  # otherwise exactly 0, not what rounding leaves of it
-                result[segment] = value[segment] - value[above]
-                if deviations is not None:
-                    result[segment] /= deviations[above] + epsilon
+                continue
+            if baseline == "fork":
+                result[segment] = 0.0 if is_equal(members[above]) else value[segment] - value[above]
+            elif baseline == "others" and not is_flat:
+                others = [child for child in children[above] if child != segment]
+                result[segment] = value[segment] - exact_mean(value[others], tree.num_draws[others])
+            elif not is_flat:
+                elsewhere = np.setdiff1d(everyone, tree.through[segment])
+                result[segment] = value[segment] - exact_mean(tree.rewards[elsewhere])
+            if deviations is not None:
+                result[segment] /= deviations[above] + epsilon
         return result[:-1]
 
-    advantages = on_segments(rollouts, values_of)
+    advantages = on_segments(rollouts, values_of, of_draws=baseline != "fork")
     notes = [f"{num_forks:,} forks at which rollouts part; {num_equal:,} of them with children of equal value."]
-    return credited(rollouts, advantages, f"sibling_relative(scale={scale!r})", notes)
+    return credited(rollouts, advantages, f"sibling_relative(scale={scale!r}, baseline={baseline!r})", notes)
 
 
 def segment_values(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
