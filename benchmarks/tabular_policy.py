@@ -240,7 +240,18 @@ class Play:
     def extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
 
-    def end_turn(self, finish: str) -> tuple[list[int], str | None]:
+    @property
+    def can_return(self) -> bool:
+        return True
+
+    @property
+    def opening(self) -> None:
+        return None
+
+    def end_turn(self, finish: str) -> None:
+        """Nothing to wait for."""
+
+    def answered(self, finish: str) -> tuple[list[int], str | None]:
         return [], finish if len(self.token_ids) > self.num_tokens else None
 
     def branch(self, num_tokens: int) -> "Play":
