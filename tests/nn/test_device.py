@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from treewise.errors import ConfigError
 from treewise.nn import device
 from treewise.nn.device import (
     Autocast,
+    chosen_device,
     free_bytes,
     is_out_of_memory,
     keep_freed_memory,
@@ -19,6 +21,16 @@ from treewise.nn.device import (
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("foo", "is not a device"), ("meta", "runs on cpu and cuda"), ("cuda:7", "finds no GPU|there are")],
+)
+def test_a_device_that_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device is '{name}'.*({message})"):
+        chosen_device(name)
+    assert chosen_device("cpu") == CPU
 
 
 def test_arrays_keep_their_dtype_unless_another_is_given() -> None:

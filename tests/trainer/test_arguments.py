@@ -54,6 +54,9 @@ def test_a_z_loss_below_zero_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"fsdp_config": "none.json"}, r"fsdp_config: 'none\.json' cannot be read \(No such file"),
+        ({"fsdp_config": "/dev/zero"}, r"fsdp_config: '/dev/zero' cannot be read \(a pipe or a device"),
+        ({"accelerator_config": "{"}, "accelerator_config: '{' cannot be read .not valid JSON"),
         ({"fp16": True}, "fp16=True cannot be used: .* use bf16"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"dataloader_drop_last": True}, "no tree is dropped"),

@@ -93,6 +93,7 @@ BAD_TOKEN_IDS = [
     ([1, 2**31], "token id 2147483648 at position 1 is outside"),
     (np.array([1, 2**64 - 1], dtype=np.uint64), "token id 18446744073709551615 at position 1 is outside"),
     ([1, 2**70], f"token id {2**70} at position 1 is outside"),
+    ([1, 10**5000], "token id of 16,610 bits at position 1 is outside"),
     ([1, 2j], "integers, found complex at position 1"),
 ]
 

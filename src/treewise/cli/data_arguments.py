@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from treewise.cli.config import RunConfig, read_config
 from treewise.cli.keys import RL, help_of
@@ -11,9 +11,6 @@ from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.errors import ConfigError, beyond_limits, num
 from treewise.nn.load_model import DTYPES, load_processor
-
-if TYPE_CHECKING:
-    import torch
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,28 +149,3 @@ def data_tokenizer(args: argparse.Namespace) -> Any:
     if args.model is not None:
         return load_processor(args.model, args.gguf_file, required=False)
     return None
-
-
-def chosen_device(name: str | None) -> "torch.device":
-    """The device of `--device`; without a name the first GPU where there is one, else the CPU.
-
-    Raises:
-        ConfigError: no name of a device, a kind that treewise does not run on, or one that this machine lacks.
-    """
-    import torch  # slow
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device is {name!r}, which is not a device; give cpu, cuda, cuda:1, ...") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is {name!r}; treewise runs on cpu and cuda.")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise ConfigError(f"--device is {name!r}, and torch {torch.__version__} finds no GPU here.")
-        if (device.index or 0) >= count:
-            raise ConfigError(f"--device is {name!r}, and there are {count} GPUs here, numbered from 0.")
-    return device

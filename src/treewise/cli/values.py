@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
+from treewise.data.io.files import read_text
 from treewise.errors import ConfigError, did_you_mean, parts_of
 
 MAX_VALUES = 100_000  # of a configuration, each alias counted as what it stands for
@@ -37,10 +38,9 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
     if path.name.endswith((".jsonl", ".jsonl.gz", ".parquet", ".arrow")):
         raise ConfigError(f"{path} holds data, not a configuration; give it as --data {path}.")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{path}: the configuration cannot be read ({reason}).") from None
+        text = read_text(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: the configuration cannot be read ({error.strerror}).") from None
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -137,6 +137,8 @@ def coerce(key: str, value: object, annotation: object) -> Any:
         ConfigError: it is not of that type, or none of its choices; names both.
     """
     kinds = kinds_of(annotation)
+    if key.endswith("_kwargs"):  # transformers declares these as text, too, and calls functions with them later
+        kinds -= {str}
     if isinstance(value, str):
         value = _from_text(value, kinds)
     if value is False and str in kinds and bool not in kinds and key.endswith("_strategy"):

@@ -64,7 +64,7 @@ def base_of(adapters: Path) -> Iterator[str]:
     file = adapters / ADAPTERS
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())[:MAX_REASON]}") from None
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base.strip():

@@ -18,6 +18,7 @@ from torch import nn
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.nn.adapters import adapter_folder
+from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.load_model import load_tokenizer, load_weights
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
@@ -84,9 +85,7 @@ class ServedModel:
                 raise ConfigError(f"{settings.model} holds adapters; serve its base model, or merge them into it.")
             model = load_weights(settings.model, None, settings.dtype)
             tokenizer = load_tokenizer(settings.model, None, required=False)
-        device = settings.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = chosen_device(None if settings.device == "auto" else settings.device)
         self.settings, self.tokenizer = settings, tokenizer
         self.base = model.to(device).eval().requires_grad_(settings.train == "full")
         self.model: Any = self.base

@@ -13,6 +13,8 @@ from annotated_types import Ge, Gt, Lt
 from torch import distributed
 from transformers import TrainingArguments
 
+from treewise.data.io.field_checks import shown
+from treewise.data.io.files import read_text
 from treewise.distributed import watchdog
 from treewise.distributed.fsdp import ShardSettings, shard_settings
 from treewise.distributed.mesh import check_context_size, mesh_config
@@ -162,6 +164,8 @@ class TreeTrainingArguments(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in ("fsdp_config", "accelerator_config"):
+            setattr(self, name, _mapping(name, getattr(self, name)))
         for name in filter(self._is_set, _UNSUPPORTED):
             raise ConfigError(f"{name}={getattr(self, name)!r} cannot be used: {_UNSUPPORTED[name]}")
         if unread := [name for name in _WITHOUT_EFFECT if self._is_set(name)]:
@@ -223,8 +227,6 @@ class TreeTrainingArguments(TrainingArguments):
         fsdp: Any = getattr(self, "fsdp", None)
         if fsdp:
             config: Any = getattr(self, "fsdp_config", None)
-            if isinstance(config, str):
-                config = json.loads(Path(config).read_text(encoding="utf-8"))
             settings = shard_settings(fsdp, config)
             if settings is not None:
                 self.sharded, self.shard_config = True, settings.as_config()
@@ -309,3 +311,17 @@ class TreeTrainingArguments(TrainingArguments):
         if self.steps_per_epoch is not None:
             size = {"steps_per_epoch": self.steps_per_epoch}
         return {"seed": seed, **size, "shuffle": self.train_sampling_strategy == "random"}
+
+
+def _mapping(name: str, value: Any) -> Any:
+    """A setting that is given as JSON text, or by the path of a JSON file, as the mapping that it holds."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value if value.lstrip().startswith("{") else read_text(Path(value).expanduser()))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
+        raise ConfigError(f"{name}: {shown(value)} cannot be read ({reason}); give a mapping, or a file.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}: {shown(value)} holds no JSON object; give a mapping, or a file of one.")
+    return found

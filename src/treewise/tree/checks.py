@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from treewise.errors import DataError
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
+MAX_SHOWN_BITS = 128  # of an integer in a message; Python writes no integer of over 4,300 digits
 MAX_FLOAT = float(np.finfo(np.float32).max)  # streams are float32
 
 
@@ -44,7 +45,9 @@ def token_ids(values: object, location: str, if_empty: str = "a trajectory needs
         raise DataError(f"{location}: token_ids must be integers, found {_first_wrong(values, int | np.integer)}.")
     bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
     if len(bad):
-        raise DataError(f"{location}: token id {ids[bad[0]]} at position {bad[0]} is outside 0..{MAX_TOKEN_ID}.")
+        wrong = int(ids[bad[0]])
+        text = wrong if wrong.bit_length() <= MAX_SHOWN_BITS else f"of {wrong.bit_length():,} bits"
+        raise DataError(f"{location}: token id {text} at position {bad[0]} is outside 0..{MAX_TOKEN_ID}.")
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 

@@ -30,8 +30,12 @@ def test_one_family_and_its_exit_code(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(["models", "bloom"]) == 1
     assert "refused" in capsys.readouterr().out
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert main(["models", str(tmp_path)]) == 0
-    assert "Qwen3ForCausalLM): supported" in capsys.readouterr().out
+    adapters = tmp_path / "lora"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    for folder in (tmp_path, adapters):
+        assert main(["models", str(folder)]) == 0
+        assert "Qwen3ForCausalLM): supported" in capsys.readouterr().out
 
 
 def test_an_unknown_family_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.data import load_trees
-from treewise.data.io.files import find_files, read_records
+from treewise.data.io.files import find_files, read_records, read_text
 from treewise.errors import DataError
 
 ROW = {"token_ids": [1, 2, 3]}
@@ -245,3 +245,22 @@ def test_records_of_a_list_on_one_line_are_the_records_of_a_file_of_lines(tmp_pa
     assert len(set(one_line.names)) == len(one_line) == 3
     assert len({item.rollout for item in one_line[0].labelled_trajectories()}) == 2
     assert one_line.fingerprint == lines.fingerprint
+
+
+def test_the_text_of_a_file_comes_without_its_mark_and_never_from_a_pipe_or_a_device(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_bytes("\ufeffa: \u2603".encode())
+    assert read_text(path) == "a: \u2603"
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9")
+    os.mkfifo(tmp_path / "pipe.yaml")  # nobody writes: reading it would wait for ever
+    for name, reason in (
+        ("latin.yaml", "not UTF-8"),
+        ("pipe.yaml", "a pipe or a device; write its content into a file first"),
+        ("/dev/zero", "a pipe or a device"),
+        ("none.yaml", "No such file"),
+        ("a\0b", "null byte"),
+        (".", "directory"),
+    ):
+        with pytest.raises(OSError, match=reason) as caught:
+            read_text(tmp_path / name)
+        assert reason in caught.value.strerror

@@ -136,8 +136,13 @@ def test_a_template_may_lie_in_a_file(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ messages }}")
     assert template_text(str(path)) == "{{ messages }}"
-    with pytest.raises(ConfigError, match="neither Jinja text"):
-        template_text(str(tmp_path / "none"))
+    path.write_bytes(b"{{ '\xe9' }}")
+    for name, reason in (("none", "No such file"), ("t.jinja", "not UTF-8"), ("/dev/zero", "a pipe or a device")):
+        with pytest.raises(ConfigError, match=f"neither Jinja text.*{reason}"):
+            template_text(str(tmp_path / name))
+    path.write_text("{{ " + "(" * 20_000)
+    with pytest.raises(ConfigError, match=r"t\.jinja: Jinja nested too deeply"):
+        template_text(str(path))
 
 
 def test_pieces_give_the_ids_of_the_whole_text(fixtures, tokenizer):

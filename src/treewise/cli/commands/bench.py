@@ -15,10 +15,11 @@ from rich.console import Console
 from treewise import bench
 from treewise.bench.contestants import AGAINST
 from treewise.bench.results import LEGEND, command_line, row_view
-from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, chosen_device, load_data
+from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.compilation import DEFAULT_BACKEND
+from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.nn.model_checks import zero_dropout
 from treewise.tree.trajectory import Trajectory

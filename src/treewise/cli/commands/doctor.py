@@ -16,17 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from annotated_types import Gt
 from packaging.specifiers import SpecifierSet
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import treewise
-from treewise.cli.data_arguments import add_flags, chosen_device
+from treewise.cli.data_arguments import add_flags, check_numbers
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
-from treewise.nn.device import free_bytes, synchronized_clock
+from treewise.nn.device import chosen_device, free_bytes, synchronized_clock
 from treewise.nn.support_table import CapabilityTable, installed_version
 from treewise.objectives import logprob_gap
 from treewise.rl.samplers import SampleRequest, TransformersSampler
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts; returns 1 where the self-check fails."""
+    check_numbers(args, max_seconds=Gt(0))
     if args.sampler or args.model:
         return _check_servers(args)
     device = chosen_device(args.device)

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from treewise.errors import ConfigError, did_you_mean
+from treewise.nn.adapters import adapter_folder, base_of
 from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, installed_version
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
@@ -17,7 +18,9 @@ _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("family", nargs="?", help="a model_type, or a folder with a config.json; all where not given")
+    parser.add_argument(
+        "family", nargs="?", help="a model_type, or a folder of a model or adapters; all where not given"
+    )
     parser.add_argument("--supported", action="store_true", help="only supported families")
     parser.add_argument("--refused", action="store_true", help="only families that cannot follow a tree")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -44,6 +47,10 @@ def _selected(table: CapabilityTable, args: argparse.Namespace) -> list[Capabili
 
 
 def _find(table: CapabilityTable, name: str) -> Capability:
+    adapters = adapter_folder(name)
+    if adapters is not None:
+        with base_of(adapters) as base:
+            return _find(table, base)
     config = Path(name) / "config.json"
     family = _family_of(config) if config.is_file() else name
     row = table.find(family)

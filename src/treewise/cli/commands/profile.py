@@ -22,7 +22,6 @@ from treewise.cli.data_arguments import (
     add_flags,
     apply_config,
     check_numbers,
-    chosen_device,
     data_tokenizer,
     load_data,
 )
@@ -30,6 +29,7 @@ from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import PARTS, Profile, mean, profile_step
 from treewise.errors import ConfigError, num
+from treewise.nn.device import chosen_device
 from treewise.nn.gradients import zero_gradients
 from treewise.nn.load_model import load_weights
 from treewise.nn.model_checks import zero_dropout

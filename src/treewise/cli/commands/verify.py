@@ -11,13 +11,13 @@ from treewise.cli.data_arguments import (
     add_flags,
     apply_config,
     check_numbers,
-    chosen_device,
     load_data,
 )
 from treewise.cli.objectives import typed_settings
 from treewise.cli.values import read_mapping
 from treewise.data import Trees
 from treewise.errors import ConfigError
+from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_model, load_processor
 from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view

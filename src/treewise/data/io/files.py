@@ -4,6 +4,7 @@ Nothing is skipped silently: a file that is damaged, cut short or of another kin
 Reading a file only cuts it into lines; `parse` is called for each in the worker processes.
 """
 
+import errno
 import glob
 import gzip
 import json
@@ -178,6 +179,22 @@ def _check_magic(path: Path) -> None:
         raise DataError(
             f"{printable(path)}: a Parquet file under another name; rename it to {printable(stem(path))}.parquet."
         )
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file that a user names (a configuration, a template), without a byte-order mark.
+
+    Raises:
+        OSError: with the reason in `strerror`; also for a pipe, which would be waited for, a device, which may have no
+            end, and bytes that are not UTF-8.
+    """
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(errno.EINVAL, "a pipe or a device; write its content into a file first", str(path))
+        return path.read_text(encoding="utf-8-sig")
+    except ValueError as error:  # or a path that no file can have
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise OSError(errno.EINVAL, reason, str(path)) from None
 
 
 def _open(path: Path) -> BinaryIO:

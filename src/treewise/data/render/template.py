@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from treewise.data.io.field_checks import shown
+from treewise.data.io.files import read_text
 from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
@@ -337,7 +338,7 @@ def template_text(chat_template: str | None) -> str | None:
     if chat_template == "chatml":
         return CHATML
     try:
-        return _parsed(Path(chat_template).expanduser().read_text(encoding="utf-8"), chat_template)
+        return _parsed(read_text(Path(chat_template).expanduser()), chat_template)
     except OSError as error:
         raise ConfigError(
             f"chat_template {shown(chat_template)} is neither Jinja text, nor 'chatml', nor a readable file "
@@ -354,6 +355,8 @@ def _parsed(text: str | None, location: str) -> str | None:
         raise ConfigError(
             f"{location}: line {error.lineno} is not valid Jinja ({shown(error.message)[1:-1]})."
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{location}: Jinja nested too deeply to read.") from None
     return text
 
 

@@ -476,7 +476,9 @@ class OnlineTrainer(TreeTrainer):
         if wanted:
             found = self._checkpoints.find(wanted, may_begin=True)
         elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
-            raise ConfigError(f"{self.folder} holds an online run; resume it, or choose another folder.")
+            raise ConfigError(
+                f"{self.folder} holds an online run; resume it (--resume), choose another folder, or --overwrite it."
+            )
         if found is not None:
             self.runner.resume_budget(found.max_tokens)
             self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
