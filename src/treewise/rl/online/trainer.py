@@ -476,9 +476,7 @@ class OnlineTrainer(TreeTrainer):
         if wanted:
             found = self._checkpoints.find(wanted, may_begin=True)
         elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
-            raise ConfigError(
-                f"{self.folder} holds an online run; resume it (--resume), choose another folder, or --overwrite it."
-            )
+            raise ConfigError(f"{self.folder} holds an online run: --resume or --overwrite it, or choose another.")
         if found is not None:
             self.runner.resume_budget(found.max_tokens)
             self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
