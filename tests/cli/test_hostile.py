@@ -93,6 +93,9 @@ CASES: list[tuple[str, str]] = [
     ("train run.yaml --output_dir @", "output_dir is empty"),
     ("train run.yaml --seed -1", "seed=-1 must be"),
     (f"train run.yaml --seed {'9' * 5000}", "seed must be an integer"),
+    ("train run.yaml --max_steps 0", "max_steps is 0; give a number of steps, or -1 for no limit"),
+    ("plan good.jsonl --model model --gpu_memory -1", "--gpu_memory '-1': give a size like 80GiB"),
+    ("plan good.jsonl --model model --gpu_memory inf", "--gpu_memory 'inf': give a size like 80GiB"),
     ("train run.yaml --num_train_epochs 0", "nothing would be trained"),
     ("train run.yaml --lr_scheduler_kwargs {", "lr_scheduler_kwargs must be a mapping or nothing, found '{' (text)"),
     (

@@ -90,7 +90,7 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
     from transformers import Trainer
     from transformers.integrations import get_reporting_integration_callbacks
 
-    if arguments.max_steps < -1:
+    if arguments.max_steps < -1 or arguments.max_steps == 0:  # with 0 transformers trains one step, at rate 0
         raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for no limit.")
     if arguments.max_steps <= 0 and not arguments.num_train_epochs > 0:
         raise ConfigError(f"num_train_epochs is {arguments.num_train_epochs:g}: nothing would be trained.")

@@ -102,9 +102,12 @@ def read_bytes_setting(text: str) -> int:
     number = text.strip().rstrip("GiMB ")
     unit = text.strip()[len(number) :].strip()
     try:
-        return int(float(number) * units[unit])
-    except (KeyError, ValueError):
-        raise ConfigError(f"--gpu_memory {text!r}: give a size like 80GiB, 80GB or a number of bytes.") from None
+        size = int(float(number) * units[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ConfigError(f"--gpu_memory {text!r}: give a size like 80GiB, 80GB or a number of bytes.")
+    return size
 
 
 def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes: int | None = None) -> MeshReport:
