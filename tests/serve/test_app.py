@@ -1,6 +1,7 @@
 """The official SDK against a server in this process: training, sampling, checkpoints, clients beside one another."""
 
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -253,6 +254,28 @@ def test_malformed_requests_are_answers_not_failures(address, path, body, status
     assert address.ask("/api/v1/healthz") == (200, {"status": "ok"})
 
 
+def test_sparse_tensors_are_checked_before_they_are_laid_out(client):
+    """Indices beyond the shape (which torch would write to), and shapes that no memory holds."""
+    base = client.create_sampling_client(base_model="tiny").result()
+    run, prompt = new_run(client), types.ModelInput.from_ints([5, 6, 7])
+    params = types.SamplingParams(max_tokens=1)
+
+    def sparse(width, column):
+        shape = {"shape": [2, width], "sparse_crow_indices": [0, 1, 1], "sparse_col_indices": [column]}
+        return types.TensorData(data=[9], dtype="int64", **shape)
+
+    found = base.sample(prompt, 1, params, target_prompt_logprobs=sparse(3, 2)).result().target_prompt_logprobs
+    assert np.argwhere(found.to_numpy()).tolist() == [[0, 2]]
+    for width, column, says in ((3, 10**9, "do not fit"), (10**12, 0, "cells")):
+        with pytest.raises(tinker.RequestFailedError, match=says):
+            base.sample(prompt, 1, params, target_prompt_logprobs=sparse(width, column)).result()
+        wrong = types.Datum(
+            model_input=types.ModelInput.from_ints([5, 6]), loss_fn_inputs={"target_tokens": sparse(width, column)}
+        )
+        with pytest.raises(tinker.RequestFailedError, match=says):
+            run.forward_backward([wrong], "cross_entropy").result()
+
+
 def test_numbers_out_of_range_are_named(client, address):
     run = new_run(client)
     session = run.model_id.split(":")[0]
@@ -267,6 +290,16 @@ def test_numbers_out_of_range_are_named(client, address):
     kept = f"/api/v1/training_runs/{run.model_id}/checkpoints/weights/kept/ttl"
     assert address.ask(kept, {"ttl_seconds": 1e300}, method="PUT")[0] == 400
     assert address.ask("/api/v1/checkpoints")[0] == 200
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error(address, caplog):
+    host, port = address.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        half.sendall(
+            b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: x\r\nContent-Length: 99\r\n\r\nabc"
+        )
+    assert address.ask("/api/v1/healthz")[0] == 200
+    assert not caplog.records
 
 
 def test_who_may_call(address):

@@ -155,6 +155,7 @@ def test_what_is_trained(shape):
         ("cross_entropy", {"weights": np.zeros(2)}, {}, "weights has shape"),
         ("cross_entropy", {"weights": np.array([1, np.nan, 0])}, {}, "not finite"),
         ("dro", {"logprobs": np.zeros(3), "advantages": np.zeros(3)}, {"bta": 1.0}, "Did you mean 'beta'"),
+        ("cross_entropy", {"target_tokens": np.array([1.5, np.nan, 2])}, {}, "target_tokens holds float64"),
     ],
 )
 def test_wrong_data_are_named(loss, inputs, settings, says):

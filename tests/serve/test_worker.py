@@ -207,13 +207,15 @@ def test_a_call_that_fails_adds_no_gradient(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(served.model.engine, "step", half)
         assert "no memory" in served.ask("a:train:0", 3, "forward_backward", call(2))["error"]
-    served = served.died()
     norm = served.ask("a:train:0", 4, "optim_step", RATE)["metrics"]["grad_norm:mean"]
     assert norm == alone.ask("a:train:0", 2, "optim_step", RATE)["metrics"]["grad_norm:mean"] > 0
     assert same(served.values("a:train:0"), alone.values("a:train:0"))
+    served = served.died()
+    served.ask("a:train:0", 5, "save_weights", {"path": "again"})
+    assert same(served.values("a:train:0"), alone.values("a:train:0"))
     huge = call(1, weights=[5e37, 1, 1])  # a finite loss, and gradients whose norm is not
-    served.ask("a:train:0", 5, "forward_backward", huge)
-    assert "gradients are not numbers" in served.ask("a:train:0", 6, "optim_step", RATE)["error"]
+    served.ask("a:train:0", 6, "forward_backward", huge)
+    assert "gradients are not numbers" in served.ask("a:train:0", 7, "optim_step", RATE)["error"]
     assert same(served.values("a:train:0"), alone.values("a:train:0"))
 
 

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from tinker import types
@@ -133,6 +133,8 @@ class Api:
                 self._check_key(request)
                 request.state.body = await self._body(request)
                 answer = await handler(request)
+            except ClientDisconnect:  # while it sent; nobody hears the answer
+                return Response(status_code=400)
             except (RefusedError, UnknownError) as error:
                 return _error(error, getattr(error, "status", 404))
             except QueueFullError as error:
