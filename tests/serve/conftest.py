@@ -19,7 +19,7 @@ def _sockets_of_the_sdk():
 
 
 def pytest_collection_modifyitems(items):
-    """Nor is a connection that the SDK drops unclosed a fault of the test in which the collector finds it."""
+    """The collector may find them in a test of this folder, too, where they are no fault either."""
     for item in items:
         if item.path.parent.name == "serve":
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
