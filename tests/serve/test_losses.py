@@ -80,9 +80,9 @@ def test_equal_to_rows_alone(loss, max_tokens, share):
     for name, each in weights.parameters.items():
         assert relative(each.grad, gradients[name]) < 1e-5, name
     lengths = sum(each.model_input.length + 1 for each in data)
-    assert facts.flat_tokens == lengths
-    assert facts.tree_tokens == lengths if share == "none" else facts.tree_tokens < 0.7 * lengths
-    assert found.num_new.sum() == facts.tree_tokens
+    assert facts["flat_tokens"] == lengths
+    assert facts["tree_tokens"] == lengths if share == "none" else facts["tree_tokens"] < 0.7 * lengths
+    assert found.num_new.sum() == facts["tree_tokens"]
 
 
 def test_targets_that_are_not_the_next_tokens():
@@ -121,7 +121,7 @@ def test_losses_of_several_calls_in_one_forest():
     found, facts = model.compute(weights, rows, gradients=True)
     assert found.losses.sum() == pytest.approx(total, rel=1e-5)
     assert all(relative(each.grad, sums[name]) < 1e-5 for name, each in weights.parameters.items())
-    assert facts.tree_tokens * 5 < facts.flat_tokens
+    assert facts["tree_tokens"] * 5 < facts["flat_tokens"]
 
 
 @pytest.mark.parametrize("shape", [Shape(2, attn=False, unembed=False), Shape(3, mlp=False), Shape(0)])

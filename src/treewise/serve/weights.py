@@ -27,6 +27,7 @@ from treewise.serve.settings import ServeSettings
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
+COUNTS = ("flat_tokens", "tree_tokens", "computed_tokens")  # of a computed forest
 ALPHA = 32  # of every adapter, as the API has it: rates do not depend on the rank
 _ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "rwkv", "delta")  # parts of a layer that mix tokens
 
@@ -62,15 +63,6 @@ class _Slot:
 
     blank: dict[str, nn.Parameter]
     places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Of a computed forest."""
-
-    flat_tokens: int
-    tree_tokens: int
-    computed_tokens: int
 
 
 class ServedModel:
@@ -173,7 +165,9 @@ class ServedModel:
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def compute(self, weights: Weights | None, rows: Sequence[Row], *, gradients: bool) -> tuple[RowsLoss, Facts]:
+    def compute(
+        self, weights: Weights | None, rows: Sequence[Row], *, gradients: bool
+    ) -> tuple[RowsLoss, dict[str, int]]:
         """The losses of rows as one forest; gradients are added to those that the weights have. A call that raises adds
         none.
 
@@ -189,7 +183,7 @@ class ServedModel:
             if not math.isfinite(out.loss):
                 index = next((i for i, row in enumerate(loss.bounds[:-1]) if not _finite(loss, i, int(row))), 0)
                 raise NonFiniteError(f"the loss is not a number, first at datum {index} of the forest.")
-        return loss, Facts(out.num_flat_tokens, out.num_tree_tokens, out.num_computed_tokens)
+        return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
 
     def optimize(
         self, weights: Weights, *, rate: float, betas: tuple[float, float], eps: float, decay: float, clip: float

@@ -329,14 +329,13 @@ class Worker(threading.Thread):
             return
         if works[0].batch is None:
             self.journal.group([work.id for work in works], works[0].seq)
-        loss, facts = self.model.compute(run.weights, rows, gradients=works[0].kind == "forward_backward")
-        counted = {name: float(getattr(facts, name)) for name in ("flat_tokens", "tree_tokens", "computed_tokens")}
+        loss, counted = self.model.compute(run.weights, rows, gradients=works[0].kind == "forward_backward")
         sums = self._pending.setdefault(works[0].owner, [0.0] * 4)
         for name, value in counted.items():
-            setattr(self.statistics, name, getattr(self.statistics, name) + int(value))
+            setattr(self.statistics, name, getattr(self.statistics, name) + value)
         if works[0].kind == "forward_backward":
-            for index, value in enumerate((float(loss.losses.sum()), *counted.values())):
-                sums[index] += value
+            for index, each in enumerate((float(loss.losses.sum()), *counted.values())):
+                sums[index] += each
         for work, low, high in zip(taken, bounds[:-1], bounds[1:], strict=True):
             parts = [
                 loss.logprobs[loss.bounds[i] : loss.bounds[i + 1]].reshape(rows[i].shape) for i in range(low, high)
