@@ -192,7 +192,7 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
     def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
         return -torch.stack([each.sum() for each in logprobs]).mean()
 
-    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: _step_function"): 1}
+    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: run"): 1}
     assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
     scored = waits_of(pretend, lambda: engine.scored(rollouts))
     assert scored == {("read", "treewise.engine: scored"): 1}

@@ -34,6 +34,7 @@ PRIVATE_NAMES = {
     "_version": TENSOR,  # detects tensors changed in place: weights before a backward, what autograd saves twice
     "_base": TENSOR,  # detects views of weights among what autograd saves
     "_parameters": "torch.nn.modules.module",  # replaces parameters of a module in place
+    "_non_persistent_buffers_set": "torch.nn.modules.module",  # buffers that no checkpoint and no server gets
     "_buffers": "torch.nn.modules.module",  # replaces buffers of a module in place
     "_backward_hooks": TENSOR,  # hooks on gradients, which run once a step; hooks of modules
     "_post_accumulate_grad_hooks": TENSOR,  # hooks on accumulated gradients; those of tensor parallelism are removed

@@ -246,15 +246,15 @@ class Beside:
     """Work in threads beside the main one, at most so much at once, taken back in the order in which it ends. The
     threads are daemons, so work that never ends holds up no exit.
 
-    other: whose results are taken together with these.
+    other: whose results are taken together with these, from `done`.
     """
 
     def __init__(self, at_once: int, other: "Beside | None" = None) -> None:
         self.at_once, self.num_under_way = at_once, 0
         self._num_threads = 0
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Beside, Any, Any, BaseException | None]]
-        self._done = queue.SimpleQueue() if other is None else other._done  # noqa: SLF001 - of its own class
+        self.done: queue.SimpleQueue[tuple[Beside, Any, Any, BaseException | None]]
+        self.done = queue.SimpleQueue() if other is None else other.done
 
     def start(self, key: Any, work: Callable[[], Any]) -> None:
         """Begins some work, or queues it. key: names it."""
@@ -270,7 +270,7 @@ class Beside:
         Raises:
             queue.Empty: nothing ended within so many seconds.
         """
-        owner, key, result, error = self._done.get(timeout=timeout)
+        owner, key, result, error = self.done.get(timeout=timeout)
         owner.num_under_way -= 1
         if error is not None:
             raise error
@@ -287,9 +287,9 @@ class Beside:
         while (task := self._todo.get()) is not None:
             key, work = task
             try:
-                self._done.put((self, key, work(), None))
+                self.done.put((self, key, work(), None))
             except BaseException as error:  # raised again where it is taken
-                self._done.put((self, key, None, error))
+                self.done.put((self, key, None, error))
 
 
 def guarded(job: Job) -> object:

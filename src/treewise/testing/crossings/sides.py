@@ -75,8 +75,10 @@ def check_here(draw: Draw) -> None:
 
 def refuse_inexact(draw: Draw, flat: Trained, exact: Trained) -> None:
     """Raises `ImpossibleError` where flat training is itself no measure: reentrant checkpoints lose gradients of keys
-    that layers share (Gemma 3n)."""
+    that layers share (Gemma 3n), and all of a layer whose input needs none (a tower's first)."""
     for ours, theirs in zip(flat.gradients, exact.gradients, strict=True):
+        if lost := [name for name, each in theirs.items() if name not in ours and each.any()]:
+            raise ImpossibleError(f"flat training has no gradient of {lost[0]} (checkpoints {draw['checkpoints']})")
         error = gradient_error(ours, theirs)
         if error > (0.5 if draw["dtype"] == "bfloat16" else 1e-2):
             raise ImpossibleError(f"flat training is itself off by {error:.0e} (checkpoints {draw['checkpoints']})")
