@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 from common import save
-from tiny_policy import LETTERS, new_tokenizer
+from tiny_policy import LETTERS, new_model, new_tokenizer
 
 import treewise as tw
-from treewise import testing
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Unrecorded
@@ -158,9 +157,9 @@ def copying(sampler: Turns) -> Any:
 
 def policy(tokenizer: Any) -> Any:
     """A Llama whose steps take longer than Python's part of them."""
-    return testing.tiny_model(
+    return new_model(
+        tokenizer,
         seed=0,
-        vocab_size=len(tokenizer),
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=4,
@@ -168,8 +167,6 @@ def policy(tokenizer: Any) -> Any:
         num_key_value_heads=8,
         head_dim=64,
         max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
 
 

@@ -21,7 +21,7 @@ from treewise.rl.branching import Branching, RolloutTree, Signals
 from treewise.rl.branching.protocol import points_of
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.journal import Unrecorded
-from treewise.rl.online.rollout import Limits
+from treewise.rl.online.rollout import Limits, OneTurn
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import TaskItem
@@ -226,10 +226,9 @@ class TabularSampler:
 
 
 @dataclass(slots=True)
-class Play:
-    """One rollout of a game (`OpenRollout`)."""
+class Play(OneTurn):
+    """One rollout of a game."""
 
-    token_ids: list[int]
     num_tokens: int
 
     @property
@@ -237,25 +236,8 @@ class Play:
         """What `Rewards` judges."""
         return self
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self.token_ids += token_ids
-
-    @property
-    def can_return(self) -> bool:
-        return True
-
-    @property
-    def opening(self) -> None:
-        return None
-
-    def end_turn(self, finish: str) -> None:
-        """Nothing to wait for."""
-
     def answered(self, finish: str) -> tuple[list[int], str | None]:
         return [], finish if len(self.token_ids) > self.num_tokens else None
-
-    def branch(self, num_tokens: int) -> "Play":
-        return Play(self.token_ids[:num_tokens], self.num_tokens)
 
 
 @dataclass

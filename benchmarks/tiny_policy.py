@@ -32,20 +32,23 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=PAD)
 
 
-def new_model(tokenizer: Any, seed: int) -> Any:
-    """A tiny Llama with random weights."""
+def new_model(tokenizer: Any, seed: int, **sizes: int) -> Any:
+    """A tiny Llama with random weights. sizes: in place of the usual ones."""
+    usual = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
     return testing.tiny_model(
         seed=seed,
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=64,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{**usual, **sizes},
     )
 
 
