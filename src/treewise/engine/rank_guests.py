@@ -1,4 +1,4 @@
-"""TODO."""
+"""What other ranks are to a walk: they compute parts of its micro-batches (context), or run its passes (lockstep)."""
 
 from collections.abc import Callable, Iterable, Iterator
 
