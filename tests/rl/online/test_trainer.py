@@ -181,7 +181,7 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
     new_trainer(tmp_path / "run", iterations=1, eval_every=0).train()
     with pytest.raises(CheckpointError, match="online_settings"):
         new_trainer(tmp_path / "run", iterations=2, max_new_tokens=9).train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match="resume it"):
+    with pytest.raises(ConfigError, match="--resume or --overwrite it"):
         new_trainer(tmp_path / "run").train()
 
 
