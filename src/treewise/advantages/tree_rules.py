@@ -63,20 +63,13 @@ def sibling_relative(
         num_forks += len(forks)
         num_equal += sum(map(is_equal, members.values()))
         result = np.zeros(len(value))
-        everyone = tree.through[-1]
-        is_flat = is_equal(tree.rewards[everyone])  # then all is exactly 0, not what rounding leaves of it
+        is_flat = is_equal(tree.rewards[tree.through[-1]])  # then all is exactly 0, not what rounding leaves of it
         for segment, above in enumerate(tree.parent[:-1]):  # parents come first in depth-first order
             if counts[segment] == counts[above]:
                 result[segment] = result[above]
                 continue
-            if baseline == "fork":
-                result[segment] = 0.0 if is_equal(members[above]) else value[segment] - value[above]
-            elif baseline == "others" and not is_flat:
-                others = [child for child in children[above] if child != segment]
-                result[segment] = value[segment] - exact_mean(value[others], tree.num_draws[others])
-            elif not is_flat:
-                elsewhere = np.setdiff1d(everyone, tree.through[segment])
-                result[segment] = value[segment] - exact_mean(tree.rewards[elsewhere])
+            if not (is_equal(members[above]) if baseline == "fork" else is_flat):
+                result[segment] = value[segment] - _baseline(tree, value, segment, baseline)
             if deviations is not None:
                 result[segment] /= deviations[above] + epsilon
         return result[:-1]
@@ -84,6 +77,17 @@ def sibling_relative(
     advantages = on_segments(rollouts, values_of, of_draws=baseline != "fork")
     notes = [f"{num_forks:,} forks at which rollouts part; {num_equal:,} of them with children of equal value."]
     return credited(rollouts, advantages, f"sibling_relative(scale={scale!r}, baseline={baseline!r})", notes)
+
+
+def _baseline(tree: GroupTree, value: np.ndarray, segment: int, baseline: str) -> float:
+    """What `sibling_relative` subtracts from a segment's value."""
+    above = tree.parent[segment]
+    if baseline == "fork":
+        return float(value[above])
+    if baseline == "others":
+        others = [child for child in tree.children[above] if child != segment]
+        return exact_mean(value[others], tree.num_draws[others])
+    return exact_mean(tree.rewards[np.setdiff1d(tree.through[-1], tree.through[segment])])
 
 
 def segment_values(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """`--curriculum` of commands that train on recorded trees: their order, from signals that are measured and checked."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from treewise.engine.engine import TreeEngine
     from treewise.objectives import Objective
     from treewise.rl.curriculum.recorded import RecordedOrder
+    from treewise.rl.curriculum.rules import Curriculum
     from treewise.trainer import TreeTrainingArguments
 
 NUM_CHECKED = 48  # trees of the self-check
@@ -32,7 +33,7 @@ def order_of(
     config: RunConfig,
     arguments: "TreeTrainingArguments",
     model: "PreTrainedModel",
-    trees: Any,
+    trees: "Sequence[Any]",
     objective: "Objective | None",
 ) -> "RecordedOrder | None":
     """The order that the configuration asks for; None for `uniform`. Nothing is measured yet.
@@ -48,7 +49,7 @@ def order_of(
     return RecordedOrder(curriculum, len(trees), int(arguments.order_facts()["seed"]), measure)
 
 
-def _curriculum(config: RunConfig) -> Any:
+def _curriculum(config: RunConfig) -> "Curriculum | None":
     from treewise.rl.curriculum import curriculum_named
     from treewise.rl.curriculum.recorded import check_orders
 
@@ -63,10 +64,10 @@ def _curriculum(config: RunConfig) -> Any:
 
 
 def _measured(
-    curriculum: Any,
+    curriculum: "Curriculum",
     arguments: "TreeTrainingArguments",
     model: "PreTrainedModel",
-    trees: Any,
+    trees: "Sequence[Any]",
     objective: "Objective | None",
 ) -> Mapping[str, np.ndarray]:
     """What the curriculum orders by, of all trees; a curriculum of angles is checked on some of them first."""
@@ -87,7 +88,7 @@ def _measured(
 
 
 def _check(
-    curriculum: Any,
+    curriculum: "Curriculum",
     arguments: "TreeTrainingArguments",
     engine: "TreeEngine",
     rows: list[Any],

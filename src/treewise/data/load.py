@@ -28,7 +28,7 @@ from treewise.data.records import RecordReader
 from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
 from treewise.data.sources import Source, open_sources
-from treewise.errors import ConfigError, DataError, did_you_mean, num
+from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -75,14 +75,9 @@ def load_trees(
         DataError: a bad file or record, at `file:line`; no record at all.
         ConfigError: bad options, an unknown argument, or a tokenizer that cannot be loaded.
     """
-    for name in unknown:
-        own = [each for each in signature(load_trees).parameters if each != "unknown"]
-        is_option = name in RenderOptions.__dataclass_fields__
-        hint = f" It is an option: options={{{name!r}: ...}}." if is_option else did_you_mean(name, own)
-        raise ConfigError(f"load_trees has no argument {name!r}.{hint}")
+    _refuse(unknown)
     options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
-    if on_bad_record not in ("error", "quarantine"):
-        raise ConfigError(f"on_bad_record is {on_bad_record!r}; choose 'error' or 'quarantine'.")
+    check_choice("on_bad_record", on_bad_record, ("error", "quarantine"))
     template_text(options.chat_template)  # an error also where rows hold tokens, or the cache all of them
     workers.choose_num_workers(num_workers, 0)
     settings = _Settings(
@@ -103,6 +98,14 @@ def load_trees(
         raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
     loaded = [_load(open_sources(part, options.max_record_bytes), tokenizer, settings) for part, _ in parts]
     return mix(loaded, [weight for _, weight in parts])
+
+
+def _refuse(unknown: Mapping[str, object]) -> None:
+    for name in unknown:
+        own = [each for each in signature(load_trees).parameters if each != "unknown"]
+        is_option = name in RenderOptions.__dataclass_fields__
+        hint = f" It is an option: options={{{name!r}: ...}}." if is_option else did_you_mean(name, own)
+        raise ConfigError(f"load_trees has no argument {name!r}.{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class Source:
         return cls(printable(path), lambda: read_records(path, max_record_bytes), path, path.stat().st_size)
 
 
-def open_sources(data: Any, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> list[Source]:
+def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> list[Source]:
     """The sources behind paths, names of the hub, data sets, data frames, tables, and lists or iterators of mappings.
 
     Raises:
@@ -230,7 +231,7 @@ def _is_saved(folder: Path) -> bool:
         return False
 
 
-def _datasets(text: str) -> Any:
+def _datasets(text: str) -> ModuleType:
     try:
         import datasets
     except ImportError:
@@ -246,7 +247,7 @@ def _is_of(library: str, data: object) -> bool:
     return isinstance(data, tuple(getattr(module, name) for name in _CLASSES[library]))
 
 
-def _name_of(data: Any) -> str:
+def _name_of(data: object) -> str:
     name = getattr(getattr(data, "info", None), "dataset_name", None) or "dataset"
     split = getattr(data, "split", None)
     return f"{name}[{split}]" if split else str(name)
@@ -271,7 +272,7 @@ def _dataset_records(data: Any, name: str) -> Iterator[RawRecord]:
             start += batch.num_rows
 
 
-def _mapping_records(data: Any, name: str) -> Iterator[RawRecord]:
+def _mapping_records(data: Iterable[Mapping[str, object]], name: str) -> Iterator[RawRecord]:
     for number, row in enumerate(data, 1):
         yield RawRecord(f"{name}:row {number}", {key: plain(value) for key, value in row.items()}, is_row=True)
 

@@ -86,10 +86,9 @@ def rows_to_forest(
     is_first = _first_tokens(is_real, position_ids, may_restart=attention_mask is None)
     if not is_relative:
         _refuse_offsets(is_first, position_ids)
-    is_scored = labels != IGNORED
-    if not is_scored.any():
+    row, column = np.nonzero(labels != IGNORED)
+    if not len(row):
         return None
-    row, column = np.nonzero(is_scored)
     if not is_real[row, column].all():
         raise NotShareable("a label is predicted by a padding token")
     flat_of = np.cumsum(is_real).reshape(is_real.shape) - 1

@@ -12,13 +12,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PathLike = str | Path
 FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is searched for; `.json` must be named
@@ -288,7 +291,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRecord]:
         raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
 
 
-def batch_records(batch: Any, name: str, first: int) -> Iterator[RawRecord]:
+def batch_records(batch: "pa.RecordBatch", name: str, first: int) -> Iterator[RawRecord]:
     """The rows of an Arrow record batch, of which the first is row `first` of `name`."""
     columns = [_column_values(column) for column in batch.columns]
     num_bytes = batch.nbytes // max(1, batch.num_rows)
@@ -297,7 +300,7 @@ def batch_records(batch: Any, name: str, first: int) -> Iterator[RawRecord]:
         yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
 
 
-def _column_values(column: Any) -> list[Any]:
+def _column_values(column: "pa.Array") -> list[Any]:
     """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
     import pyarrow as pa
 

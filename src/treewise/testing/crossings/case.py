@@ -86,7 +86,7 @@ def trees_per_step(draw: Draw) -> int:
 # -- model ------------------------------------------------------------------------------------------------------------
 
 
-def base_model(draw: Draw) -> Any:
+def base_model(draw: Draw) -> PreTrainedModel:
     """The family's tiny model, in its dtype."""
     changes = copy.deepcopy(space.VARIANTS[draw["variant"]])
     dtype = getattr(torch, draw["dtype"])
@@ -188,7 +188,7 @@ def add_hooks(model: nn.Module, draw: Draw) -> None:
         layers[-1].register_forward_hook(_scaled)
 
 
-def _scaled(_module: nn.Module, _inputs: Any, output: Any) -> object:
+def _scaled(_module: nn.Module, _inputs: object, output: Any) -> object:
     return (1.1 * output[0], *output[1:]) if isinstance(output, tuple) else 1.1 * output
 
 

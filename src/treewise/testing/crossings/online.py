@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import treewise as tw
 from treewise.errors import check_choice
+from treewise.objectives import Objective
+from treewise.rl.tasks import TaskItem
 from treewise.testing.crossings.drawing import Draw, ImpossibleError, Rule, WrongError
 from treewise.testing.crossings.plain_credit import CREDIT, advantages_of
 from treewise.testing.crossings.sides import differences, moves_of, quiet, weights_of
@@ -90,7 +93,7 @@ class Letters:
     def num_items(self, _split: str) -> int:
         return 6
 
-    def item(self, split: str, index: int) -> Any:
+    def item(self, split: str, index: int) -> TaskItem:
         from treewise.rl.tasks import TaskItem
 
         return TaskItem(f"{split}/{index}", ({"role": "user", "content": "abcdefgh"[index] + split[0]},))
@@ -137,14 +140,14 @@ def check(draw: Draw) -> None:
         raise WrongError("\n".join(wrong[:6]))
 
 
-def policy(seed: int) -> Any:
+def policy(seed: int) -> PreTrainedModel:
     """A model of 32 tokens that is sure of some: draws repeat one another."""
     model = tiny_model(seed=seed, vocab_size=32, num_hidden_layers=2, tie_word_embeddings=False, eos_token_id=31)
     model.get_output_embeddings().weight.data *= 12.0
     return model
 
 
-def tokenizer() -> Any:
+def tokenizer() -> PreTrainedTokenizerFast:
     """A letter is a token; the last one ends."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -156,7 +159,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<u>")
 
 
-def objective_of(draw: Draw) -> Any:
+def objective_of(draw: Draw) -> Objective:
     """An instance with the drawn settings."""
     given = {"weighting": draw["weighting"], "beta": draw["beta"]}
     if draw["correction"]:
@@ -206,7 +209,7 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
     sampler, counted = Counting(TransformersSampler(model)), []
 
     class Count(TrainerCallback):
-        def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        def on_log(self, *_: object, logs: dict[str, float] | None = None, **__: object) -> None:
             counted.extend([sampler.num_tokens] if logs and "iteration" in logs else [])
 
     trainer = tw.OnlineTrainer(

@@ -248,7 +248,7 @@ def loaded(model: Any, draw: Draw, folder: str) -> Any:
 
 
 def trainer_of(
-    case: Case, model: torch.nn.Module, folder: str, callbacks: list[TrainerCallback], **saving: Any
+    case: Case, model: torch.nn.Module, folder: str, callbacks: list[TrainerCallback], **saving: object
 ) -> TreeTrainer:
     """A trainer whose steps are those of the case."""
     draw = case.draw
@@ -296,7 +296,7 @@ class _Taken(TrainerCallback):
     def __init__(self) -> None:
         self.result = Trained()
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         grads = {name: each.grad for name, each in self.trainer.model.named_parameters() if each.grad is not None}
         self.result.gradients.append({name: whole(grad).clone() for name, grad in grads.items()})
 
@@ -308,7 +308,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 class _StopAfterFirst(TrainerCallback):
-    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: object) -> None:
         control.should_training_stop = state.global_step == 1
 
 
