@@ -242,6 +242,14 @@ def broadcast(tensor: torch.Tensor, device: torch.device, mesh: Mesh | None) -> 
         held.copy_(moved)
 
 
+def copy_first(model: nn.Module, device: torch.device) -> None:
+    """Makes a model equal on all ranks that hold the same parts of it; all ranks of the run call this."""
+    if ranks.count() > 1:
+        mesh = mesh_of(model)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            broadcast(tensor.data, device, mesh)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

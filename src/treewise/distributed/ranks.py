@@ -6,7 +6,7 @@ An error on one rank must not leave the others waiting in a collective operation
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -114,13 +114,6 @@ def _timeout(device: torch.device) -> timedelta:
     world: Any = distributed.group.WORLD
     found: timedelta = world._get_backend(device).options._timeout  # noqa: SLF001
     return found
-
-
-def copy_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives every rank the values of the first rank's tensors."""
-    if count() > 1:
-        for tensor in tensors:
-            distributed.broadcast(tensor.detach(), src=0)
 
 
 def gather_texts(own_text: str) -> list[str]:

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from treewise.distributed import ranks
 from treewise.distributed.mesh import ContextGroup, check_same_plan, mesh_of
 from treewise.engine.budget import AUTO, Budget
 from treewise.engine.differentiable import Reader, Values, hidden_reader, restore, tree_values
@@ -155,6 +156,12 @@ class TreeEngine:
     def implementation(self) -> str:
         """The attention implementation that runs on the model's device."""
         return choose(self.attention, self.lm.device.type)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Which of the batches that are computed at a time is this rank's, and their number."""
+        size = 1 if self._batch_group is None else distributed.get_world_size(self._batch_group[0])
+        return ranks.own() // size, ranks.count() // size
 
     def plan(self, forests: Forests) -> Plan:
         """The plan that `step` would run; measures the budget first if it is `auto`."""

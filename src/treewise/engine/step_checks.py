@@ -154,6 +154,7 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
         (f"{owner}.{name}", value)
         for owner, each in owners
         for name, value in vars(each).items()
-        if type(value) in (int, float, str, bool)
+        # `save_pretrained` makes a text of `dtype`, on the one rank that writes; no module reads it again.
+        if type(value) in (int, float, str, bool) and name != "dtype"
     )
     return _State(modules, outer, tuple(each.requires_grad for each in lm.model.parameters()))

@@ -182,7 +182,8 @@ def with_logprobs(
 
     def own_part() -> dict[int, list[np.ndarray]]:
         found = {}
-        own = range(ranks.own(), len(trees), ranks.count())
+        first, step = engine.turn
+        own = range(first, len(trees), step)
         for start in range(0, len(own), batch_size):
             numbers = own[start : start + batch_size]
             items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))

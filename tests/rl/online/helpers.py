@@ -1,13 +1,16 @@
 """A small model, a byte tokenizer and a task whose reward a random model gets now and then."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from tests.rl.tasks.test_episode import byte_tokenizer
 from treewise import testing
 from treewise.rl.online import OnlineSettings, OnlineTrainer
+from treewise.rl.online.records import rollouts_file
 from treewise.rl.tasks import TaskItem
 from treewise.trainer import TreeTrainingArguments
 
@@ -30,8 +33,9 @@ class EvenBytes:
         return [float(sum(request.token_ids) % 2 == 0) for request in requests]
 
 
-def tiny_policy(seed=0, **changes):
+def tiny_policy(seed=0, family="llama", **changes):
     return testing.tiny_model(
+        family,
         seed=seed,
         vocab_size=len(TOKENIZER),
         num_hidden_layers=2,
@@ -81,6 +85,21 @@ def new_trainer(folder, task=None, *, model=None, arguments_=None, objective="gr
         objective=objective,
         sampler=sampler,
     )
+
+
+def assert_same_rollouts(one, other):
+    """The first iteration of two runs is the same to the bit; the second, after an update whose sums have another
+    order, to the rounding of its log-probs.
+    """
+    first = [rollouts_file(folder, 1).read_bytes() for folder in (one, other)]
+    assert first[0] == first[1]
+    assert len(first[0]) > 0
+    rows = [[json.loads(line) for line in rollouts_file(at, 2).read_text().splitlines()] for at in (one, other)]
+    assert len(rows[0]) == len(rows[1]) > 0
+    for pair in zip(*rows, strict=True):
+        found, expected = ([value or 0.0 for value in row.pop("sampler_logprobs")] for row in pair)
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert pair[0] == pair[1]
 
 
 def digest(model):

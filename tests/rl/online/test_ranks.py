@@ -1,6 +1,5 @@
 """Two processes are one: the same rollouts and the same weights to rounding, also where the run was resumed."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -8,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from tests.rl.online.helpers import assert_same_rollouts
 from tests.rl.online.ranks import CASES, trainer_of
-from treewise.rl.online.records import rollouts_file
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("rl/online/test_ranks")]
 
@@ -32,24 +31,11 @@ def of_two(tmp_path_factory):
     return folder
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_are_one(case, of_two, tmp_path):
     trainer = trainer_of(case, tmp_path / "run")
     logs = trainer.train()
-    first = [rollouts_file(folder, 1).read_bytes() for folder in (tmp_path / "run", of_two / case)]
-    assert first[0] == first[1]
-    assert len(first[0]) > 0
-    one, two = (rows_of(rollouts_file(at, 2)) for at in (tmp_path / "run", of_two / case))
-    assert len(one) == len(two) > 0
-    for row, other in zip(one, two, strict=True):  # after an update, whose sums have another order
-        for stream in (row, other):
-            stream["logprobs"] = [value or 0.0 for value in stream.pop("sampler_logprobs")]
-        assert other.pop("logprobs") == pytest.approx(row.pop("logprobs"), abs=1e-5)
-        assert row == other
+    assert_same_rollouts(tmp_path / "run", of_two / case)
     for rank in (0, 1):
         found = torch.load(of_two / f"{case}-{rank}.pt", weights_only=True)
         for name, value in trainer.model.state_dict().items():

@@ -20,7 +20,7 @@ from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskErro
 from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, growing, records
 from treewise.rl.online.records import rollouts_file
-from treewise.rl.online.settings import check_sharded
+from treewise.rl.online.settings import check_parted
 from treewise.rl.samplers import TransformersSampler, copied_weights
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
@@ -367,16 +367,11 @@ def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_a
     assert np.isfinite(bounded.train()["loss"])
 
 
-def test_meshes_curricula_on_shards_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
+def test_curricula_of_a_policy_in_parts_and_a_lone_kl_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="reference"):
         new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
-    args = arguments(tmp_path / "run")
-    monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
-    monkeypatch.setattr(args, "tp_size", 2)
-    with pytest.raises(ConfigError, match="leave tp_size, ep_size and"):
-        OnlineTrainer(tiny_policy(), EvenBytes(), TOKENIZER, settings(), args)
     with pytest.raises(ConfigError, match="'gain' measures angles or checks itself"):
-        check_sharded(settings(curriculum="gain", num_items=4))
+        check_parted(settings(curriculum="gain", num_items=4))
 
 
 def test_a_copy_for_which_there_is_no_room_is_an_error_with_its_bytes(tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def test_nccl_calls_fit_the_signatures_of_trl(monkeypatch: pytest.MonkeyPatch) -
     client = BoundClient()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(server_weights, "_client", lambda _: client)
-    with running(StandIn()) as one, sampler_on(one, weights="nccl") as sampler:
+    with running(StandIn()) as one, sampler_on(one, weights="nccl", device="cpu") as sampler:
         sampler.update(tiny_model("llama"))
     num = len(list(tiny_model("llama").named_parameters()))
     sent = ["init_communicator", "weight_update", *["update_named_param"] * num, "reset_prefix_cache"]

@@ -31,8 +31,13 @@ def test_state_is_loaded_by_name_and_not_by_order(tmp_path: Path) -> None:
     load_optimizer(tmp_path, second, other)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(first.state[one]["exp_avg"], second.state[two]["exp_avg"])
-    other, third = model_and_optimizer([["0.weight", "0.bias"], ["1.weight", "1.bias"]])
-    with pytest.raises(CheckpointError, match="in other groups"):
+    other, third = model_and_optimizer([["0.weight", "0.bias"], ["1.weight"], [], ["1.bias"]])
+    load_optimizer(tmp_path, third, other)  # as on another mesh
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(first.state[one]["exp_avg_sq"], third.state[two]["exp_avg_sq"])
+    first.param_groups[1]["lr"] = 0.2
+    save_optimizer(tmp_path, optimizer_state(first, model))
+    with pytest.raises(CheckpointError, match=r"in groups of lr=0.1 and 0.2, and this run"):
         load_optimizer(tmp_path, third, other)
 
 
@@ -98,6 +103,11 @@ def endless(plain: Any, tensors: Tensors) -> None:
     del plain["shapes"][f"{A}/step"], tensors[f"{A}/step"]
 
 
+def to_other_group(plain: Any, _: Tensors) -> None:
+    plain["groups"][1]["lr"] = 1.0
+    plain["groups"][1]["params"].append(plain["groups"][0]["params"].pop())
+
+
 def fill(entry: str, value: float) -> Callable[[Any, Tensors], None]:
     def change(plain: Any, tensors: Tensors) -> None:
         tensors[f"{A}/{entry}"] = torch.full_like(tensors[f"{A}/{entry}"], value)
@@ -123,7 +133,7 @@ CUTS: dict[str, tuple[Callable[[Any, Tensors], object], str]] = {
     "a group's parameters": (lambda p, t: without(p, "groups", 1, "params"), "damaged .KeyError: 'params'"),
     "a member": (lambda p, t: without(p, "groups", 0, "params", 0), "0.weight has no state"),
     "a name twice": (lambda p, t: at(p, ("groups", 0, "params", 0), B), "0.weight has no state"),
-    "other groups": (lambda p, t: swap(p["groups"], 0, 1), "trained other parameters .in other groups"),
+    "a member in another group": (to_other_group, r"in groups of lr=0.1 and 1.0, and this run has them in one"),
     "a flag": (lambda p, t: at(p, ("groups", 0, "maximize"), True), "maximize=True, now False"),
     "a rate": (lambda p, t: at(p, ("groups", 0, "lr"), float("nan")), "lr=nan, which no run sets"),
     "a rate of text": (lambda p, t: at(p, ("groups", 0, "lr"), "high"), "lr='high', which no run sets"),

@@ -27,20 +27,17 @@ def refuse_settings(args: "TreeTrainingArguments") -> None:
     for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
         if getattr(args, name):
             raise ConfigError(f"{name}: an online run {why}; leave it out.")
-    if int(args.world_size) > 1 and args.ranks_per_batch * args.ep_size > 1:
-        raise ConfigError(
-            "the parameters of an online run are whole on every process or sharded by fsdp; leave tp_size, ep_size and "
-            "context_size out."
-        )
 
 
-def check_sharded(settings: "OnlineSettings") -> None:
-    """Raises `ConfigError` for a curriculum that computes with the model beside its steps, which is sharded."""
+def check_parted(settings: "OnlineSettings") -> None:
+    """Raises `ConfigError` for a curriculum that computes with the model beside its steps, where several processes
+    compute one batch together, or hold its parameters in parts.
+    """
     curriculum = settings.chosen_curriculum()
     if curriculum.kind.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
         raise ConfigError(
-            f"curriculum {curriculum.name!r} measures angles or checks itself with the model, which fsdp has sharded; "
-            "leave one of the two out."
+            f"curriculum {curriculum.name!r} measures angles or checks itself with the model, which fsdp, tp_size, "
+            "ep_size or context_size spread over processes; leave one of the two out."
         )
 
 

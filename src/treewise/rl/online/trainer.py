@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
+from treewise.distributed.mesh import copy_first, mesh_of
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
@@ -48,8 +49,8 @@ from treewise.rl.online.journal import Journals, LoopState, journals
 from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned, staleness_of
 from treewise.rl.online.settings import (
     OnlineSettings,
+    check_parted,
     check_reference,
-    check_sharded,
     check_staleness,
     own_objective,
     refuse_settings,
@@ -127,10 +128,11 @@ class OnlineTrainer(TreeTrainer):
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
         is_sharded = int(args.world_size) > 1 and args.shard_settings() is not None
-        if is_sharded:
-            check_sharded(self.settings)
+        is_parted = is_sharded or mesh_of(self.model) is not None
+        if is_parted or args.ranks_per_batch > 1:
+            check_parted(self.settings)
         given: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.sampler, own, whole = samplers_of(given, self.model, is_ahead=staleness > 0, is_sharded=is_sharded)
+        self.sampler, own, whole = samplers_of(given, self.model, is_ahead=staleness > 0, is_parted=is_parted)
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]
@@ -363,7 +365,7 @@ class OnlineTrainer(TreeTrainer):
         for batch in self.settings.batches(len(update.trees), (self.args.seed, iteration, _BATCHES)):
             step = self.loop.num_updates + len(norms) + 1
             trees = [update.trees[index] for index in batch]
-            own = trees if self._placer is not None else trees[ranks.own() :: ranks.count()]
+            own = trees if self._placer is not None else trees[self.args.data_index :: self.args.data_size]
             clear_gradients(self.model.parameters())
             prepared = self._prepare(step, collate(own, merges))
             runner.begin_step([prepared], step)
@@ -469,7 +471,7 @@ class OnlineTrainer(TreeTrainer):
 
     def _begin(self, wanted: str | bool | None) -> None:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
-        ranks.copy_first([*self.model.parameters(), *self.model.buffers()])
+        copy_first(self.model, self.args.device)
         self.train_dataset = [self.rollouts.example()]  # what sharding is checked and a budget is measured with
         self.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None

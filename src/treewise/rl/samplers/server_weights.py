@@ -196,7 +196,7 @@ class Weights:
         for client in self._clients:
             with client.weight_update():
                 for name, tensor in whole_weights(model):
-                    client.update_named_param(name, tensor)
+                    client.update_named_param(name, tensor.to(self.device))  # also of a copy in host memory
             client.reset_prefix_cache()
 
 

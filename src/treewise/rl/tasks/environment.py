@@ -60,9 +60,10 @@ class EnvironmentTask:
             raise ConfigError(f"{self.name}: rows are {shown(rows)}; they must be a list of objects, of columns.")
         if not isinstance(self.prompt, str) or not self.prompt.strip():
             raise ConfigError(f"{self.name}: the prompt is {shown(self.prompt)}; it must be a text that is not empty.")
-        tools = tools_of(self._first())
+        first = self._first()
+        tools = tools_of(first)
         names = set(tools)
-        if not names:
+        if not names and not hasattr(first, "take_messages"):  # which scores an answer of one turn
             raise ConfigError(f"{self.name}: the environment has no public method to use as a tool.")
         if self.text_tool is not None and self.text_tool not in names:
             raise ConfigError(f"{self.name}: text_tool {self.text_tool!r} is not one of its tools {sorted(names)}.")

@@ -133,12 +133,14 @@ def load_optimizer(folder: Path, optimizer: Optimizer, model: nn.Module) -> None
     """
     listed, checksums = _content(folder)
     names, now = _names(optimizer, model), optimizer.state_dict()["param_groups"]
-    _refuse_other_parameters(listed, optimizer, names, now)
+    _refuse_other_parameters(listed, optimizer, names)
     _refuse_other_entries(listed, optimizer, names)
     read = _with_tensors(folder, listed, checksums, dict(model.named_parameters()))
     ranks.on_every_rank(lambda: _refuse_values(dict(read.flat())))
     # torch gives the state of the n-th saved parameter of a group to its n-th one; so parameters are those of this run.
-    groups = [_settled_group(then, group) for then, group in zip(listed.groups, now, strict=True)]
+    # And those of its groups: on a mesh transformers makes one for each mesh that parameters are on.
+    then = {name: group for group in listed.groups for name in group["params"]}
+    groups = [_settled_group([then[names[index]] for index in group["params"]], group) for group in now]
     state = {index: read.entries[name] for index, name in names.items() if name in read.entries}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -241,22 +243,20 @@ def _checksum(tensor: torch.Tensor) -> int:
 # -- a state against the optimizer that is to have it ------------------------------------------------------------------
 
 
-def _refuse_other_parameters(
-    listed: OptimizerState, optimizer: Optimizer, names: dict[int, str], now: list[dict[str, Any]]
-) -> None:
-    """Raises `CheckpointError` for another kind of optimizer, or groups of other parameters."""
+def _refuse_other_parameters(listed: OptimizerState, optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Raises `CheckpointError` for another kind of optimizer, or one of other parameters."""
     kind = type(_inner(optimizer)).__name__
     if listed.kind != kind:
         raise CheckpointError(
             f"optim: {listed.kind} -> {kind}: the saved state does not fit another optimizer. Resume with "
             f"{listed.kind}, or start a new run from the checkpoint's weights."
         )
-    then = [set(group["params"]) for group in listed.groups]
-    if then != [{names[index] for index in group["params"]} for group in now]:
-        changed = sorted(map(str, set().union(*then) ^ set(names.values())))
+    then = {name for group in listed.groups for name in group["params"]}
+    if then != set(names.values()):
+        changed = ", ".join(sorted(map(str, then ^ set(names.values())))[:5])
         raise CheckpointError(
-            f"the optimizer of the checkpoint trained other parameters ({', '.join(changed[:5]) or 'in other groups'});"
-            " resume with the same model, adapters and optimizer."
+            f"the optimizer of the checkpoint trained other parameters ({changed}); resume with the same model, "
+            "adapters and optimizer."
         )
 
 
@@ -330,15 +330,25 @@ def _refuse_values(entries: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the optimizer's state {name} holds {tensor.min():g}; it is never below 0.")
 
 
-def _settled_group(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a group of this run, with what steps and schedules change (rates, counters) from the saved one.
+def _settled_group(saved: Sequence[dict[str, Any]], now: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group of this run, with what steps and schedules change (rates, counters) from the saved ones.
+
+    saved: the groups that the checkpoint had its parameters in.
 
     Raises:
-        CheckpointError: a flag that differs, or a number that is not one.
+        CheckpointError: a flag that differs, a number that is not one, or saved groups that differ in either.
     """
+    if not saved:  # a group of no parameters
+        return now
+    then = saved[0]
     changing = [name for name in now if name in then and name not in SETTINGS and name != "params"]
     for name in changing:
         old, new = then[name], now[name]
+        if other := next((each for each in saved if each is not then and each.get(name) != old), None):
+            raise CheckpointError(
+                f"the optimizer of the checkpoint had these parameters in groups of {name}={old!r} and "
+                f"{other.get(name)!r}, and this run has them in one; resume with the same groups."
+            )
         if new is None or isinstance(new, bool | str):
             if old != new:
                 raise CheckpointError(

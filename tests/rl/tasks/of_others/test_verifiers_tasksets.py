@@ -10,7 +10,7 @@ from tests.rl.online.helpers import TOKENIZER, new_trainer, tiny_policy
 from treewise.errors import ConfigError
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.online.tasks_by_name import task_named
-from treewise.rl.tasks import ChatTokens, RewardRequest, RewardRunner, start_episode
+from treewise.rl.tasks import ChatTokens, RewardRunner, start_episode
 
 vf = pytest.importorskip("verifiers.v1", reason="pip install 'verifiers>=0.4,<0.5'")
 HERE = Path(__file__).parent
@@ -29,9 +29,10 @@ def test_a_taskset_of_one_turn_has_its_own_rewards():
     assert (task.num_items("train"), task.num_items("held_out")) == (18, 2)
     items = [task.item("train", index) for index in range(3)]
     assert items[2].prompt == ({"role": "user", "content": "Say 2"},)
-    texts = ["0", "nothing", "it is 2"]
-    requests = [RewardRequest(item, text) for item, text in zip(items, texts, strict=True)]
-    assert task.rewards(requests) == [2.0, 0.0, 2.0]  # weight 2; the metric counts nothing
+    episodes = [start_episode(task, item, ChatTokens(TOKENIZER, "chatml")) for item in items]
+    for episode, text in zip(episodes, ["0", "nothing", "it is 2"], strict=True):
+        episode.step(TOKENIZER(text + "<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
+    assert RewardRunner().of_episodes(episodes) == [2.0, 0.0, 2.0]  # weight 2; the metric counts nothing
 
 
 def test_tools_are_called_and_seen_by_the_rewards():
@@ -69,6 +70,3 @@ def test_what_the_loop_does_not_have_is_refused(monkeypatch):
     monkeypatch.setattr(letter_count.LetterTask, "NEEDS_CONTAINER", True)
     with pytest.raises(ConfigError, match="needs a container"):
         task_named("verifiers:letter-count")
-    monkeypatch.setattr(letter_count.LetterTask, "NEEDS_CONTAINER", False)
-    with pytest.raises(ConfigError, match="has no tools, so max_turns"):
-        task_named("verifiers:letter-count", {"max_turns": 2})

@@ -1,156 +1,120 @@
 """`verifiers:NAME`: a taskset of the package `verifiers` (0.4), its prompts, tools and rewards as they are.
 
-The loop takes the place of the package's harness: tools of the taskset and of its tasks are called in this process, an
-instance of each for every episode, and a task's rewards and metrics score the transcript. What needs a container, a
-runtime of its own or several agents is an error.
+The loop takes the place of the package's harness; tools are called in this process, of toolsets of each episode's own.
 """
 
 import asyncio
+import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from treewise.errors import ConfigError, pip_install
 from treewise.rl.tasks.environment import EnvironmentTask
-from treewise.rl.tasks.of_others.verifiers_traces import answer_of, prompt_of, score_of
-from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem, check_held_out, rows_of_split
-
-MAX_TASKS = 1000  # of a taskset without end
 
 
-def verifiers_task(name: str, num_tasks: int = MAX_TASKS, held_out: float = 0.1, **settings: Any) -> Any:
-    """The task of a taskset: of one turn where it has no tools. settings: of `EnvironmentTask`, others of the taskset's
-    configuration.
+def verifiers_task(name: str, num_tasks: int = 1000, **settings: Any) -> EnvironmentTask:
+    """A task of so many tasks of a taskset. settings: of `EnvironmentTask`, others of the taskset's configuration.
 
     Raises:
-        ConfigError: no such taskset, or one that needs more than this loop has.
+        ConfigError: no such taskset, or one that needs a container, a runtime of its own or several agents.
     """
     own = {key: settings.pop(key) for key in list(settings) if key in EnvironmentTask.__slots__}
-    tasks, toolsets = _loaded(name, settings, num_tasks)
-    check_held_out(name, held_out)
-    if not toolsets(tasks[0]):
-        if own:
-            raise ConfigError(f"verifiers:{name} has no tools, so {', '.join(own)} mean nothing here.")
-        return Tasks(f"verifiers:{name}", tasks, held_out)
-    rows = [{"prompt": prompt_of(task), "number": number} for number, task in enumerate(tasks)]
-    shown = _with_tools([tool for each in toolsets(tasks[0]) for tool in _tools(each)])
-    factory = partial(shown, tasks, toolsets)
-    return EnvironmentTask(factory, rows=rows, held_out=held_out, **{"name": f"verifiers:{name}", **own})
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ConfigError(f"verifiers:{name} needs {error.name}: {pip_install('verifiers')}.") from None
+    try:
+        runner, config = vf.environment_class(name), vf.taskset_config_type(name)
+        taskset = vf.load_taskset(config(id=name, **settings))
+        tasks: list[Any] = list(taskset.take(num_tasks))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"verifiers:{name}: {error}") from None
+    kind = type(tasks[0]) if tasks else vf.Task
+    needs = ["has no tasks"] * (not tasks) + ["needs a container"] * kind.NEEDS_CONTAINER
+    needs += [f"runs its agents itself ({runner.__name__})"] * (runner is not vf.SingleAgentEnv)
+    has_runtime = (kind.setup, kind.finalize) != (vf.Task.setup, vf.Task.finalize)
+    if needs := needs + ["sets a runtime up (setup, finalize)"] * has_runtime:
+        raise ConfigError(f"verifiers:{name} {' and '.join(needs)}; sample it with its own tools, and give its rows.")
 
+    def toolsets(task: Any) -> list[Any]:
+        return [*type(taskset).toolsets(taskset.config), *type(task).toolsets(task.config)]
 
-class Tasks:
-    """Tasks of one turn (`SingleTurnTask`)."""
-
-    def __init__(self, name: str, tasks: Sequence[Any], held_out: float) -> None:
-        self.name, self._tasks, self._held_out = name, tasks, held_out
-
-    def num_items(self, split: Split) -> int:
-        """See `Items`."""
-        return len(rows_of_split(len(self._tasks), self._held_out, split))
-
-    def item(self, split: Split, index: int) -> TaskItem:
-        """See `Items`."""
-        rows = rows_of_split(len(self._tasks), self._held_out, split)
-        number = rows[index % len(rows)]
-        return TaskItem(f"{self.name}/{number}", tuple(prompt_of(self._tasks[number])), {"number": number})
-
-    def rewards(self, requests: Sequence[RewardRequest]) -> list[float]:
-        """The tasks' own rewards, weighted and added up."""
-        return [
-            score_of(self._tasks[each.item.extra["number"]], [*each.item.prompt, answer_of(each)]) for each in requests
-        ]
+    methods = {key: _as_method(key, tool) for key, tool in _tools(toolsets(tasks[0])).items()}
+    factory = type("Conversation", (Conversation,), {"_tasks": tasks, "_toolsets": staticmethod(toolsets), **methods})
+    rows = [{"prompt": _prompt_of(task.data), "number": number} for number, task in enumerate(tasks)]
+    return EnvironmentTask(factory, rows=rows, **{"name": f"verifiers:{name}", **own})
 
 
 class Conversation:
-    """An environment of TRL's form; its tools are those of a taskset (`_with_tools`). Played again, not copied."""
+    """An environment of TRL's form, whose tools are those of a taskset. Played again, not copied."""
 
     can_be_copied = False
+    _tasks: Sequence[Any]
+    _toolsets: Callable[[Any], list[Any]]
 
-    def __init__(self, tasks: Sequence[Any], toolsets: Callable[[Any], list[Any]]) -> None:
-        self._tasks, self._toolsets = tasks, toolsets
-
-    def reset(self, number: int) -> None:
+    async def reset(self, number: int) -> None:
         """Sets the tools of a task up."""
         self._task = self._tasks[number]
         self._own = self._toolsets(self._task)
         for each in self._own:
-            asyncio.run(_set_up(each, self._task.data))
-        self._messages: list[Any] = []
+            await each.setup()
+            await each.setup_task(self._task.data)
 
     def take_messages(self, messages: Sequence[Any]) -> None:
         """The whole transcript, before `get_reward`."""
-        self._messages = list(messages)
+        self._messages = messages
 
     def get_reward(self) -> float:
-        """The task's own rewards, weighted and added up."""
-        state = next((each.state for each in self._own), None)
-        return score_of(self._task, self._messages, state)
+        """The task's own rewards of the transcript, weighted and added up."""
+        import verifiers.v1 as vf
+
+        nodes = [
+            vf.MessageNode(parent=n - 1 if n else None, message=_typed(each, n), sampled=each["role"] == "assistant")
+            for n, each in enumerate(self._messages)
+        ]
+        task = self._task
+        about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        state: dict[str, Any] = {"state": self._own[0].state} if self._own else {}
+        trace: Any = vf.Trace(task=about, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, **state)
+        asyncio.run(task.score(trace))
+        return float(trace.reward)
 
 
-async def _set_up(toolset: Any, data: Any) -> None:
-    await toolset.setup()
-    await toolset.setup_task(data)
+def _prompt_of(data: Any) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *(each.model_dump(exclude_none=True) for each in data.prompt or [])]
 
 
-def _tools(toolset: Any) -> list[Callable[..., Any]]:
-    members = (getattr(toolset, name) for name in dir(type(toolset)) if name[0] != "_")
-    return [each for each in members if callable(each) and getattr(each, "tool", False) is True]
+def _typed(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message in the package's form: calls with their number and arguments as JSON."""
+    typed = {key: message[key] for key in ("role", "content", "name", "reasoning_content") if key in message}
+    typed |= {"tool_call_id": str(message.get("tool_call_id", ""))} if message["role"] == "tool" else {}
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        function = {"arguments": {}, **call.get("function", call)}
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"])
+        typed.setdefault("tool_calls", []).append({**function, "id": f"{number}.{i}", "type": "function"})
+    return typed
 
 
-def _with_tools(tools: Sequence[Callable[..., Any]]) -> type[Conversation]:
-    """A class of conversations whose methods are these tools, described as `get_json_schema` reads them."""
-
-    def method(tool: Any) -> Callable[..., Any]:
-        def called(self: Conversation, **arguments: Any) -> Any:
-            found = next(each for own in self._own for each in _tools(own) if each.__name__ == tool.__name__)
-            return found(**arguments)
-
-        signature, text = inspect.signature(tool), inspect.getdoc(tool) or tool.__name__
-        parameters = list(signature.parameters.values())
-        if parameters and "Args:" not in text:
-            text += "\n\nArgs:\n" + "\n".join(f"    {each.name}: {each.name}" for each in parameters)
-        called.__name__, called.__doc__, called.__annotations__ = tool.__name__, text, dict(tool.__annotations__)
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        called.__signature__ = signature.replace(parameters=[first, *parameters])  # type: ignore[attr-defined]
-        return called
-
-    names = [getattr(each, "tool_name", None) or each.__name__ for each in tools]
-    return type("Conversation", (Conversation,), dict(zip(names, map(method, tools), strict=True)))
+def _tools(toolsets: Sequence[Any]) -> dict[str, Any]:
+    members = (getattr(each, name) for each in toolsets for name in dir(type(each)) if name[0] != "_")
+    tools = (each for each in members if callable(each) and getattr(each, "tool", False) is True)
+    return {getattr(each, "tool_name", None) or each.__name__: each for each in tools}
 
 
-def _loaded(name: str, settings: Mapping[str, Any], num_tasks: int) -> tuple[list[Any], Callable[[Any], list[Any]]]:
-    """Its tasks, and what makes the toolsets of one."""
-    try:
-        from verifiers.v1.env import Env
-        from verifiers.v1.envs.single_agent import SingleAgentEnv
-        from verifiers.v1.task import Task
-        from verifiers.v1.utils.loaders import environment_class, load_taskset, taskset_class
-    except ImportError as error:
-        raise ConfigError(f"verifiers:{name} needs {error.name}: {pip_install('verifiers')}.") from None
-    try:
-        kind: type[Env[Any]] = environment_class(name)
-        config = _config_class(taskset_class(name))
-        taskset = load_taskset(config(id=name, **settings))
-        tasks = list(taskset.take(num_tasks))
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"verifiers:{name}: {error}") from None
-    first = type(tasks[0]) if tasks else Task
-    needs = {
-        "has no tasks": not tasks,
-        f"runs its agents itself ({kind.__name__})": kind is not SingleAgentEnv,
-        "needs a container": first.NEEDS_CONTAINER,
-        "sets a runtime up (setup, finalize)": first.setup is not Task.setup or first.finalize is not Task.finalize,
-    }
-    if any(needs.values()):
-        what = next(text for text, holds in needs.items() if holds)
-        raise ConfigError(f"verifiers:{name} {what}, which an online run does not have; sample it with its own tools.")
-    shared = type(taskset).toolsets
-    return tasks, lambda task: [*shared(taskset.config), *type(task).toolsets(task.config)]
+def _as_method(key: str, tool: Any) -> Callable[..., Any]:
+    """A tool as a method of the conversation, described as `get_json_schema` reads it."""
 
+    @functools.wraps(tool.__func__)
+    def called(self: Conversation, **arguments: Any) -> Any:
+        return _tools(self._own)[key](**arguments)
 
-def _config_class(taskset: type) -> Any:
-    from verifiers.v1.configs.taskset import TasksetConfig
-    from verifiers.v1.utils.generic import concrete_type
-
-    return concrete_type(taskset, TasksetConfig) or TasksetConfig
+    text, names = inspect.getdoc(tool) or key, inspect.signature(tool).parameters
+    missing = [] if "Args:" in text or not names else ["", "Args:", *(f"    {each}: {each}" for each in names)]
+    called.__doc__ = "\n".join([text, *missing])
+    return called

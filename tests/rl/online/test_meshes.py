@@ -1,0 +1,156 @@
+"""Online runs of a policy that no process has whole, against one process: the same rollouts and weights; killed, and
+resumed on the same mesh and in one process. Processes are forked from this one, which has imported all.
+"""
+
+import os
+import shutil
+import signal
+import traceback
+import warnings
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, assert_same_rollouts, settings, tiny_policy
+from tests.trainer.forked_ranks import free_port, join
+from tests.trainer.helpers import in_child
+from treewise.distributed import ranks
+from treewise.distributed.mesh import load_on_mesh
+from treewise.rl.online import OnlineTrainer
+from treewise.rl.samplers import TransformersSampler
+from treewise.trainer.checkpoint import store
+
+pytestmark = pytest.mark.xdist_group("rl/online/test_meshes")
+
+SECONDS = 400
+HYBRID = {"sharded": True, "shard_config": {"dp_replicate_size": 2}}
+# Family and settings of a run, by the number of its processes.
+MESHES = {
+    2: {
+        "tensor": ("qwen3", {"tp_size": 2}),
+        "experts": ("qwen3_moe", {"ep_size": 2}),
+        "context": ("qwen3", {"context_size": 2}),
+        "shards": ("qwen3", {"sharded": True}),
+    },
+    4: {
+        "tensor": ("qwen3", {"tp_size": 2, "sharded": True}),
+        "experts": ("qwen3_moe", {"tp_size": 2, "ep_size": 4, "sharded": True}),
+        "copies": ("qwen3", HYBRID),
+        "all": ("qwen3_moe", {"tp_size": 2, "ep_size": 2, **HYBRID}),
+        "context": ("qwen3", {"context_size": 2, "sharded": True}),
+    },
+}
+RUNS = [
+    pytest.param(number, name, id=f"{name}-{number}", marks=[] if name in ("tensor", "experts") and number == 2 else [
+        pytest.mark.exhaustive
+    ])
+    for number, cases in MESHES.items()
+    for name in cases
+]  # fmt: skip
+
+
+class OnAServer(TransformersSampler):
+    """A sampler on weights of its own, which the first process gives it, as a server has them."""
+
+    def update(self, model):
+        assert (model is None) == (ranks.own() != 0)
+        held = self.model.state_dict()
+        given = ranks.on_first_rank(lambda: {name: model.state_dict()[name] for name in held})
+        assert all(type(each) is torch.Tensor and each.device.type == "cpu" for each in given.values())
+        self.model.load_state_dict(given)
+
+
+def trainer_of(folder, name, family, mesh, sampler=TransformersSampler):
+    """One process's part of a run. The other processes of a run without a mesh begin with other weights."""
+    optimizer = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
+    args = arguments(folder / name, **optimizer, **mesh)
+    if {"tp_size", "ep_size"} & mesh.keys():
+        sizes = {"tp_size": args.tp_size, "ep_size": args.ep_size}
+        model = load_on_mesh(str(folder / family), **sizes, dtype=torch.float32)
+    else:
+        model = tiny_policy(seed=ranks.own(), family=family)
+    sampled = tiny_policy(seed=7, family=family) if sampler is OnAServer else model
+    loop = settings(trees_per_iteration=3, tokens_per_iteration=72, mini_batches=2)
+    return OnlineTrainer(
+        model, EvenBytes(), TOKENIZER, loop, args, sampler=sampler(sampled, isolate_requests=True)
+    )  # fmt: skip
+
+
+def kill_in_second_iteration(trainer):
+    """The last process dies at once while rollouts wait for their rewards."""
+    judge = trainer.task.rewards
+
+    def killed(requests):
+        if trainer.state.global_step == 1 and ranks.own() == ranks.count() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return judge(requests)
+
+    trainer.task.rewards = killed
+
+
+def attempt(folder, name, number, family, mesh, sampler, *, is_killed):
+    """A run of several processes, from its newest checkpoint if there is one: how each of them ended."""
+    port = free_port()
+
+    def work(rank):
+        join(rank, port, number)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        try:
+            warnings.simplefilter("default")  # of transformers about torch
+            AcceleratorState._reset_state(reset_partial_state=True)
+            trainer = trainer_of(folder, name, family, mesh, sampler)
+            if is_killed:
+                kill_in_second_iteration(trainer)
+            trainer.train(resume_from_checkpoint=bool(store.checkpoints(folder / name)) or None)
+            assert is_whole(trainer.sampler.model)
+            torch.save(dict(trainer.sampler.model.named_parameters()), folder / f"{name}-{rank}.pt")
+            torch.distributed.barrier()
+        except BaseException:
+            (folder / f"{name}-error{rank}").write_text(traceback.format_exc())
+            raise
+
+    children = [in_child(lambda rank=rank: work(rank), SECONDS) for rank in range(number)]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def is_whole(model):
+    return all(type(each.data) is torch.Tensor for each in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    """A folder with the models and the runs of one process."""
+    folder = tmp_path_factory.mktemp("meshes")
+    runs = {}
+    for family in ("qwen3", "qwen3_moe"):
+        tiny_policy(family=family).save_pretrained(folder / family)
+        runs[family] = trainer_of(folder, f"one-{family}", family, {})
+        runs[family].train()
+    return folder, runs
+
+
+def assert_close(found, trainer):
+    for name, value in trainer.model.named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("number", "name"), RUNS)
+def test_a_run_on_a_mesh_is_that_of_one_process_killed_and_resumed_anywhere(number, name, of_one):
+    (folder, runs), (family, mesh) = of_one, MESHES[number][name]
+    one, run = runs[family], f"{name}-{number}"
+    sampler = OnAServer if name == "tensor" else TransformersSampler
+    work = (number, family, mesh, sampler)
+    codes = attempt(folder, run, *work, is_killed=True)
+    assert codes[-1] == -signal.SIGKILL
+    assert 0 not in codes
+    assert [path.name for path in store.checkpoints(folder / run)] == ["checkpoint-1"]
+    shutil.copytree(folder / run, folder / f"{run}-alone")
+    codes = attempt(folder, run, *work, is_killed=False)
+    assert codes == [0] * number, "\n".join(each.read_text() for each in sorted(folder.glob(f"{run}-error*")))
+    assert_same_rollouts(one.folder, folder / run)
+    for rank in range(number):
+        assert_close(torch.load(folder / f"{run}-{rank}.pt", weights_only=False), one)
+    alone = trainer_of(folder, f"{run}-alone", family, {})
+    alone.train(resume_from_checkpoint=True)
+    assert_close(dict(alone.model.named_parameters()), one)
