@@ -33,6 +33,7 @@ WHOLE_PACKAGE = {
     "advantages/test_unbiased": "expected gradients over all rollouts that can be drawn",
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
     "engine/test_carrying": "what a gradient has to reach above a micro-batch",
+    "rl/online/test_meshes": "runs of policies that no process has whole",
     "planning/test_fastest": "the fastest of several plans",
     "distributed/placement/test_image_costs": "what images cost a rank",
     "trainer/test_step_profile": "a profile of some steps",

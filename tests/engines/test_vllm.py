@@ -5,16 +5,21 @@ trainer, server and both are killed; two servers; LoRA merged and as an adapter;
 """
 
 import json
+import os
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from torch.distributed.tensor import DTensor
 
 from tests.engines.vllm_server import VllmServer
 from tests.rl.online.helpers import TOKENIZER, digest, new_trainer, tiny_policy
 from tests.rl.samplers.stand_in import largest_gap
+from tests.trainer.forked_ranks import free_port, join
+from tests.trainer.helpers import in_child
 from treewise.cli.main import main
 from treewise.rl.online import OnlineTrainer, growing
 from treewise.rl.online.records import rollouts_file
@@ -215,6 +220,27 @@ def test_both_are_killed(servers, undisturbed, tmp_path):
     trainer = run(tmp_path / "run", servers[0], iterations=3, resume=True)  # waits for it
     assert_the_same(trainer, undisturbed)
     assert max(gaps(trainer)) < MOST_GAP
+
+
+def test_a_policy_in_shards_on_two_processes_hands_its_weights_over(servers, undisturbed, tmp_path):
+    port = free_port()
+
+    def work(rank):
+        join(rank, port)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = run(tmp_path / "run", *servers, arguments_={"sharded": True}, iterations=3)
+        assert isinstance(next(trainer.model.parameters()).data, DTensor)
+        (tmp_path / f"gaps-{rank}").write_text(json.dumps(gaps(trainer)))
+
+    children = [in_child(lambda rank=rank: work(rank), 600) for rank in range(2)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    rows = [rollouts_file(folder, 1).read_text().splitlines() for folder in (undisturbed[0].folder, tmp_path / "run")]
+    one, two = ([json.loads(line)["token_ids"] for line in lines] for lines in rows)
+    assert one == two
+    for rank in range(2):
+        found = json.loads((tmp_path / f"gaps-{rank}").read_text())
+        assert len(found) == 3
+        assert max(found) < MOST_GAP
 
 
 def test_doctor_says_what_a_server_is(servers, tmp_path, capsys):

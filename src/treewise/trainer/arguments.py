@@ -285,6 +285,11 @@ class TreeTrainingArguments(TrainingArguments):
         return int(self.process_index) // self.ranks_per_batch
 
     @property
+    def is_parted(self) -> bool:
+        """Whether no process has the whole model: it is sharded, or on a mesh."""
+        return int(self.world_size) > 1 and (self.sharded or self.tp_size * self.ep_size > 1)
+
+    @property
     def ranks_per_batch(self) -> int:
         """Processes that compute one batch together."""
         return self.tp_size * self.context_size

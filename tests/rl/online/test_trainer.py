@@ -367,11 +367,15 @@ def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_a
     assert np.isfinite(bounded.train()["loss"])
 
 
-def test_curricula_of_a_policy_in_parts_and_a_lone_kl_are_refused(tmp_path):
+def test_curricula_of_a_policy_in_parts_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="reference"):
         new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
+    args = arguments(tmp_path / "run")
+    check_parted(settings(curriculum="gain", num_items=4), args)
+    monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
+    monkeypatch.setattr(args, "context_size", 2)
     with pytest.raises(ConfigError, match="'gain' measures angles or checks itself"):
-        check_parted(settings(curriculum="gain", num_items=4))
+        check_parted(settings(curriculum="gain", num_items=4), args)
 
 
 def test_a_copy_for_which_there_is_no_room_is_an_error_with_its_bytes(tmp_path, monkeypatch):

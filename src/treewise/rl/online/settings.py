@@ -29,10 +29,12 @@ def refuse_settings(args: "TreeTrainingArguments") -> None:
             raise ConfigError(f"{name}: an online run {why}; leave it out.")
 
 
-def check_parted(settings: "OnlineSettings") -> None:
+def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> None:
     """Raises `ConfigError` for a curriculum that computes with the model beside its steps, where several processes
     compute one batch together, or hold its parameters in parts.
     """
+    if not args.is_parted and args.ranks_per_batch == 1:
+        return
     curriculum = settings.chosen_curriculum()
     if curriculum.kind.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
         raise ConfigError(

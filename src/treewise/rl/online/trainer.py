@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
-from treewise.distributed.mesh import copy_first, mesh_of
+from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
@@ -127,12 +127,9 @@ class OnlineTrainer(TreeTrainer):
         if args.process_index == 0:
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
-        is_sharded = int(args.world_size) > 1 and args.shard_settings() is not None
-        is_parted = is_sharded or mesh_of(self.model) is not None
-        if is_parted or args.ranks_per_batch > 1:
-            check_parted(self.settings)
+        check_parted(self.settings, args)
         given: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.sampler, own, whole = samplers_of(given, self.model, is_ahead=staleness > 0, is_parted=is_parted)
+        self.sampler, own, whole = samplers_of(given, self.model, is_ahead=staleness > 0, is_parted=args.is_parted)
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]

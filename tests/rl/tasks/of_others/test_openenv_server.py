@@ -89,3 +89,9 @@ def test_a_run_branches_within_episodes_or_at_their_start(replay, url, tmp_path,
     assert (logs["reward"], logs["failed_rollouts"], logs["refused_branches"]) == (1.5, 0, 0)
     assert (logs["num_branches"] > 0) == replay
     assert ("branch at their prompts alone" in caplog.text) == (not replay)
+
+
+def test_a_run_from_the_command(url, run_command):
+    logs = run_command(f"openenv:{url}", **{"tasks_settings.observation": "text", "tokens_per_iteration": 160})
+    assert logs["num_rollouts"] > 2
+    assert logs["failed_rollouts"] == 0

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from tests.rl.online.helpers import new_trainer, tiny_policy
 from treewise.errors import ConfigError
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.tasks.environment import state_method
@@ -49,10 +48,8 @@ def test_the_reward_is_the_games():
         assert 0 <= game.get_reward() <= 1
 
 
-def test_a_run_end_to_end(tmp_path):
-    run = {"branching": "turns", "branching_settings": {"roots": 2}, "tokens_per_iteration": 128, "eval_items": 2}
-    model = tiny_policy(max_position_embeddings=4096)
-    logs = new_trainer(tmp_path / "run", task_named(NAME, {"max_turns": 3}), model=model, **run).train()
+def test_a_run_from_the_command(run_command):
+    logs = run_command(NAME, **{"tasks_settings.max_turns": 3, "tokens_per_iteration": 128})
     assert logs["num_rollouts"] > 2
     assert logs["failed_rollouts"] == 0
 

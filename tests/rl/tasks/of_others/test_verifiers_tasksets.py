@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.online.helpers import TOKENIZER, new_trainer, tiny_policy
+from tests.rl.online.helpers import TOKENIZER
 from treewise.errors import ConfigError
-from treewise.rl.online.records import rollouts_file
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.tasks import ChatTokens, RewardRunner, start_episode
 
@@ -52,14 +51,10 @@ def test_tools_are_called_and_seen_by_the_rewards():
 
 
 @pytest.mark.parametrize("name", ["letter-count", "adder_tools"])
-def test_a_run_end_to_end(name, tmp_path):
-    run = {"trees_per_iteration": 2, "tokens_per_iteration": 96, "max_new_tokens": 16, "eval_items": 2}
-    model = tiny_policy(max_position_embeddings=2048)
-    trainer = new_trainer(tmp_path / "run", task_named(f"verifiers:{name}"), model=model, **run)
-    logs = trainer.train()
+def test_a_run_from_the_command(name, run_command):
+    logs = run_command(f"verifiers:{name}")
     assert logs["num_rollouts"] > 2
     assert logs["failed_rollouts"] == 0
-    assert rollouts_file(trainer.folder, 2).read_text()
 
 
 def test_what_the_loop_does_not_have_is_refused(monkeypatch):
