@@ -5,6 +5,12 @@
 Tokens a second of `continue_all` on one model and the same episodes, by the seconds that each call of the environment
 sleeps: `at once` as a run has it, `in turns` with one environment at a time. Then iterations of an online run by
 `max_staleness`: the wall time of one against its sampling and its update.
+
+    python benchmarks/bench_waiting.py --save_policy /tmp/policy
+    taskset -c 1 .venv-vllm/bin/python -m vllm.entrypoints.openai.api_server --model /tmp/policy ... (tests/engines)
+    taskset -c 0 python benchmarks/bench_waiting.py --server http://127.0.0.1:8000
+
+The iterations alone, sampled by a server on another core.
 """
 
 import argparse
@@ -24,7 +30,7 @@ from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Unrecorded
 from treewise.rl.online.rollout import Continuation, Limits, start
-from treewise.rl.samplers import SampleRequest, TransformersSampler
+from treewise.rl.samplers import SampleRequest, ServerSampler, TransformersSampler
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask
 
 
@@ -131,8 +137,12 @@ def iterations(options: argparse.Namespace, tokenizer: Any, staleness: int) -> d
         chat_template=template(tokenizer),
         max_staleness=staleness,
     )
-    sampler = Turns(policy(tokenizer), options.length, tokenizer.eos_token_id, options.rows)
-    sampler.update = copying(sampler)  # type: ignore[method-assign]
+    sampler: Any
+    if options.server:
+        sampler = ServerSampler(options.server, weights="reload")
+    else:
+        sampler = Turns(policy(tokenizer), options.length, tokenizer.eos_token_id, options.rows)
+        sampler.update = copying(sampler)
     with tempfile.TemporaryDirectory() as folder:
         arguments = tw.TreeTrainingArguments(
             output_dir=str(Path(folder) / "run"), use_cpu=True, disable_tqdm=True, report_to="none", max_tokens=4096
@@ -143,7 +153,12 @@ def iterations(options: argparse.Namespace, tokenizer: Any, staleness: int) -> d
     names = ("seconds_iteration", "seconds_sampling", "seconds_update")
     row = {name: statistics.median(each[name] for each in logs) for name in names}
     longest = max(row["seconds_sampling"], row["seconds_update"])
-    return {"max_staleness": staleness, **row, "iteration_over_longest": row["seconds_iteration"] / longest}
+    return {
+        "max_staleness": staleness,
+        "server": bool(options.server),
+        **row,
+        "iteration_over_longest": row["seconds_iteration"] / longest,
+    }
 
 
 def copying(sampler: Turns) -> Any:
@@ -178,21 +193,27 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--sleep", type=float, default=2.0)
+    parser.add_argument("--server", help="its address")
+    parser.add_argument("--save_policy", help="a folder for the model that a server is to serve; nothing is measured")
     options = parser.parse_args()
     tokenizer = new_tokenizer()
     model = policy(tokenizer)
-    rows = []
-    for _ in range(options.repetitions):
+    if options.save_policy:
+        model.save_pretrained(options.save_policy)
+        return
+    rows: list[dict[str, Any]] = []
+    for _ in range(0 if options.server else options.repetitions):
         for seconds, at_once in ((0.0, 64), (options.sleep, 64)):
             rows.append(measured(options, model, tokenizer, seconds, at_once))
             print(rows[-1], flush=True)
-    few = argparse.Namespace(**{**vars(options), "episodes": 4, "turns": 2})
-    rows.append(measured(few, model, tokenizer, options.sleep, 1) | {"episodes": 4, "turns": 2})
-    print(rows[-1], flush=True)
+    if not options.server:
+        few = argparse.Namespace(**{**vars(options), "episodes": 4, "turns": 2})
+        rows.append(measured(few, model, tokenizer, options.sleep, 1) | {"episodes": 4, "turns": 2})
+        print(rows[-1], flush=True)
     for staleness in (0, 1):
         rows.append(iterations(options, tokenizer, staleness))
         print(rows[-1], flush=True)
-    print(save("waiting", rows))
+    print(save("waiting-server" if options.server else "waiting", rows))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def rows_of(seed):
     return [np.concatenate([prompt, turns[row // 2], draw(size=3 + row)]) for row in range(ANSWERS)]
 
 
-def batch_of(seed, engine, micro_batch_size=ANSWERS):
+def batch_of(seed, engine, micro_batch_size=ANSWERS, max_tokens=None):
     from verl.utils import tensordict_utils as tu
 
     rows, torch_rng = rows_of(seed), torch.Generator().manual_seed(seed)
@@ -87,7 +87,8 @@ def batch_of(seed, engine, micro_batch_size=ANSWERS):
         "advantages": [torch.randn(1, generator=torch_rng).repeat(length) for length in answers],
     }
     settings = {
-        "use_dynamic_bsz": False,
+        "use_dynamic_bsz": max_tokens is not None,
+        **({} if max_tokens is None else {"max_token_len_per_gpu": max_tokens}),
         "micro_batch_size_per_gpu": micro_batch_size,
         "temperature": 0.7,
         "use_remove_padding": engine.model_config.use_remove_padding,
@@ -102,7 +103,7 @@ def whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
 
 
-def outcome(folder, micro_batch_size=ANSWERS, **settings):
+def outcome(folder, micro_batch_size=ANSWERS, max_tokens=None, **settings):
     """Log-probs, entropies, losses and gradients of batches, and the weights after two updates, in this process."""
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
@@ -114,16 +115,16 @@ def outcome(folder, micro_batch_size=ANSWERS, **settings):
                          entropy_coeff=0.01, use_kl_loss=False)  # fmt: skip
     loss = functools.partial(ppo_loss, config)
     with engine.eval_mode():
-        outputs = engine.infer_batch(batch_of(rank, engine, micro_batch_size))["model_output"]
+        outputs = engine.infer_batch(batch_of(rank, engine, micro_batch_size, max_tokens))["model_output"]
     found = {name: [each.float() for each in value.unbind()] for name, value in outputs.items()}
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        first = engine.forward_backward_batch(batch_of(10 + rank, engine, micro_batch_size), loss)
+        first = engine.forward_backward_batch(batch_of(10 + rank, engine, micro_batch_size, max_tokens), loss)
         found["loss"] = torch.tensor(first["loss"])
         if settings.get("strategy") != "fsdp":
             found["gradients"] = {name: whole(each.grad) for name, each in engine.module.named_parameters()
                                   if each.grad is not None}  # fmt: skip
-        updates = [engine.train_batch(batch_of(20 + 2 * step + rank, engine, micro_batch_size), loss)
+        updates = [engine.train_batch(batch_of(20 + 2 * step + rank, engine, micro_batch_size, max_tokens), loss)
                    for step in range(2)]  # fmt: skip
     found["losses"] = torch.tensor([each["loss"] for each in updates])
     found["norms"] = torch.tensor([each["metrics"]["grad_norm"] for each in updates])

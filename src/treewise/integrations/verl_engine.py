@@ -27,6 +27,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
 from treewise.integrations.tree_batches import Fields, TreeBatches, as_numpy, fields_in_rows, require_no_dropout
+from treewise.integrations.verl_batches import relatives_together
 from treewise.nn.model import base_model
 
 logger = logging.getLogger("treewise")
@@ -109,17 +110,26 @@ class EngineSharing:
     that fails this is an `UnsupportedModelError`.
     """
 
-    def __init__(self, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
-        self.model, self.engine = model, engine
+    def __init__(self, of_verl: Any, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
+        self.model, self.engine, self._of_verl = model, engine, of_verl
         self._batches = TreeBatches(engine, min_ratio)
         self.counts = self._batches.counts
         self._own: Callable[..., Any] = type(model).forward
         self._is_compared = False
         model.forward = MethodType(self._forward_of(), model)
+        own = type(of_verl).forward_backward_batch
+
+        @functools.wraps(own)
+        def forward_backward_batch(*args: Any, **kwargs: Any) -> Any:
+            with relatives_together(min_ratio):
+                return own(of_verl, *args, **kwargs)
+
+        of_verl.forward_backward_batch = forward_backward_batch
 
     def remove(self) -> None:
         """Computes every micro-batch by verl's own forward again."""
         self.model.__dict__.pop("forward", None)
+        self._of_verl.__dict__.pop("forward_backward_batch", None)
 
     def __repr__(self) -> str:
         return f"EngineSharing({self.counts})"
@@ -194,7 +204,7 @@ def share_engine(engine: Any, *, attention: str = "auto", min_ratio: float = 1.1
     base = base_model(module.module if isinstance(module, FullyShardedDataParallel) else module)
     _refuse_head(base)
     tree_engine = TreeEngine(base, None, attention, check=False, router_aux_loss=False)
-    return EngineSharing(base, tree_engine, min_ratio)
+    return EngineSharing(engine, base, tree_engine, min_ratio)
 
 
 def install() -> None:
