@@ -120,13 +120,13 @@ def outcome(folder, micro_batch_size=ANSWERS, max_tokens=None, **settings):
     with engine.train_mode():
         engine.optimizer_zero_grad()
         first = engine.forward_backward_batch(batch_of(10 + rank, engine, micro_batch_size, max_tokens), loss)
-        found["loss"] = torch.tensor(first["loss"])
+        found["loss"] = torch.tensor(first["loss"]).sum()  # of its micro-batches
         if settings.get("strategy") != "fsdp":
             found["gradients"] = {name: whole(each.grad) for name, each in engine.module.named_parameters()
                                   if each.grad is not None}  # fmt: skip
         updates = [engine.train_batch(batch_of(20 + 2 * step + rank, engine, micro_batch_size, max_tokens), loss)
                    for step in range(2)]  # fmt: skip
-    found["losses"] = torch.tensor([each["loss"] for each in updates])
+    found["losses"] = torch.tensor([sum(each["loss"]) for each in updates])
     found["norms"] = torch.tensor([each["metrics"]["grad_norm"] for each in updates])
     found["weights"] = {name: whole(each) for name, each in engine.module.named_parameters()}
     sharing = getattr(engine, "treewise", None)
