@@ -17,7 +17,7 @@ from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
 from treewise.testing import tiny_model
-from treewise.testing.oracle import flat_sft
+from treewise.testing.oracle import FlatGradients, flat_sft
 from treewise.testing.strategies import trajectories
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -25,8 +25,6 @@ from treewise.tree.trajectory import Trajectory
 pytestmark = pytest.mark.xdist_group("bench/test_contestants")
 
 CPU = torch.device("cpu")
-# Rounding of these models in float32 makes 1e-7 to 3e-7.
-TOLERANCE = 2e-6
 
 pytest.importorskip("trl")
 
@@ -111,11 +109,11 @@ def test_layers_are_compiled_for_contestants_of_that_name_alone(
     assert compiled == [("Qwen3DecoderLayer", True, "aot_eager")] * 4  # two layers in each of two twins
 
 
-def check(model: torch.nn.Module, made: Contestant | str, key: str, loss: float, expected: dict) -> None:
+def check(model: torch.nn.Module, made: Contestant | str, key: str, loss: float, expected: FlatGradients) -> None:
     assert isinstance(made, Contestant), made
     model.zero_grad()
-    assert made.step() == pytest.approx(loss, rel=1e-5), key
-    assert gradient_error(model, expected) < TOLERANCE, key
+    assert made.step() == pytest.approx(loss, rel=expected.tolerance), key
+    assert gradient_error(model, expected) < expected.tolerance, key
 
 
 def test_what_cannot_run_is_named() -> None:

@@ -12,6 +12,7 @@ from treewise.bench import Settings, load, make, measure_workload, random_model,
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, check_losses, measure, speed_ups
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
+from treewise.testing.oracle import LEAST_ROUNDING, TIMES_FLAT
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("bench/test_results")]
 
@@ -35,8 +36,9 @@ def row(model: torch.nn.Module) -> dict:
 def test_a_row_holds_what_is_promised(row: dict) -> None:
     assert set(row["contestants"]) >= {"flat", "merged", "trl", "tree", "tree@11"}
     assert row["reference"] == "flat training of a float64 copy"
+    limit = TIMES_FLAT * max(LEAST_ROUNDING, row["contestants"]["flat"]["gradient_error"])
     for name, found in row["contestants"].items():
-        assert 0 < found["gradient_error"] < 2e-6, name
+        assert 0 < found["gradient_error"] < limit, name
         assert found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
         assert found["key_rows_per_token"] >= 1
     assert row["contestants"]["flat"]["computed_tokens"] == row["flat_tokens"]

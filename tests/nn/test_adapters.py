@@ -22,7 +22,8 @@ pytestmark = [
 ]
 
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
-TOLERANCE = 1e-5
+# In float64, but for what norms and some types compute in float32 whatever the dtype.
+TOLERANCE = 1e-6
 
 # What a type needs beside its targets.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -59,6 +60,8 @@ def adapted(kind: str, target: str, **settings: Any) -> PeftModel:
 
 
 def stirred(model: nn.Module) -> Any:
+    """In float64."""
+    model.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,7 +85,7 @@ def check(model: nn.Module) -> None:
         assert computed.keys() == expected.keys()
         whole = sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5
         for name, grad in expected.items():
-            assert float((computed[name] - grad).norm()) <= TOLERANCE * float(grad.norm()) + 1e-6 * whole, name
+            assert float((computed[name] - grad).norm()) <= TOLERANCE * (float(grad.norm()) + 0.1 * whole), name
 
 
 @pytest.mark.representatives("LORA-lm_head", "IA3-lm_head", "VERA-lm_head", "LOKR-q_proj")
@@ -120,7 +123,7 @@ def tiny_model_like(model: PeftModel) -> nn.Module:
     """The model that was adapted, without adapters."""
     torch.manual_seed(0)
     assert isinstance(model, PeftModel)
-    return tiny_model(tie_word_embeddings=False)
+    return tiny_model(dtype=torch.float64, tie_word_embeddings=False)
 
 
 def test_trained_tokens() -> None:

@@ -65,9 +65,10 @@ def settings(tmp_path: Any, **changes: Any) -> dict[str, Any]:
     }
 
 
-def model_for_trl(family: str = "llama", **changes: Any) -> torch.nn.Module:
-    """Its end token is likely in some contexts, so that rollouts differ in length."""
-    model = tiny_model(family, pad_token_id=0, **changes)
+def model_for_trl(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> torch.nn.Module:
+    """Its end token is likely in some contexts, so rollouts differ in length; in float64 rounding decides nothing."""
+    model = tiny_model(family, dtype, pad_token_id=0, **changes)
+    model.config._experts_implementation_internal = "eager"  # the grouped kernel knows no float64
     with torch.no_grad():
         model.get_output_embeddings().weight[2] *= 25
     return model
@@ -99,7 +100,7 @@ def _values(entry: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in entry.items() if not name.endswith(TIMES) and isinstance(value, int | float)}
 
 
-def assert_same_training(make: Any, tolerance: float = 1e-5, **options: Any) -> Run:
+def assert_same_training(make: Any, tolerance: float = 1e-6, **options: Any) -> Run:
     """The line changes no logged number, and no step, by more than the tolerance; and trees were computed."""
     flat, tree = Run(make, share=False), Run(make, share=True, **options)
     assert len(flat.logs) == len(tree.logs)

@@ -35,9 +35,9 @@ def lora():
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
 
-def reference():
+def reference(dtype=torch.float64):
     """Another model than the one in training, so that a mistake in either shows."""
-    return {"ref_model": model_for_trl(initializer_range=0.05)}
+    return {"ref_model": model_for_trl(dtype=dtype, initializer_range=0.05)}
 
 
 @pytest.mark.parametrize("max_tokens", [None, 24])
@@ -63,7 +63,8 @@ def test_dpo_with_the_adapter_off_as_reference(build, pairs, checkpointing, max_
 
 def test_dpo_in_mixed_precision(build, pairs):
     """Here accelerate wraps the reference model before the line is called, and the trained one after it."""
-    make = build(DPOTrainer, DPOConfig, pairs, more=reference, bf16=True, max_steps=2)
+    models = {"model": lambda: model_for_trl(dtype=torch.float32), "more": lambda: reference(torch.float32)}
+    make = build(DPOTrainer, DPOConfig, pairs, **models, bf16=True, max_steps=2)
     assert_same_training(make, tolerance=0.03)
     assert not torch.is_autocast_enabled("cpu")
 

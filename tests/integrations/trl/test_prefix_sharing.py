@@ -20,8 +20,8 @@ FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 IGNORED = -100
 
 
-def fused(family="llama", **head):
-    model = model_for_trl(family)
+def fused(family="llama", dtype=torch.float64, **head):
+    model = model_for_trl(family, dtype)
     add_fused_lm_head(model, outputs=FIELDS, **head)
     return model
 
@@ -62,9 +62,9 @@ def assert_served(model, inputs, **options):
     assert sharing.counts.num_calls == 1
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-5, msg=name)
-    assert gradient_error(gradients, expected_gradients) < 1e-5
+        is_alike = "loss" not in name  # transformers' routing loss is in float32, whatever the model is in
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-6, msg=name, check_dtype=is_alike)
+    assert gradient_error(gradients, expected_gradients) < 1e-6
     return sharing
 
 
@@ -227,14 +227,14 @@ def test_a_model_that_the_trainer_compiled():
     treewise.share_prefixes(model, max_tokens=6)
     model.model.layers[0].mlp.compile(backend="eager", dynamic=True)
     found, gradients = outputs_and_gradients(torch.compile(model, backend="eager"), batch())
-    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=1e-6)
     found_gradients = {name.removeprefix("_orig_mod."): grad for name, grad in gradients.items()}
-    assert gradient_error(found_gradients, expected_gradients) < 1e-5
+    assert gradient_error(found_gradients, expected_gradients) < 1e-6
 
 
 def test_autocast_around_the_head_holds_for_the_decoder_too():
     """accelerate wraps a reference model so before anybody can call share_prefixes."""
-    model = fused().eval()
+    model = fused(dtype=torch.float32).eval()
     inner = model.forward
 
     @wraps(inner.__func__)
@@ -273,7 +273,7 @@ def test_out_of_memory_in_the_forward_is_tried_again_in_smaller_parts(monkeypatc
     assert sharing.engine.max_tokens <= 12
     assert any("out of memory" in record.message for record in caplog.records)
     torch.testing.assert_close(found.log_probs, expected.log_probs)
-    assert gradient_error(gradients, expected_gradients) < 1e-5
+    assert gradient_error(gradients, expected_gradients) < 1e-6
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

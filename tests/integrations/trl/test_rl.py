@@ -87,7 +87,8 @@ def test_rloo_ten_steps(build, prompts, max_tokens):
 def test_kl_to_a_reference_model(build, prompts, tmp_path, trainer, config):
     """The trainer loads the reference model from where the trained one came from."""
     model_for_trl().save_pretrained(tmp_path / "model")
-    make = build(trainer, config, prompts, model=str(tmp_path / "model"), beta=0.1, num_iterations=2, **ROLLOUTS)
+    settings = {"beta": 0.1, "num_iterations": 2, "model_init_kwargs": {"dtype": "auto"}}
+    make = build(trainer, config, prompts, model=str(tmp_path / "model"), **settings, **ROLLOUTS)
     run = assert_same_training(make, max_tokens=20)
     assert len(run.sharings) == 2
 
