@@ -8,14 +8,18 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed, nn
 from transformers import TrainerCallback
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from treewise.distributed.mesh import load_on_mesh
 from treewise.engine import TreeEngine
+from treewise.integrations.trl import share_prefixes
 from treewise.objectives import Objective
 from treewise.testing.crossings import case as cases
 from treewise.testing.crossings import ranks, space
@@ -26,6 +30,7 @@ from treewise.testing.oracle import Gradients, gradient_error, gradients_of
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.forest import Forest
 
+LogprobsOf = Callable[[Tree], list[torch.Tensor]]
 # How many times flat training's own distance from float64 a tree may be away from it.
 FACTORS = {"float32": 8.0, "float64": 1.0, "bfloat16": 3.0}
 
@@ -80,7 +85,7 @@ def refuse_inexact(draw: Draw, flat: Trained, exact: Trained) -> None:
         if lost := [name for name, each in theirs.items() if name not in ours and each.any()]:
             raise ImpossibleError(f"flat training has no gradient of {lost[0]} (checkpoints {draw['checkpoints']})")
         error = gradient_error(ours, theirs)
-        if error > (0.5 if draw["dtype"] == "bfloat16" else 1e-2):
+        if error > (0.5 if cases.precision_of(draw) == "bfloat16" else 1e-2):
             raise ImpossibleError(f"flat training is itself off by {error:.0e} (checkpoints {draw['checkpoints']})")
 
 
@@ -94,7 +99,8 @@ def train_flat(case: Case, model: torch.nn.Module) -> Trained:
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         calls = case.calls(step) if case.is_per_call else [case.steps[step]]
-        parts = [flat_loss_of(case, model, [item for tree in call for item in tree]) for call in calls]
+        with autocast(case.draw):  # nothing in float64 follows it
+            parts = [flat_loss_of(case, model, [item for tree in call for item in tree]) for call in calls]
         loss = torch.stack([each for each, _ in parts]).sum()
         loss.backward()
         result.sizes.append(sum(float(each.grad.abs().sum()) for _, each in parts if each.grad is not None))
@@ -106,13 +112,27 @@ def train_flat(case: Case, model: torch.nn.Module) -> Trained:
 
 def flat_loss_of(case: Case, model: torch.nn.Module, items: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some trajectories, with a graph, and the log-probs that it is of, whose gradient is kept."""
-    seen = cases.seen_by(model, case.processor)
+    seen, routers = cases.seen_by(model, case.processor), []
+    hook = model.register_forward_hook(lambda _, __, output: routers.append(getattr(output, "router_logits", None)))
     rows = run_alone(model, items, temperature=case.draw["temperature"], seen=seen)
+    hook.remove()
     rows.logprobs.retain_grad()
     if case.draw["objective"] != "function_of_trained":
-        return loss_of_rows(rows, items, case.objective), rows.logprobs
-    logprobs = [rows.logprobs[row, 1 : len(item)] for row, item in enumerate(items)]
-    return case.objective(cases.trained_parts(logprobs, items)), rows.logprobs
+        loss = loss_of_rows(rows, items, case.objective)
+    else:
+        logprobs = [rows.logprobs[row, 1 : len(item)] for row, item in enumerate(items)]
+        loss = case.objective(cases.trained_parts(logprobs, items))
+    if case.draw["variant"] == "routed":
+        layers = tuple(torch.cat(each) for each in zip(*routers, strict=True))  # of all rows as one batch
+        loss = loss + model.config.router_aux_loss_coef * load_balancing_loss_func(
+            layers, layers[0].shape[1], model.config.num_experts_per_tok
+        )
+    return loss, rows.logprobs
+
+
+def autocast(draw: Draw) -> torch.autocast:
+    """What is drawn, on a CPU."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=draw["autocast"])
 
 
 def optimizer_of(draw: Draw, model: nn.Module) -> torch.optim.Optimizer:
@@ -145,30 +165,63 @@ def moves_of(model: nn.Module, before: Gradients) -> Gradients:
 
 
 def train_engine(case: Case, model: torch.nn.Module) -> Trained:
-    """By `TreeEngine.step`, or by a loss of one's own on `TreeEngine.logprobs`."""
+    """By `TreeEngine.step`, or by a loss of one's own on log-probs of `TreeEngine` or of TRL's head."""
     draw = case.draw
     cases.add_hooks(model, draw)
     prepare_layers(model, draw)
     result, before, optimizer = Trained(), weights_of(model), optimizer_of(draw, model)
-    engine = TreeEngine(
-        model,
-        budget_of(case),
-        draw["attention"],
-        hold=draw["hold"],
-        temperature=draw["temperature"],
-        check=draw["probe"],
-        offload=draw["offload"],
-        processor=case.processor,
-    )
+    if draw["interface"] == "shared":
+        logprobs_of = shared_logprobs(case, model)
+    else:
+        engine = TreeEngine(
+            model,
+            budget_of(case),
+            draw["attention"],
+            hold=draw["hold"],
+            temperature=draw["temperature"],
+            check=draw["probe"],
+            offload=draw["offload"],
+            processor=case.processor,
+        )
+        logprobs_of = partial(engine_logprobs, case, engine)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        loss = (
-            step_by_logprobs(case, engine, step) if draw["interface"] == "logprobs" else step_engine(case, engine, step)
-        )
+        with autocast(draw):
+            if draw["interface"] == "step":
+                loss = step_engine(case, engine, step)
+            else:
+                loss = step_by_logprobs(case, logprobs_of, step)
         finish_step(draw, model, result, loss)
         optimizer.step()
     result.moves = moves_of(model, before)
     return result
+
+
+def engine_logprobs(case: Case, engine: TreeEngine, items: Tree) -> list[torch.Tensor]:
+    """Those of `TreeEngine.logprobs`."""
+    of_trained = case.draw["objective"] == "function_of_trained"
+    return engine.logprobs(Forest.from_trajectories(items), trained_only=of_trained)
+
+
+def shared_logprobs(case: Case, model: Any) -> LogprobsOf:
+    """Those of TRL's fused head, as its trainers call it, after `treewise.share_prefixes`."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, temperature=case.draw["temperature"])
+    share_prefixes(model, budget_of(case), attention=case.draw["attention"], min_ratio=1.0)
+
+    def logprobs_of(items: Tree) -> list[torch.Tensor]:
+        rows = [torch.from_numpy(item.token_ids).long() for item in items]
+        ids, mask = (
+            nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, [torch.ones_like(row) for row in rows])
+        )
+        labels = ids.masked_fill(mask == 0, -100)
+        found = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+        parts = [found[row, : len(item) - 1] for row, item in enumerate(items)]
+        return cases.trained_parts(parts, items) if case.draw["objective"] == "function_of_trained" else parts
+
+    return logprobs_of
 
 
 def step_engine(case: Case, engine: TreeEngine, step: int) -> float:
@@ -181,12 +234,11 @@ def step_engine(case: Case, engine: TreeEngine, step: int) -> float:
     return math.fsum(engine.step(forest_of(trees), objective, denominator=denominator).loss for trees in calls)
 
 
-def step_by_logprobs(case: Case, engine: TreeEngine, step: int) -> float:
+def step_by_logprobs(case: Case, logprobs_of: LogprobsOf, step: int) -> float:
     """A loss of one's own on differentiable log-probs: the objective's formula, as on flat rows."""
     items = [item for tree in case.steps[step] for item in tree]
-    of_trained = case.draw["objective"] == "function_of_trained"
-    logprobs = engine.logprobs(Forest.from_trajectories(items), trained_only=of_trained)
-    if of_trained:
+    logprobs = logprobs_of(items)
+    if case.draw["objective"] == "function_of_trained":
         loss = case.objective(logprobs)
     else:
         length = max(len(item) for item in items)
@@ -201,7 +253,11 @@ def train_trainer(case: Case, model: torch.nn.Module) -> Trained:
     draw = case.draw
     cases.add_hooks(model, draw)
     taken, before = _Taken(), weights_of(model)
-    with tempfile.TemporaryDirectory() as folder, shared_folder(folder) as run_folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        shared_folder(folder) as run_folder,
+        mock.patch("treewise.trainer.step.TreeEngine", partial(TreeEngine, hold=draw["hold"])),
+    ):
         model = loaded(model, draw, f"{run_folder}/model")
         if draw["resumed"]:
             trainer = trainer_of(
@@ -272,6 +328,7 @@ def trainer_of(
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
+        bf16=draw["autocast"],
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
@@ -344,6 +401,7 @@ def budget_of(case: Case) -> int | None:
 SIDES: dict[str, Callable[[Case, Any], Trained]] = {
     "step": train_engine,
     "logprobs": train_engine,
+    "shared": train_engine,
     "trainer": train_trainer,
 }
 
@@ -357,8 +415,9 @@ def compare(draw: Draw, tree: Trained, flat: Trained, exact: Trained) -> None:
 
     Flat training in float32 stands for float64, too: norms are computed in float32 by most models.
     """
-    factor = FACTORS[draw["dtype"]]
-    eps = torch.finfo(torch.bfloat16 if draw["dtype"] == "bfloat16" else torch.float32).eps
+    precision = cases.precision_of(draw)
+    factor = FACTORS[precision]
+    eps = torch.finfo(torch.bfloat16 if precision == "bfloat16" else torch.float32).eps
     wrong = []
     for step in range(NUM_STEPS):
         gradients = tree.gradients[step], flat.gradients[step], exact.gradients[step]

@@ -23,7 +23,9 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "window": {"sliding_window": 3, "use_sliding_window": True},
     "partial": {"partial_rotary_factor": 0.5},
     "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, **_LONGER}},
+    "routed": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
 }
+ROUTED = ("mixtral", "qwen3_moe", "jamba")  # families that take the last one
 # Regular expressions on names of parameters; LAST stands for the number of the last layer.
 TRAINED: Mapping[str, str] = {
     "all": ".",
@@ -95,6 +97,8 @@ LARGE = (
     "pp_chart2table",
 )
 NEEDS_MORE = ("entropy", *DISTILLATIONS)  # than log-probs of the trajectories' own tokens
+OF_LOGPROBS = ("logprobs", "shared")  # interfaces that give these alone
+_PER_STEP = ("kto", "routed")
 
 # Processes, batches that they compute at a time, and arguments of `TreeTrainingArguments`.
 MESHES: Mapping[str, tuple[int, int, dict[str, Any]]] = {
@@ -118,12 +122,13 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "reference": ("none", "k1", "k2", "k3"),
     "images": ("none", "prompt", "branches"),
     "shape": ("bushy", "chain", "star", "copies", "rows", "apart"),
-    "interface": ("step", "logprobs", "trainer"),
+    "interface": ("step", "logprobs", "trainer", "shared"),
     "budget": ("whole", "tiny", "half"),
     "hold": ("auto", "never", "always"),
     "offload": (False, True),
     "attention": ("auto", "reference", "cascade", "flex", "flash"),
     "dtype": ("float32", "float64", "bfloat16"),
+    "autocast": (False, True),
     "temperature": (1.0, 0.7),
     "accumulation": (1, 2),
     "checkpoints": ("none", "on", "reentrant"),
@@ -146,6 +151,7 @@ RARITY: Mapping[tuple[str, Any], float] = {
     ("trained", "prompt"): 4.0,
     ("trained", "lora_dropout"): 4.0,
     ("dtype", "bfloat16"): 2.0,
+    ("autocast", True): 4.0,
     ("hooks", "accumulated"): 2.0,
 }
 
@@ -158,18 +164,27 @@ RULES = (
     Rule(("objective", "reference"), lambda objective, kl: objective in POLICY or kl == "none"),
     # Ratios and scores of whole rollouts count a token of several rows once.
     Rule(("objective", "shape"), lambda objective, shape: objective not in PREFERENCES or shape != "chain"),
-    Rule(("objective", "interface"), lambda name, way: way != "logprobs" or name not in NEEDS_MORE),
+    Rule(("objective", "interface"), lambda name, way: way not in OF_LOGPROBS or name not in NEEDS_MORE),
     Rule(("objective", "interface"), lambda name, way: way != "trainer" or name not in FUNCTIONS),
-    Rule(("accumulation", "interface"), lambda number, way: number == 1 or way != "logprobs"),
-    Rule(  # one call of the engine has a baseline of its own; a step of the trainer has one
-        ("accumulation", "objective", "interface"),
-        lambda number, name, way: number == 1 or name != "kto" or way == "trainer",
+    Rule(("accumulation", "interface"), lambda number, way: number == 1 or way not in OF_LOGPROBS),
+    *(  # one call of the engine has a baseline and router counts of its own; a step of the trainer has one
+        Rule(
+            ("accumulation", what, "interface"),
+            lambda number, it, way: number == 1 or it not in _PER_STEP or way == "trainer",
+        )
+        for what in ("objective", "variant")
     ),
+    Rule(("variant", "family"), lambda variant, family: variant != "routed" or family in ROUTED),
+    Rule(("variant", "interface"), lambda variant, way: variant != "routed" or way not in OF_LOGPROBS),
+    Rule(("autocast", "dtype"), lambda autocast, dtype: not autocast or dtype == "float32"),
+    Rule(("autocast", "family"), lambda autocast, family: not autocast or family not in ROUTED),
     Rule(("accumulation", "hooks"), lambda number, hooks: number == 1 or hooks != "accumulated"),
     Rule(("family", "images"), lambda family, images: images == "none" or family in SEEING),
     Rule(("trained", "images"), lambda trained, images: images != "none" or trained not in OF_IMAGES),
-    Rule(("interface", "hold"), lambda way, hold: way != "trainer" or hold == "auto"),
-    Rule(("interface", "probe"), lambda way, probe: way != "trainer" or probe),
+    Rule(("interface", "hold"), lambda way, hold: way != "shared" or hold == "auto"),
+    Rule(("interface", "offload"), lambda way, offload: way != "shared" or not offload),
+    Rule(("interface", "images"), lambda way, images: way != "shared" or images == "none"),
+    Rule(("interface", "probe"), lambda way, probe: way in ("step", "logprobs") or probe),
     Rule(("interface", "resumed"), lambda way, resumed: way == "trainer" or not resumed),
     # Not every family reads every field of its configuration, which only the probe sees.
     Rule(("variant", "probe"), lambda variant, probe: probe or variant in ("plain", "tied", "untied")),
@@ -185,7 +200,7 @@ def settings_of(seed: int, num_families: int = 32) -> dict[str, tuple[Any, ...]]
     """The table of settings with so many of the supported families: llama, those whose tiny models see, and others by
     the seed.
     """
-    fixed = ("llama", *SEEING)
+    fixed = ("llama", *ROUTED, *SEEING)
     rows = [row for row in CapabilityTable.load().rows if row.status == SUPPORTED]
     names = [row.family for row in rows if row.family not in (*fixed, *LARGE)]
     random.Random(seed).shuffle(names)
