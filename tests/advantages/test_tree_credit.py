@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tests.advantages.test_advantages import ON_TREES, forked, rollout, rollout_lists
 from treewise import Trajectory
 from treewise.advantages import inter_intra, node_value, segment_values, tree_path_mean, treerl, value_steps
+from treewise.advantages.group_tree import group_trees
+from treewise.advantages.rollout_table import read_rollouts
 from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
 from treewise.rl.node_values import node_values
@@ -158,6 +160,18 @@ def test_node_value_by_hand() -> None:
     items[0] = replace(items[0], sampler_logprobs=[0, -1, -1, -3])  # surprise 3 against 1 and 1
     heavy = np.exp([3.0, 1, 1]) @ [1, -1, -1] / np.exp([3.0, 1, 1]).sum()
     np.testing.assert_allclose(advantages(node_value(items, weights="entropy", epsilon=0.0))[1][2], heavy, rtol=1e-6)
+
+
+def test_a_rollout_whose_rows_part_counts_once() -> None:
+    """Its rows are in two children of the prompt, half a draw each, beside a child of another rollout."""
+    items = [
+        rollout([1, 2, 5, 6], 1.0, rollout=1, draws=[-1, -1, 1, 1]),
+        rollout([1, 2, 7], 1.0, rollout=1, draws=[-1, -1, 1]),
+        rollout([1, 2, 8], 0.0, rollout=2, draws=[-1, -1, 2]),
+    ]
+    (tree,) = group_trees(read_rollouts(items))
+    np.testing.assert_array_equal(tree.num_draws, [1, 0.5, 0.5, 1])
+    np.testing.assert_allclose(tree.means(tree.rewards), [0.5, 1, 1, 0, 0.5])
 
 
 def test_entropy_is_of_what_a_draw_wrote_until_its_rollouts_part() -> None:

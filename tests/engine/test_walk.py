@@ -1,13 +1,17 @@
-"""What only the order and the reads of a walk decide: gaps between the rows that are read, passes beside other ranks."""
+"""What the order and the reads of a walk decide: gaps between rows that are read, passes beside other ranks."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from treewise import Forest, Trajectory, TreeEngine, plan
-from treewise.distributed.lockstep import training_passes
+from treewise.distributed.lockstep import forward_passes, training_passes
+from treewise.distributed.lockstep.turns import Passes
 from treewise.engine.rank_guests import DONE
 from treewise.planning.layout import lay_out
+from treewise.planning.planner import Plan
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -38,23 +42,31 @@ def test_a_micro_batch_skips_the_branches_beside_it(attention: str) -> None:
 
 
 @pytest.mark.parametrize("hold", ["never", "always"])
-def test_a_rank_without_work_runs_the_passes_of_the_others(hold: str) -> None:
+@pytest.mark.parametrize("passes", [training_passes, forward_passes], ids=["training", "values"])
+def test_all_ranks_run_the_same_passes(passes: Callable[[Plan], Passes], hold: str) -> None:
     """Layers of shards gather their weights in every forward and backward, so each of them needs its counterpart."""
     rng = np.random.default_rng(1)
-    items = [Trajectory([3, 4, 5, 6, 7, 8, *rng.integers(9, 64, 9)]) for _ in range(3)]
-    forest = Forest.from_trajectories(items)
-    model, events = tiny_model(), []
-    layer = model.model.layers[0]
-    layer.register_forward_hook(lambda *_: events.append("graph" if torch.is_grad_enabled() else "forward"))
-    layer.register_full_backward_hook(lambda *_: events.append("backward"))
-    engine = TreeEngine(model, 24 if hold == "always" else 10, hold=hold, check=False)
-    engine.step(forest)
-    own, text = events.copy(), training_passes(engine.plan(forest)).text
-    assert {"never": "forward", "always": "graph"}[hold] == own[0]
-    assert own.count("graph") == own.count("backward") > 1
-    events.clear()
-    answers = iter([[DONE, text], [DONE, DONE]])
-    idle = TreeEngine(model, check=False)
-    idle.enable_lockstep(lambda _: next(answers))
-    idle.drain()
-    assert events == own
+    forests = [
+        Forest.from_trajectories([Trajectory([3, 4, 5, 6, 7, 8, *rng.integers(9, 64, 9)]) for _ in range(number)])
+        for number in (3, 7)
+    ]
+    budget = 24 if hold == "always" else 10
+    texts = [*(passes(plan(each, budget, hold=hold)).text for each in forests), DONE]
+    found = []
+    for rank in range(3):  # the last of them has no work
+        model, events, answers = tiny_model("llama"), [], iter([texts, [DONE] * 3, [DONE] * 3])
+        layer = model.model.layers[0]
+        layer.register_forward_hook(lambda *_, to=events: to.append("graph" if torch.is_grad_enabled() else "forward"))
+        layer.register_full_backward_hook(lambda *_, to=events: to.append("backward"))
+        engine = TreeEngine(model, budget, hold=hold, check=False)
+        engine.enable_lockstep(lambda _, answers=answers: next(answers))
+        if rank < 2 and passes is training_passes:
+            engine.step(forests[rank])
+        elif rank < 2:
+            with torch.no_grad():
+                engine.logprobs(forests[rank])
+        engine.drain()
+        found.append(events)
+    assert found[0] == found[1] == found[2]
+    assert found[0].count("graph") == found[0].count("backward")
+    assert len(found[0]) > len(plan(forests[0], budget, hold=hold).micro_batches)

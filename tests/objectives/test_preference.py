@@ -13,7 +13,7 @@ from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import DPO, IPO, KTO, with_mismatched
 from treewise.testing import tiny_model
-from treewise.testing.oracle import flat_loss, gradient_error, gradients_of
+from treewise.testing.oracle import flat_logprobs, flat_loss, gradient_error, gradients_of
 
 MODEL = tiny_model("llama", num_hidden_layers=2)
 BUDGETS = (None, 25, 9)
@@ -112,6 +112,30 @@ def test_a_step_equals_the_formula_on_flat_logprobs(name, budget):
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert gradient_error(gradients, flat) < flat.tolerance
     assert engine.evaluate(forest, objective).loss == pytest.approx(ours, rel=1e-5)
+
+
+def test_what_kto_reports():
+    """Over labelled rollouts, in which mismatched ones are not counted."""
+    objective = OBJECTIVES["kto"]
+    items = items_for(objective)
+    metrics = TreeEngine(MODEL).step(Forest.from_trajectories(items), objective).metrics
+    score = scores(items, [flat_logprobs(MODEL, item).detach() for item in items])
+    label = torch.tensor([0 if item.reward is None else 2 * item.reward - 1 for item in items])
+    reward, baseline = (objective.beta * label * score)[label != 0].mean(), score[label == 0].mean().clamp(min=0)
+    assert metrics["signed_reward"] == pytest.approx(float(reward), rel=1e-4)
+    assert metrics["baseline"] == pytest.approx(float(baseline), rel=1e-4)
+    assert baseline > 0
+
+
+def test_a_mismatched_row_is_a_prompt_with_the_completion_before_it():
+    items = [Trajectory([3, 4, *ids], [0, 0, *np.ones(len(ids))], reward=1.0) for ids in ([5, 6], [7], [8, 9, 10])]
+    ((*labelled, first, second, third),) = with_mismatched([items])
+    assert labelled == items
+    assert [each.token_ids.tolist() for each in (first, second, third)] == [[3, 4, 8, 9, 10], [3, 4, 5, 6], [3, 4, 7]]
+    assert first.loss_weights.tolist() == [0, 0, 1, 1, 1]
+    with pytest.raises(DataError, match="at least two different completions"):
+        with_mismatched([items[:1] * 2])
+    with_mismatched([items[:2]])
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
