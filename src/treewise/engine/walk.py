@@ -26,7 +26,7 @@ from treewise.planning.layout import lay_out
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
 from treewise.shapes import Float, Int
 
-# -- What a gradient has to reach above a micro-batch: decided once for a walk, from the plan and from wh -------------
+# -- What a gradient has to reach above a micro-batch: decided once for a walk, from the plan and what is trained -----
 
 
 # Names in decoders. Layers and last norms of other names count as what is before the layers: exact, at a higher cost.

@@ -110,7 +110,7 @@ def train_flat(case: Case, model: torch.nn.Module) -> Trained:
     return result
 
 
-def flat_loss_of(case: Case, model: torch.nn.Module, items: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+def flat_loss_of(case: Case, model: Any, items: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some trajectories, with a graph, and the log-probs that it is of, whose gradient is kept."""
     seen, routers = cases.seen_by(model, case.processor), []
     hook = model.register_forward_hook(lambda _, __, output: routers.append(getattr(output, "router_logits", None)))
