@@ -145,11 +145,17 @@ def test_distillation(data: st.DataObject, objective: Distillation, items: list[
     check(MODEL, items, objective, data.draw(st.integers(1, 16)), tolerance, hold, expected)
 
 
-FLOAT64 = {"sft": tw.SFT("once", "rollout_mean"), **POLICY, **DISTILLATION}
+FLOAT64 = {
+    "sft": tw.SFT("once", "rollout_mean"),
+    "by row": tw.SFT(normalization="trajectory_mean"),
+    **POLICY,
+    **DISTILLATION,
+}
 
 
 @pytest.mark.representatives(
     "sft",
+    "by row",
     "reinforce truncated",
     "ppo dual, entropy",
     "grpo k2, once",

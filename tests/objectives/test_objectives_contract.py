@@ -199,11 +199,12 @@ def test_turn_ratios_are_those_of_one_row_per_turn_and_of_one_turn_per_rollout()
 
 def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
     items = with_rollout_weights([Trajectory([1, 2, 3], advantages=1.0, group="g", rollout=5)] * 2)
-    part = Forest.from_trajectories(items[:1])
+    whole = with_rollout_weights([Trajectory([1, 2, 4], [0, 0.01, 0.01], 1.0, group="g", rollout=6)])
+    part = Forest.from_trajectories([*whole, items[0]])
     for objective in (tw.GSPO(), tw.GRPO(weighting="per_rollout")):
         with pytest.raises(DataError, match=r"all rows of a rollout in one call.*rollout 5 of group 'g'"):
             objective.terms(part)
-        objective.terms(Forest.from_trajectories(items))
+        objective.terms(Forest.from_trajectories([*items, *whole, replace(whole[0], rollout=7, rollout_weight=None)]))
 
 
 @pytest.mark.representatives("grpo", "gspo with all", "turns")

@@ -52,11 +52,18 @@ def test_an_objective_is_of_its_own_class_and_no_other_name(name):
         checked_objective(OBJECTIVES[name])
 
 
+@pytest.mark.parametrize("given", [int, 3, "sft", []])
+def test_what_is_no_objective_is_named(given):
+    with pytest.raises(ConfigError, match="objective is"):
+        checked_objective(given)
+
+
 def test_the_upper_bound_is_the_lower_one_where_it_is_not_given():
     for make in (tw.PPO, tw.GRPO, partial(tw.DrGRPO, max_length=3)):
         assert [make(clip_low=0.1).clip_high, make(clip_high=0.3).clip_high, make(clip_low=None).clip_high] == [
             *(0.1, 0.3, None)
         ]
+    assert tw.PPO(sampler_max=None).sampler_correction is None
     assert (tw.DAPO(clip_high=None).clip_high, tw.PolicyGradient(clip_high=None).clip_high) == (None, None)
 
 
