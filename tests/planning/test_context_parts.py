@@ -34,7 +34,8 @@ def test_every_token_is_in_one_part_and_sees_what_it_saw(num_parts, forest, max_
             own = bounds[number] + np.arange(part.layout.num_tokens) if part.num_own else [0]
             rows = above + [("own", row) for row in (*part.rows, *own)]
             assert len(rows) == len(part.layout.lo)
-            assert np.array_equal(part.layout.depth, layout.depth[own])
+            for name in ("depth", "token_ids", "positions"):
+                assert np.array_equal(getattr(part.layout, name), getattr(layout, name)[own])
             seen = keys_seen(part.layout, rows)
             found += seen[: part.num_own]
             assert set().union(*seen) == set(rows), "keys that no token sees"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treewise.planning.partition import partition
@@ -11,6 +11,10 @@ from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 HOLDS = ("auto", "never", "always")
+# At a budget of 8 the trunk fills a micro-batch, and three open branches are left below it.
+FULL_TRUNK = Forest.from_trajectories(
+    [Trajectory([1, 2, 3, 4, 5, 6, 7, 8, branch, 9, *[leaf] * 4]) for branch in (10, 11, 12) for leaf in (13, 14)]
+)
 
 
 def subtree_sizes(forest):
@@ -31,6 +35,7 @@ def test_pieces_are_the_largest_subtrees_that_fit(forest_and_budget, hold):
     assert parts.piece_size.tolist() == size[roots].tolist()
 
 
+@example((FULL_TRUNK, 8), "never")
 @given(forests_and_budgets(), st.sampled_from(HOLDS))
 def test_trunks_hold_each_open_token_once(forest_and_budget, hold):
     forest, budget = forest_and_budget

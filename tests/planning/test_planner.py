@@ -5,10 +5,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.planning.test_bin_packing import fewest_bins
+from tests.planning.test_partition import FULL_TRUNK
 from treewise.errors import PlanError
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
@@ -96,6 +97,8 @@ def piece_sizes(forest, budget):
     return size[(size <= budget) & (above > budget)].tolist()
 
 
+@example((FULL_TRUNK, 8), "never")
+@example((FULL_TRUNK, 11), "always")
 @given(forests_and_budgets(), st.sampled_from(HOLDS))
 def test_any_plan_holds_what_it_promises(forest_and_budget, hold):
     forest, budget = forest_and_budget
