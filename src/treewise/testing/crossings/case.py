@@ -135,8 +135,6 @@ def adapted(model: Any, draw: Draw) -> Any:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not re.search(rf"vision|visual|projector|[.](gate|{head})$", name)
     }
-    if draw["interface"] == "shared":  # TRL's fused head takes the head's weight, past any adapter of it
-        linear.discard(head)
     ends = ("projector", "merger", "connector")
     projector = next((name.rpartition(".")[2] for name, _ in model.named_modules() if name.endswith(ends)), "")
     stand_ins = {"HEAD": head, "EMBEDDING": embedding, "PROJECTOR": projector}

@@ -95,6 +95,8 @@ def refuse_inexact(draw: Draw, flat: Trained, exact: Trained) -> None:
 def train_flat(case: Case, model: torch.nn.Module) -> Trained:
     """Each trajectory through the model's own forward; the loss by its formula; torch's optimizer."""
     cases.add_hooks(model, case.draw)
+    if case.draw["interface"] == "shared":
+        add_fused_head(case, model)
     result, before, optimizer = Trained(), weights_of(model), optimizer_of(case.draw, model)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -114,7 +116,10 @@ def flat_loss_of(case: Case, model: Any, items: Tree) -> tuple[torch.Tensor, tor
     """The loss of some trajectories, with a graph, and the log-probs that it is of, whose gradient is kept."""
     seen, routers = cases.seen_by(model, case.processor), []
     hook = model.register_forward_hook(lambda _, __, output: routers.append(getattr(output, "router_logits", None)))
-    rows = run_alone(model, items, temperature=case.draw["temperature"], seen=seen)
+    if case.draw["interface"] == "shared":
+        rows = rows_of([fused_logprobs(model, [item])[0] for item in items], items)
+    else:
+        rows = run_alone(model, items, temperature=case.draw["temperature"], seen=seen)
     hook.remove()
     rows.logprobs.retain_grad()
     if case.draw["objective"] != "function_of_trained":
@@ -204,24 +209,44 @@ def engine_logprobs(case: Case, engine: TreeEngine, items: Tree) -> list[torch.T
 
 
 def shared_logprobs(case: Case, model: Any) -> LogprobsOf:
-    """Those of TRL's fused head, as its trainers call it, after `treewise.share_prefixes`."""
+    """Those of TRL's fused head, after `treewise.share_prefixes`."""
+    add_fused_head(case, model)
+    share_prefixes(model, budget_of(case), attention=case.draw["attention"], min_ratio=1.0)
+    of_trained = case.draw["objective"] == "function_of_trained"
+
+    def logprobs_of(items: Tree) -> list[torch.Tensor]:
+        found = fused_logprobs(model, items)
+        return cases.trained_parts(found, items) if of_trained else found
+
+    return logprobs_of
+
+
+def add_fused_head(case: Case, model: Any) -> None:
+    """As TRL's trainers do. It is not always the model's own head: it takes no adapter of it, and scales by what it
+    knows of configurations; so flat training has it, too.
+    """
     from trl.trainer.utils import add_fused_lm_head
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, temperature=case.draw["temperature"])
-    share_prefixes(model, budget_of(case), attention=case.draw["attention"], min_ratio=1.0)
 
-    def logprobs_of(items: Tree) -> list[torch.Tensor]:
-        rows = [torch.from_numpy(item.token_ids).long() for item in items]
-        ids, mask = (
-            nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, [torch.ones_like(row) for row in rows])
-        )
-        labels = ids.masked_fill(mask == 0, -100)
-        found = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
-        parts = [found[row, : len(item) - 1] for row, item in enumerate(items)]
-        return cases.trained_parts(parts, items) if case.draw["objective"] == "function_of_trained" else parts
 
-    return logprobs_of
+def fused_logprobs(model: Any, items: Tree) -> list[torch.Tensor]:
+    """[length - 1] log-probs of each trajectory, as TRL's trainers call for those of a batch."""
+    rows = [torch.from_numpy(item.token_ids).long() for item in items]
+    ids, mask = (
+        nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, [torch.ones_like(row) for row in rows])
+    )
+    labels = ids.masked_fill(mask == 0, -100)
+    found = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+    return [found[row, : len(item) - 1] for row, item in enumerate(items)]
+
+
+def rows_of(logprobs: list[torch.Tensor], items: Tree) -> Rows:
+    """Log-probs of trajectories as padded rows, without anything else."""
+    length = max(len(item) for item in items)
+    padded = torch.stack([nn.functional.pad(each, (1, length - 1 - len(each))) for each in logprobs])
+    return Rows(padded, padded, padded)
 
 
 def step_engine(case: Case, engine: TreeEngine, step: int) -> float:
@@ -241,9 +266,7 @@ def step_by_logprobs(case: Case, logprobs_of: LogprobsOf, step: int) -> float:
     if case.draw["objective"] == "function_of_trained":
         loss = case.objective(logprobs)
     else:
-        length = max(len(item) for item in items)
-        padded = torch.stack([nn.functional.pad(each, (1, length - 1 - len(each))) for each in logprobs])
-        loss = loss_of_rows(Rows(padded, padded, padded), items, case.objective)
+        loss = loss_of_rows(rows_of(logprobs, items), items, case.objective)
     loss.backward()
     return float(loss.detach())
 
