@@ -222,8 +222,8 @@ def shared_logprobs(case: Case, model: Any) -> LogprobsOf:
 
 
 def add_fused_head(case: Case, model: Any) -> None:
-    """As TRL's trainers do. It is not always the model's own head: it takes no adapter of it, and scales by what it
-    knows of configurations; so flat training has it, too.
+    """As TRL's trainers do. It is not always the model's own head (it takes no adapter of that), so flat training has
+    it, too.
     """
     from trl.trainer.utils import add_fused_lm_head
 
