@@ -70,3 +70,14 @@ def test_all_ranks_run_the_same_passes(passes: Callable[[Plan], Passes], hold: s
     assert found[0] == found[1] == found[2]
     assert found[0].count("graph") == found[0].count("backward")
     assert len(found[0]) > len(plan(forests[0], budget, hold=hold).micro_batches)
+
+
+def test_a_rank_without_work_needs_no_gradient_where_the_head_alone_is_trained() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    made = plan(Forest.from_trajectories([Trajectory(range(3, 40))]), 8)
+    answers = iter([[DONE, training_passes(made).text], [DONE] * 2])
+    engine = TreeEngine(model, 8, check=False)
+    engine.enable_lockstep(lambda _: next(answers))
+    engine.drain()
+    assert not gradients_of(model)
