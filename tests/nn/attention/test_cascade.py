@@ -173,11 +173,12 @@ def error_of(found, oracle):
     "(4, 2, 6, 16)-whole-cap-bfloat16",
     "(4, 2, 6, 16)-partitioned-plain-bfloat16",
     "(4, 2, 6, 16)-partitioned-cap and window-float32",
+    "(2, 2, 8, 5)-partitioned-plain-float32",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("share", [1, 0.3], ids=["whole", "partitioned"])
-@pytest.mark.parametrize("heads", [HEADS[1], HEADS[4]], ids=str)
+@pytest.mark.parametrize("heads", [HEADS[1], HEADS[3], HEADS[4]], ids=str)
 def test_low_precision_is_within_twice_the_references_own_error(dtype, rule, share, heads):
     rng = np.random.default_rng(1)
     for seed in range(3):
