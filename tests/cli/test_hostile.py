@@ -32,6 +32,10 @@ FILES: dict[str, bytes] = {
     "broken/config.json": b"{",
     "deep/adapter_config.json": b"[" * 100_000,
     "log_deep/trainer_state.json": b"[" * 100_000,
+    "online/journal/iteration-00001.jsonl": b"{}\n",
+    "recorded/resolved_config.yaml": b"model: model\ndata: good.jsonl\n",
+    "rank/adapter_config.json": b'{"peft_type": "LORA", "base_model_name_or_path": "model", "r": "x"}',
+    "null.py": b"def even(**_):\n    return 1\0\n",
     "keys.yaml": b"? [a]\n: b",
     "object.yaml": b"model: !!python/object/apply:os.system ['id']\n",
     "aliases.yaml": RUN.encode()
@@ -64,6 +68,13 @@ CASES: list[tuple[str, str]] = [
     ("inspect --run folder", "no trainer_state.json"),
     ("inspect --run log_deep", "not the log of a run"),
     ("plan good.jsonl --max_tokens -3", "max_tokens is -3"),
+    ("plan good.jsonl --model nothing", "nothing/config.json: num_hidden_layers is -1; it must be from 1 to 10,000"),
+    (
+        "plan good.jsonl --model endless",
+        "endless/config.json: num_hidden_layers is 1000000000; it must be from 1 to",
+    ),
+    ("plan good.jsonl --model mute", "mute/config.json: vocab_size is 0; it must be from 1 to 2,147,483,647"),
+    ("verify good.jsonl --model rank", "rank/adapter_config.json: r is 'x'; it must be a positive whole number"),
     ("verify good.jsonl --model noweights", "model.safetensors"),
     ("verify good.jsonl --model damaged", "damaged: cannot be loaded"),
     ("verify good.jsonl --model deeper", "the weights lack model.layers.2.input_layernorm.weight and 8 more"),
@@ -114,6 +125,14 @@ CASES: list[tuple[str, str]] = [
     ("train run.yaml --report_to wandb", "report_to: WandbCallback requires wandb to be installed"),
     ("train run.yaml --eval_data good.jsonl --metric_for_best_model acc", "measures eval_loss alone"),
     ("train run.yaml --model noweights", "model.safetensors"),
+    ("train run.yaml --output_dir online --resume", "output_dir online holds an online run"),
+    ("rl --tasks sum --model model --output_dir recorded", "output_dir recorded holds a run on recorded data"),
+    ("rl --tasks sum --model model --output_dir online", "no checkpoint was saved; choose another, --resume to go on"),
+    (
+        "rl --tasks good.jsonl --reward_functions null.py:even --model model --output out",
+        "null.py:2: a null byte at",
+    ),
+    ("rl --unknown 1", "unknown key 'unknown'"),
     ("rl --data good.jsonl --model model --output out", "give --objective"),
     ("rl --data good.jsonl --model model --output out --objective grpo --beta x", "beta must be a number"),
     ("rl --data good.jsonl --model model --output out --objective grpo --beta 1 --reference nowhere", "nowhere"),
@@ -125,12 +144,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hostile")
     write_rows(root / "good.jsonl", GOOD)
     for name, content in FILES.items():
-        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
     (root / "folder").mkdir()
     config = json.loads((save_tiny_model(root / "model") / "config.json").read_text())
     for name, change in (
         ("heads", {"num_attention_heads": 3}),
+        ("nothing", {"num_hidden_layers": -1}),
+        ("endless", {"num_hidden_layers": 10**9}),
+        ("mute", {"vocab_size": 0}),
         ("noweights", {}),
         ("damaged", {}),
         ("deeper", {"num_hidden_layers": 3}),

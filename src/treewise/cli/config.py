@@ -70,6 +70,29 @@ def read_config(
         ConfigError: a file that is missing, empty or not YAML; a key that is unknown (the nearest one is named), given
             twice, missing, or of the wrong type.
     """
+    checked, renamed = read_keys(path, overrides, more, aliases, required, elsewhere)
+    missing = [key for key in required if checked.get(key) is None]
+    if missing and path is None:
+        short = {name: alias for alias, name in (aliases or {}).items()}
+        raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")
+    if missing:
+        raise ConfigError(f"{path}: no {missing[0]}; add it to the file, or give --{missing[0]}.")
+    config = _config(checked, more or {}, tuple(name for name in aliases or () if name in schema(more)))
+    _check_adapters(config)
+    return dataclasses.replace(config, renamed=tuple(dict.fromkeys(renamed)))
+
+
+def read_keys(
+    path: str | Path | None,
+    overrides: Sequence[str],
+    more: Mapping[str, Any] | None,
+    aliases: Mapping[str, str] | None,
+    required: Sequence[str] = (),
+    elsewhere: Mapping[str, str] | None = None,
+) -> tuple[Values, list[tuple[str, str]]]:
+    """The keys that are given with their checked values, and the aliases among them; as `read_config`, whose other
+    checks take a whole configuration.
+    """
     in_file = {} if path is None else read_file(Path(path), required)
     known = schema(more)
     names, refused = names_of(known, aliases), {**ELSEWHERE, **(elsewhere or {})}
@@ -90,16 +113,7 @@ def read_config(
             if name in refused:
                 raise ConfigError(f"{location}: {name} is not a key of this run; {refused[name]}.")
             _put(values, name, value, location, known, names)
-    checked = {key: _checked(key, value, known, location) for key, (value, location) in values.items()}
-    missing = [key for key in required if checked.get(key) is None]
-    if missing and path is None:
-        short = {name: alias for alias, name in (aliases or {}).items()}
-        raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")
-    if missing:
-        raise ConfigError(f"{path}: no {missing[0]}; add it to the file, or give --{missing[0]}.")
-    config = _config(checked, more or {}, tuple(name for name in aliases or () if name in known))
-    _check_adapters(config)
-    return dataclasses.replace(config, renamed=tuple(dict.fromkeys(renamed)))
+    return {key: _checked(key, value, known, location) for key, (value, location) in values.items()}, renamed
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:

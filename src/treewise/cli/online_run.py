@@ -1,7 +1,6 @@
 """`treewise rl --tasks`: the online loop from a configuration."""
 
 import argparse
-import shutil
 import typing
 from collections.abc import Sequence
 from dataclasses import fields
@@ -90,20 +89,16 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     settings = _settings(config, objective)
     task = _task(config)
     check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
-    folder = Path(config.training["output_dir"])
     arguments = training_run.training_arguments(config)
     tokenizer = _tokenizer(config)
     model = training_run.load_model(config, arguments)
     print(_summary(config, settings, task))
     if args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
-        _check_first_prompt(task, tokenizer, settings)
+        _check_first_prompt(task, tokenizer, settings, model)
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
     with run_folder.opened(args, config, arguments) as resume_from:
-        if args.overwrite:
-            for name in ("journal", "rollouts", "evaluations"):
-                shutil.rmtree(folder / name, ignore_errors=True)
         trainer = OnlineTrainer(
             model,
             task,
@@ -141,14 +136,16 @@ def _task(config: RunConfig) -> "Task":
     )
 
 
-def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettings") -> None:
-    """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools."""
-    from treewise.rl.online.rollout import start
+def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettings", model: "PreTrainedModel") -> None:
+    """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools, of
+    its length.
+    """
+    from treewise.rl.online.collecting import started
     from treewise.rl.tasks import Calls, ChatTokens
 
     calls = Calls(settings.reward_timeout, settings.reward_workers)
     try:
-        start(task, [task.item("train", 0)], ChatTokens(tokenizer, settings.chat_template), calls)
+        started(task, [task.item("train", 0)], ChatTokens(tokenizer, settings.chat_template), calls, settings, model)
     finally:
         calls.close()
 

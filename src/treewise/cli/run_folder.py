@@ -23,8 +23,11 @@ LOG = "log.jsonl"
 _KEEP_MEMORY = "TREEWISE_KEEP_FREED_MEMORY"  # 0: freed memory is returned to the system
 
 
-def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
-    """Raises `ConfigError` where the folder holds a run that would be lost."""
+_OF_ONLINE_RUNS = ("journal", "rollouts", "evaluations")  # folders
+
+
+def check_folder(folder: Path, resume: str | None, overwrite: bool, *, is_online: bool) -> None:
+    """Raises `ConfigError` where the folder holds a run that would be lost, or one of the other kind."""
     from treewise.trainer.checkpoint import store
 
     if folder.exists() and not folder.is_dir():
@@ -44,6 +47,16 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool) -> None:
         raise ConfigError(
             f"output_dir {folder} holds a run up to {saved[-1].name}; choose another, --resume to go on, "
             "or --overwrite to start anew."
+        )
+    has_journal, resolved = any((folder / "journal").glob("iteration-*.jsonl")), folder / _RESOLVED
+    was_online = has_journal or (resolved.is_file() and b"\ntasks:" in resolved.read_bytes())
+    if (was_online or resolved.is_file()) and was_online != is_online:
+        kind = "an online run (rl --tasks)" if was_online else "a run on recorded data"
+        raise ConfigError(f"output_dir {folder} holds {kind}; choose another, or --overwrite to start anew.")
+    if has_journal and not resume:
+        raise ConfigError(
+            f"output_dir {folder} holds an online run of which no checkpoint was saved; choose another, --resume to go "
+            "on, or --overwrite to start anew."
         )
 
 
@@ -70,7 +83,7 @@ def opened(
     def prepare() -> str | bool | None:
         stack.enter_context(_leaving_nothing(folder))
         stack.enter_context(RunLock(folder))
-        check_folder(folder, args.resume, args.overwrite)  # again: another run may have been faster
+        check_folder(folder, args.resume, args.overwrite, is_online="tasks" in config.more)  # another may be faster
         resume_from = _resume_point(folder, args.resume)
         _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
         return resume_from
@@ -168,6 +181,8 @@ def _write_resolved(
                 shutil.rmtree(path)
             for path in (resolved, folder / FINISHED, folder / LOG):
                 path.unlink(missing_ok=True)
+            for name in _OF_ONLINE_RUNS:
+                shutil.rmtree(folder / name, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         text = resolved_text(config, arguments)
         by_trainer = {item.name for item in dataclasses.fields(arguments)}  # it compares them with the checkpoint's

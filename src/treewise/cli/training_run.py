@@ -64,7 +64,7 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
     if "\0" in folder:
         raise ConfigError(f"output_dir {shown(folder)} holds a null byte, which no path can; correct it.")
     if not args.dry_run and is_first_rank():
-        check_folder(Path(folder), args.resume, args.overwrite)
+        check_folder(Path(folder), args.resume, args.overwrite, is_online="tasks" in config.more)
 
 
 def training_arguments(config: RunConfig) -> "TreeTrainingArguments":

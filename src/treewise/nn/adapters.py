@@ -1,5 +1,6 @@
 """Adapters (PEFT): new ones, and folders of saved ones, which stand for their base model with the adapters on it."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.data.io.field_checks import shown
 from treewise.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
@@ -95,6 +97,12 @@ def adapter_config(adapters: Path) -> "PeftConfig":
             config = PeftConfig.from_pretrained(str(adapters))
         except KeyError as error:  # of peft's table of types
             raise ConfigError(f"{adapters / ADAPTERS}: peft_type is {error}, which this peft does not have.") from None
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and (each.name != "r" or value > 0)
+        if each.type in (int, "int") and not is_count:
+            kind = "a positive whole number" if each.name == "r" else "a whole number"
+            raise ConfigError(f"{adapters / ADAPTERS}: {each.name} is {shown(value)}; it must be {kind}.")
     config.inference_mode = False
     return config
 

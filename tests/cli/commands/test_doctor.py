@@ -71,3 +71,24 @@ def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixtu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor", "--gpu"]) == 2
     assert "finds no GPU here; --device cpu runs the checks on the CPU" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treewise.rl.samplers import server_check
+
+    finding = server_check.Finding
+    found = {
+        "http://dead": [finding("answers", passed=False, text="no answer")],
+        "http://odd": [
+            finding("answers", passed=True, text="vLLM"),
+            finding("seeds", passed=False, text="not honoured"),
+        ],
+    }
+    monkeypatch.setattr(server_check, "check_server", lambda url, model: found[url])
+    assert main(["doctor", "--sampler", "http://odd"]) == 1  # it answers, and something would be wrong
+    assert main(["doctor", "--sampler", *found]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: http://dead does not answer as a server that samples")
+    assert captured.out.count("not honoured") == 2

@@ -53,6 +53,14 @@ def test_the_table_shows_the_same_facts(rows: Path, tmp_path: Path, capsys: pyte
         assert text in out
 
 
+def test_a_long_name_does_not_flood_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"token_ids": [*TRUNK, 30 + i], "group": "b" + "x" * 9000 + "e", "reward": 1.0} for i in range(2)]
+    assert call("inspect", write_rows(tmp_path / "rows.jsonl", rows)) == 0
+    out = capsys.readouterr().out
+    assert "rewards all equal" in out
+    assert 300 < out.count("x") < 500
+
+
 def test_dropped_records_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,7 @@
 gradients against flat training, and the sampler's log-probs against the engine's.
 
 With `--gpu` also two minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
-place. Exit code 1 where a check fails; what is missing but optional is
-only shown.
+place. Exit code 1 where a check fails, 2 where a server does not answer; what is missing but optional is only shown.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import treewise
 from treewise.cli.data_arguments import add_flags, check_numbers
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, bytes_as_text, pip_install
+from treewise.errors import ConfigError, SamplerError, bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
@@ -90,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_servers(args: argparse.Namespace) -> int:
-    """Prints what servers are and do; returns 1 where one cannot sample for a run."""
+    """Prints what servers are and do; returns 1 where one cannot sample for a run. Raises `SamplerError` where one does
+    not answer.
+    """
     from treewise.nn.load_model import load_weights
     from treewise.rl.samplers.server_check import check_server
 
@@ -102,6 +103,9 @@ def _check_servers(args: argparse.Namespace) -> int:
         print(json.dumps({url: [each.as_json() for each in findings] for url, findings in found.items()}, indent=1))
     for url, findings in {} if args.json else found.items():
         print("\n".join([url, *(each.as_line() for each in findings)]))
+    for url, findings in found.items():
+        if findings[0].passed is False:
+            raise SamplerError(f"{url} does not answer as a server that samples, so nothing of it was checked.")
     return int(any(each.passed is False for findings in found.values() for each in findings))
 
 

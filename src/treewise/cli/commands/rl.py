@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import curriculum_order, online_run, run_folder, training_run
-from treewise.cli.config import RunConfig, read_config
+from treewise.cli.config import RunConfig, read_config, read_keys
 from treewise.cli.keys import RL as KEYS
 from treewise.cli.keys import formatter_with, key_names
 from treewise.cli.objectives import typed_settings
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if "tasks" in given:
         return _run_online(args, config_path, overrides)
     if "data" not in given:
+        read_keys(config_path, overrides, all_keys(), aliases())  # an unknown key is said first
         others = ", ".join(f"--{key}" for key in ("model", "output_dir") if key not in given)
         raise ConfigError(
             "give --data, recorded rollouts to train on, or --tasks, what the run is to sample itself"

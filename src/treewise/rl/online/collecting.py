@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.samplers.copied_weights import WholeCopy
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import ChatTokens, RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
@@ -138,7 +137,7 @@ class Collector:
             book=state.book,
             rewards=self.rewards,
             journal=journal,
-            limits=Limits(settings.max_new_tokens, self._longest, stop_ids),
+            limits=Limits(settings.max_new_tokens, _longest(settings, self.model), stop_ids),
             request=request,
             expected_tokens=state.expected_tokens or float(settings.max_new_tokens),
             episodes_at_once=self.rewards.calls.at_once,
@@ -233,28 +232,7 @@ class Collector:
         return f"{self.task.name}/{index}"
 
     def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:
-        """Raises `UnsupportedModelError` if a rollout might become longer than training follows; a `max_length` that
-        is set bounds it; `DataError` if no token can follow a prompt."""
-        conversations = start(self.task, items, self.chat, self.rewards.calls)
-        num_new, most = self.settings.max_new_tokens, self.settings.max_length
-        for item, conversation in zip(items, conversations, strict=True):
-            num_prompt = len(conversation.token_ids)
-            what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
-            longest = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
-            refuse_lengths(self.model, longest, what, "Lower max_new_tokens, or set max_length")
-            if num_prompt >= self._longest:
-                raise DataError(
-                    f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
-                    f"{self._longest:,} (max_length, or the model's positions)."
-                )
-        return conversations
-
-    @cached_property
-    def _longest(self) -> int:
-        """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
-        own = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
-        found = length_limit(self.model)
-        return own if found is None else min(own, found[0])
+        return started(self.task, items, self.chat, self.rewards.calls, self.settings, self.model)
 
     # -- held-out items -----------------------------------------------------------------------------------------------
 
@@ -308,6 +286,43 @@ class Collector:
             "eval_failed": float(len(failed)),
         }
         return figures, samples
+
+
+def started(
+    task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls, settings: OnlineSettings, model: Any
+) -> Sequence[OpenRollout]:
+    """A conversation for each item, which stands behind its prompt.
+
+    Raises:
+        ConfigError: `max_length` is beyond the model's positions.
+        UnsupportedModelError: a rollout might become longer than training follows, as far as `max_length` lets it.
+        DataError: no token can follow a prompt.
+    """
+    conversations, longest = start(task, items, chat, calls), _longest(settings, model)
+    num_new, most = settings.max_new_tokens, settings.max_length
+    for item, conversation in zip(items, conversations, strict=True):
+        num_prompt = len(conversation.token_ids)
+        what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+        num_tokens = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+        refuse_lengths(model, num_tokens, what, "Lower max_new_tokens, or set max_length")
+        if num_prompt >= longest:
+            raise DataError(
+                f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
+                f"{longest:,} (max_length, or the model's positions)."
+            )
+    return conversations
+
+
+def _longest(settings: OnlineSettings, model: Any) -> int:
+    """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    most = settings.max_length or positions
+    if most > positions:
+        raise ConfigError(
+            f"max_length={most} is beyond the {positions:,} positions of the model (max_position_embeddings)."
+        )
+    found = length_limit(model)
+    return most if found is None else min(most, found[0])
 
 
 def _whole_rollout(first: OpenRollout, rounds: Rounds, seed: tuple[int, ...]) -> Continuation:
