@@ -92,15 +92,15 @@ def test_what_is_refused(run, flags, message):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "flags", "message"),
+    ("length", "flags", "message"),
     [
-        ("n" * 400, [], "/0: the prompt has 426 tokens, and prompt and rollout together may have 256"),
-        ("n", ["--max_length", 1200], "max_length=1200 is beyond the 256 positions of the model"),
+        (400, [], "rows/row 0: the prompt has 419 tokens, and prompt and rollout together may have 256"),
+        (1, ["--max_length", 1200], "max_length=1200 is beyond the 256 positions of the model"),
     ],
 )
-@pytest.mark.parametrize("more", [[], ["--dry_run"], ["--reward_workers", 1]], ids=["run", "dry run", "workers"])
-def test_what_has_no_room_is_said_before_anything_is_sampled(prompt, flags, message, more, run, tmp_path):
-    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": [{{"role": "user", "content": "{prompt}"}}]}}\n' * 10)
+@pytest.mark.parametrize("more", [[], ["--dry_run"]], ids=["run", "dry run"])
+def test_what_has_no_room_is_said_before_anything_is_sampled(length, flags, message, more, run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": [{{"role": "user", "content": "{"n" * length}"}}]}}\n' * 10)
     code, out, err = run(*SMALL, *flags, *more)
     assert code == 2
     assert message in err
