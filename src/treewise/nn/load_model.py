@@ -169,13 +169,13 @@ def _check_sizes(file: Path) -> None:
 
 
 def _kept(
-    name: str, folder: str, gguf_file: str | None, kind: Any, what: str, further: Callable[[], dict[str, str]] = dict
+    name: str, folder: str, gguf_file: str | None, kind: Any, what: str, read: Callable[..., Any] | None = None
 ) -> Any:
     """What transformers' `kind` reads, with the part of a GGUF file kept as a folder of JSON under `$TREEWISE_CACHE`.
 
     All of the file's vocabulary is parsed for it, which takes seconds. The folder belongs to the file's place, size and
     time and to transformers' version, appears whole, and is kept only if what is read from it is what was written.
-    further: makes more arguments for the first reading.
+    read: from the file itself, with transformers' arguments for it; None: as `kind` does.
     """
     import transformers
 
@@ -193,7 +193,7 @@ def _kept(
             value.name_or_path = folder
             return value
     with named_errors(name, what), _quiet():
-        value = kind.from_pretrained(folder, trust_remote_code=False, **options, **further())
+        value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **options)
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made, _quiet():
@@ -253,7 +253,7 @@ def load_shapes(
 
 def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = True) -> Any:
     """The model's tokenizer. Without `required`, a folder that holds none gives None: token rows need no tokenizer."""
-    from transformers import TOKENIZER_MAPPING, AutoTokenizer
+    from transformers import TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
     if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
         folder = str(Path(name).expanduser())  # which need not hold a model
@@ -265,13 +265,15 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
 
-    def kind_of_tokenizer() -> dict[str, str]:  # for which transformers would parse a GGUF file once more
-        if _has_tokenizer(Path(folder)):
-            return {}
-        config = load_config(name, gguf_file)
-        return {"tokenizer_type": config.model_type} if type(config) in TOKENIZER_MAPPING else {}
+    def read(folder: str, **options: Any) -> Any:
+        """As `AutoTokenizer`, which would parse a GGUF file once more for the kind of its tokenizer."""
+        config = None if _has_tokenizer(Path(folder)) else load_config(name, gguf_file)
+        if config is not None and type(config) not in TOKENIZER_MAPPING:
+            return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+        more = {} if config is None else {"tokenizer_type": config.model_type}
+        return AutoTokenizer.from_pretrained(folder, **options, **more)
 
-    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", kind_of_tokenizer)
+    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:
