@@ -108,6 +108,7 @@ CASES: list[tuple[str, str]] = [
     ("plan good.jsonl --model model --gpu_memory -1", "--gpu_memory '-1': give a size like 80GiB"),
     ("plan good.jsonl --model model --gpu_memory inf", "--gpu_memory 'inf': give a size like 80GiB"),
     ("train run.yaml --num_train_epochs 0", "nothing would be trained"),
+    ("train run.yaml --ddp_timeout -1", "ddp_timeout is -1; it must be positive, in seconds"),
     ("train run.yaml --lr_scheduler_kwargs {", "lr_scheduler_kwargs must be a mapping or nothing, found '{' (text)"),
     (
         "train run.yaml --lr_scheduler_kwargs [1]",

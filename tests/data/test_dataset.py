@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from treewise.data import load_trees, mix, split_for_evaluation
@@ -28,7 +30,12 @@ def test_weights_are_numbers_of_copies():
     assert [tree.name for tree in mixed] == list(mixed.names)
 
 
-@pytest.mark.parametrize("weights", [[0, 1], [1], [float("nan"), 1], ["2", 1]])
+def test_a_part_without_a_weight_is_in_a_mixture_once(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert len(load_trees([{"path": tmp_path / "rows.jsonl"}, {"data": ROWS[:4], "weight": 2}])) == len(ROWS) + 8
+
+
+@pytest.mark.parametrize("weights", [[0, 1], [1], [float("nan"), 1], ["2", 1], [1e12, 1]])
 def test_bad_weights_are_errors(weights):
     with pytest.raises(ConfigError):
         mix([load_trees(ROWS), load_trees(ROWS)], weights)

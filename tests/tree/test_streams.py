@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import treewise
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, DataError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import STREAMS, Trajectory, update_with_content
 
@@ -145,3 +145,17 @@ def test_a_weight_is_summed_in_float64():
 def test_nodes_take_streams_with_one_value_per_token(name):
     with pytest.raises(ConfigError, match=f"t.jsonl:1: '{name}' is not a stream of nodes; known: loss_weights, "):
         Forest.from_nodes([-1], [[1, 2]], **{name: [[1, 2]]}, source="t.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([-1, 0.5, 1], r"draws\[1\] is 0.5; every value must be a whole number below 16,777,216"),
+        ([-1, 2**24, 1], r"draws\[1\] is 1.67772e\+07; every value must be a whole number"),
+        ([-1, 2**70, 1], r"draws\[1\] is inf; every value must be finite"),
+        ([-1, None, 1], "draws must be numbers, found NoneType at position 1"),
+    ],
+)
+def test_numbers_of_draws_are_whole(values, words):
+    with pytest.raises(DataError, match=words):
+        Trajectory([1, 2, 3], draws=values)

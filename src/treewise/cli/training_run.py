@@ -94,6 +94,8 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
         raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for no limit.")
     if arguments.max_steps <= 0 and not arguments.num_train_epochs > 0:
         raise ConfigError(f"num_train_epochs is {arguments.num_train_epochs:g}: nothing would be trained.")
+    if arguments.ddp_timeout <= 0:
+        raise ConfigError(f"ddp_timeout is {arguments.ddp_timeout}; it must be positive, in seconds.")
     metric = arguments.metric_for_best_model
     if metric is not None and metric not in ("loss", "eval_loss"):
         raise ConfigError(f"metric_for_best_model is {metric!r}; an evaluation measures eval_loss alone.")

@@ -18,6 +18,8 @@ from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
+MAX_MIXED = 100_000_000  # trees of a part of a mixture
+
 
 @dataclass(frozen=True, slots=True)
 class DeclaredNodes:
@@ -226,6 +228,8 @@ def mix(datasets: Sequence[TreeDataset], weights: Sequence[float] | None = None,
     for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True)):
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ConfigError(f"weight {weight!r} of data set {number} must be a positive number.")
+        if weight * len(dataset) > MAX_MIXED:
+            raise ConfigError(f"weight {weight!r} of data set {number} makes {weight * len(dataset):.0f} trees of it.")
         times, rest = divmod(weight, 1)
         order = np.random.default_rng([seed, number]).permutation(len(dataset))
         extra = np.sort(order[: round(rest * len(dataset))])

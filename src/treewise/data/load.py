@@ -129,7 +129,7 @@ def _mixture(data: Any) -> list[tuple[Any, float]] | None:
         DataError: a part without data, or one beside something else.
     """
     items = list(data) if isinstance(data, list | tuple) else [data]
-    is_part = [isinstance(item, Mapping) and set(item) <= MIXTURE_KEYS and "weight" in item for item in items]
+    is_part = [isinstance(item, Mapping) and bool(item) and set(item) <= MIXTURE_KEYS for item in items]
     if not any(is_part):
         return None
     parts = []
@@ -138,9 +138,9 @@ def _mixture(data: Any) -> list[tuple[Any, float]] | None:
             parts.append((item, 1.0))
             continue
         name = "data" if "data" in item else "path"
-        if set(item) != {name, "weight"}:
+        if set(item) not in ({name, "weight"}, {name}):
             raise DataError(f"data[{index}] of a mixture is {shown(item)}; give {{data: ..., weight: ...}}.")
-        parts.append((item[name], item["weight"]))
+        parts.append((item[name], item.get("weight", 1.0)))
     return parts
 
 

@@ -47,7 +47,7 @@ def adapted(
             settings = LoraConfig(**{"task_type": "CAUSAL_LM", **lora}) if isinstance(lora, Mapping) else lora
             model = get_peft_model(model, settings)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"lora: {error}") from error
+        raise ConfigError(f"lora: {' '.join(str(error).split())[:MAX_REASON]}") from error
     if base is not None:
         for each in model.peft_config.values():
             each.base_model_name_or_path = base

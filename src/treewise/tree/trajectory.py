@@ -31,6 +31,7 @@ class Stream:
         dtype: of the values.
         is_scalar_allowed: one number may stand for all tokens of a trajectory or node.
         is_logprob: natural logarithms of probabilities of the tokens; in data files null where a token is not trained.
+        is_integer: whole numbers, which float32 holds up to 2^24.
         has_candidates: k values for each token ([n, k]) instead of one ([n]).
         fill: value of a missing candidate, where trajectories with fewer are put beside those with more.
         other_names: names of the same thing in other libraries, which are errors in data files.
@@ -39,6 +40,7 @@ class Stream:
     dtype: Any = np.float32
     is_scalar_allowed: bool = False
     is_logprob: bool = False
+    is_integer: bool = False
     has_candidates: bool = False
     fill: float = 0.0
     other_names: tuple[str, ...] = ()
@@ -48,7 +50,10 @@ class Stream:
         """[length] or [length, k] values of `dtype`. Raises `DataError`."""
         if self.has_candidates:
             return checks.candidates(values, self.name, length, self.dtype, location)
-        return checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)
+        numbers = checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)
+        if self.is_integer:
+            checks.whole_numbers(numbers, self.name, location)
+        return numbers
 
     def __set_name__(self, owner: type, name: str) -> None:
         object.__setattr__(self, "name", name)
@@ -147,8 +152,8 @@ class Trajectory:
     teacher_logprobs: Stream = Stream(has_candidates=True, fill=-np.inf)
     rollout_weight: float | None = None
     images: tuple[ImageSpan, ...] = ()
-    draws: Stream = Stream()
-    policy_versions: Stream = Stream()
+    draws: Stream = Stream(is_integer=True)
+    policy_versions: Stream = Stream(is_integer=True)
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}

@@ -106,6 +106,12 @@ BAD = {
     "short labels": ({"input_ids": [1, 2, 3], "labels": [1]}, "1 labels for 3 input_ids"),
     "nested labels": ({"input_ids": [1, 2, 3], "labels": [[1], 2, 3]}, "labels is not a flat sequence of numbers"),
     "holes": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "padding is at the ends only"),
+    "packed by mask": ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}, "holds other values than 0 and 1; where"),
+    "packed by positions": ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "a row of its own"),
+    "nested ids": (
+        {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3, 4]]},
+        r"array\(\[\[1, 2\], \[3, 4\]\]\)",
+    ),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
     "label": ({"prompt": "a", "completion": "b", "label": "good"}, "must be true"),
@@ -128,3 +134,6 @@ def test_an_unknown_form_lists_all_with_examples():
     for name, form in FORMS.items():
         assert name in message
         assert form.example in message
+    with pytest.raises(DataError) as caught:
+        load_trees([{"instruction": None, "output": "4"}])
+    assert "Did you mean" not in str(caught.value)  # 'output' is a known key already

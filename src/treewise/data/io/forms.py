@@ -224,7 +224,7 @@ def detect_form(record: Record, location: str) -> str:
     examples = "\n".join(f"  {name} ({form.text}): {form.example}" for name, form in named.items())
     if not forms:
         known = dict.fromkeys(name for form in FORMS.values() for name in form.needs)
-        near = "".join(did_you_mean(key, known) for key in list(record)[:12])
+        near = "".join(did_you_mean(key, known) for key in list(record)[:12] if key not in known)
         raise DataError(
             f"{location}: a record with {keys} matches no form{_foreign(record)}.{near} The forms (docs/data.md):\n"
             f"{examples}"

@@ -24,6 +24,7 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
 IGNORED_LABEL = -100
+_PACKED = "where several samples are packed into one row, give each a row of its own"
 PER_TOKEN = (*OTHER_MASKS, "attention_mask", "position_ids")
 
 
@@ -114,7 +115,8 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
     ids_name: what the record calls its token ids, for messages.
 
     Raises:
-        DataError: two masks, a mask of another length, labels that are not the tokens, or padding between tokens.
+        DataError: two masks, a mask of another length, labels that are not the tokens, padding between tokens, or
+            several samples packed into a row.
     """
     ids = checks.as_array(flat_list(record["token_ids"], ids_name, location), ids_name, location)
     masks = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
@@ -127,6 +129,9 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
             raise DataError(f"{location}: {len(values)} {name} for {len(ids)} {ids_name}; they must align.")
     weights = _weights(masks, arrays, ids, ids_name, location)
     keep = _unpadded(arrays.get("attention_mask"), location)
+    positions = arrays.get("position_ids", np.arange(len(ids)))[slice(None) if keep is None else keep]
+    if positions.ndim == 1 and (np.diff(positions) != 1).any():
+        raise DataError(f"{location}: position_ids do not rise by 1 from token to token; {_PACKED}.")
     rest = {key: value for key, value in record.items() if key not in ("token_ids", *per_token)}
     if keep is not None:
         for name, value in rest.items():
@@ -161,7 +166,11 @@ def _weights(
 
 
 def _unpadded(mask: np.ndarray | None, location: str) -> slice | None:
-    if mask is None or mask.all():
+    if mask is None:
+        return None
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{location}: attention_mask holds other values than 0 and 1; {_PACKED}.")
+    if mask.all():
         return None
     positions = np.flatnonzero(mask)
     if not len(positions) or len(positions) != positions[-1] - positions[0] + 1:
