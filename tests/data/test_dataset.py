@@ -32,7 +32,7 @@ def test_weights_are_numbers_of_copies():
 
 def test_a_part_without_a_weight_is_in_a_mixture_once(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert len(load_trees([{"path": tmp_path / "rows.jsonl"}, {"data": ROWS[:4], "weight": 2}])) == len(ROWS) + 8
+    assert len(load_trees([{"path": tmp_path / "rows.jsonl"}, {"data": ROWS[:4], "weight": 2}])) == 20 + 8
 
 
 @pytest.mark.parametrize("weights", [[0, 1], [1], [float("nan"), 1], ["2", 1], [1e12, 1]])

@@ -176,7 +176,7 @@ def _sampler(config: RunConfig, model: "PreTrainedModel") -> "Sampler":
     settings = SAMPLERS[name] | (config.more.get("sampler_settings") or {})
     if name != "transformers":
         settings.setdefault("weights_folder", str(Path(config.training["output_dir"]) / "server_weights"))
-        if "base_url" not in settings:
+        if not settings.get("base_url"):
             raise ConfigError(f"sampler {name!r} needs sampler_settings.base_url, as in http://localhost:8000/v1.")
     try:
         return TransformersSampler(model, **settings) if name == "transformers" else ServerSampler(**settings)

@@ -65,7 +65,7 @@ def numbers(values: ArrayLike, name: str, length: int, location: str, *, is_scal
         size = len(array) if array.ndim == 1 else f"shape {array.shape}"
         raise DataError(f"{location}: {size} {name} for {length} tokens; they must align with token_ids.")
     if array.dtype.kind == "O" and set(map(type, array.tolist())) <= {int, float}:  # an integer of over 64 bits
-        array = np.array([math.copysign(math.inf, x) if abs(x) > MAX_FLOAT else x for x in array.tolist()])
+        array = np.array([float(x) if abs(x) <= MAX_FLOAT else math.copysign(math.inf, x) for x in array.tolist()])
     if array.dtype.kind not in "fiub":
         raise DataError(f"{location}: {name} must be numbers, found {_first_wrong(values, float | int | np.number)}.")
     return finite(array, name, location)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
 from treewise.errors import ConfigError, check_fields, check_setting_types
 from treewise.rl.branching import Branching, branching_named
@@ -139,7 +139,7 @@ class OnlineSettings:
     tokens_per_iteration: Count = 8192
     max_new_tokens: Count = 256
     max_staleness: CountOrNone = 0
-    max_length: int | None = None
+    max_length: Annotated[int, Ge(2)] | None = None
     branching: str = "none"
     branching_settings: Mapping[str, Any] = field(default_factory=dict)
     advantages: str | None = None
@@ -156,17 +156,17 @@ class OnlineSettings:
     book_settings: Mapping[str, Any] = field(default_factory=dict)
     check_items: CountOrNone = 24
     check_rollouts: int = 8
-    num_items: int | None = None
+    num_items: Count | None = None
     eval_every: CountOrNone = 10
     eval_items: Count = 64
     eval_temperature: Annotated[float, Ge(0)] = 0.0
     show_every: CountOrNone = 10
     success_at: float = 0.5
     save_every: Count = 5
-    reward_timeout: float | None = 30.0
+    reward_timeout: Annotated[float, Gt(0)] | None = 30.0
     on_reward_error: str = "quarantine"
     max_failed: Annotated[float, Ge(0), Le(1), "it is a share of rollouts"] = 0.5
-    reward_workers: int = 0
+    reward_workers: CountOrNone = 0
     episodes_at_once: Count = 64
     gather_seconds: Annotated[float, Ge(0)] | None = 0.1
     logprob_gap_limit: Annotated[float, Ge(1), "at 1 there is no gap"] = MAX_GAP
