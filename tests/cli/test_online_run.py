@@ -80,10 +80,7 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
         (["--tasks", "rows.jsonl"], "no reward function"),
         (["--tasks", "sum", "--max_length", "0"], "max_length=0 must be at least 2"),
         (["--tasks", "sum", "--reward_timeout", "0"], "reward_timeout=0 must be positive"),
-        (
-            ["--tasks", "sum", "--chat_template", "chatml", "--sampler", "vllm", "--sampler_settings.base_url", ""],
-            "_url,",
-        ),
+        ([*SMALL, "--sampler", "vllm", "--sampler_settings.base_url", ""], "needs sampler_settings.base_url, as in"),
         (["--tasks", "sum", "--reward_functions", "rewards.py:even"], "rewards itself"),
         (
             ["--tasks", "rows.jsonl", "--reward_functions", "rewards.py:even", "--reward_weights", "[1, 2]"],
