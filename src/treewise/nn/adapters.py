@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.data.io.field_checks import shown
 from treewise.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def adapter_config(adapters: Path) -> "PeftConfig":
         is_count = isinstance(value, int) and not isinstance(value, bool) and (each.name != "r" or value > 0)
         if each.type in (int, "int") and not is_count:
             kind = "a positive whole number" if each.name == "r" else "a whole number"
-            raise ConfigError(f"{adapters / ADAPTERS}: {each.name} is {shown(value)}; it must be {kind}.")
+            raise ConfigError(f"{adapters / ADAPTERS}: {each.name} is {value!r:.60}; it must be {kind}.")
     config.inference_mode = False
     return config
 

@@ -20,7 +20,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.data.io.field_checks import shown
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
@@ -165,7 +164,7 @@ def _check_sizes(file: Path) -> None:
     for key, most in _SIZES.items():
         for value in (part.get(key) for part in parts if isinstance(part, dict)):
             if isinstance(value, int) and not 1 <= value <= most:
-                raise ConfigError(f"{file}: {key} is {shown(value)}; it must be from 1 to {most:,}.")
+                raise ConfigError(f"{file}: {key} is {value!r:.60}; it must be from 1 to {most:,}.")
 
 
 def _kept(

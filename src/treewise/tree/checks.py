@@ -15,7 +15,7 @@ from treewise.errors import DataError
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 MAX_SHOWN_BITS = 128  # of an integer in a message; Python writes no integer of over 4,300 digits
-MAX_WHOLE = 2**24  # up to which float32 tells whole numbers apart
+MAX_WHOLE = 2**24  # up to which float32 holds every whole number
 MAX_FLOAT = float(np.finfo(np.float32).max)  # streams are float32
 
 
@@ -65,14 +65,14 @@ def numbers(values: ArrayLike, name: str, length: int, location: str, *, is_scal
         size = len(array) if array.ndim == 1 else f"shape {array.shape}"
         raise DataError(f"{location}: {size} {name} for {length} tokens; they must align with token_ids.")
     if array.dtype.kind == "O" and set(map(type, array.tolist())) <= {int, float}:  # an integer of over 64 bits
-        array = np.array([float(x) if abs(x) <= MAX_FLOAT else math.copysign(math.inf, x) for x in array.tolist()])
+        array = np.array([float(x) if abs(x) <= MAX_FLOAT else math.inf * (1 if x > 0 else -1) for x in array.tolist()])
     if array.dtype.kind not in "fiub":
         raise DataError(f"{location}: {name} must be numbers, found {_first_wrong(values, float | int | np.number)}.")
     return finite(array, name, location)
 
 
 def whole_numbers(values: np.ndarray, name: str, location: str) -> None:
-    """Raises `DataError` for [n] float32 numbers that are not whole, or too large to be told apart."""
+    """Raises `DataError` for [n] float32 numbers that are not whole, or too large for float32 to distinguish."""
     bad = np.flatnonzero((values != np.round(values)) | (np.abs(values) >= MAX_WHOLE))
     if len(bad):
         wrong = f"{name}[{bad[0]}] is {values[bad[0]]:g}"

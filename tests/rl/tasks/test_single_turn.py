@@ -62,8 +62,6 @@ def test_rows_that_cannot_be_practised() -> None:
             RowsTask([ROWS[0], {"prompt": prompt}], [exact], locations=["here:1", "here:2"])
     with pytest.raises(DataError, match="no column can have this name"):
         RowsTask([{"prompt": "a", "completions": 1}], [exact])
-    with pytest.raises(DataError, match="reward functions get log_metric of the run"):
-        RowsTask([{"prompt": "a", "log_metric": 1}], [exact])
     with pytest.raises(ConfigError, match="no reward function"):
         RowsTask(ROWS, [])
     with pytest.raises(ConfigError, match="1 reward_weights for 2 reward functions"):

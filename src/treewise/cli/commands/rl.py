@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if "tasks" in given:
         return _run_online(args, config_path, overrides)
     if "data" not in given:
-        read_keys(config_path, overrides, all_keys(), aliases())  # an unknown key is said first
+        read_keys(config_path, overrides, all_keys(), aliases())  # an unknown key is named first
         others = ", ".join(f"--{key}" for key in ("model", "output_dir") if key not in given)
         raise ConfigError(
             "give --data, recorded rollouts to train on, or --tasks, what the run is to sample itself"

@@ -63,7 +63,7 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
     """A printable one-line excerpt of any value: control characters escaped, at most about `limit` characters."""
     if isinstance(value, str | bytes) and len(value) > limit:
         return ascii(value[:limit]) + "..."
-    text = " ".join(ascii(value).split())  # arrays are written in several lines
+    text = re.sub(r"\s*\n\s*", " ", ascii(value))  # arrays are written in several lines
     return text if len(text) <= limit + 2 else text[:limit] + "..."
 
 

@@ -24,7 +24,7 @@ from treewise.rl.tasks.protocol import RewardRequest
 RewardFunction = Callable[..., Any]
 Value = float | None | FailedCall
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of rows; TRL leaves them out
-TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # names that a column cannot have
+TAKEN = ("prompts", "completions")  # names that a column cannot have
 LARGEST = 3.4028234663852886e38  # of float32, in which TRL holds rewards
 
 
