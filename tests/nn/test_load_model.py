@@ -71,6 +71,14 @@ def test_what_cannot_be_loaded_is_said(folders):
     (folder / "lora" / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "NOPE"}))
     with pytest.raises(ConfigError, match=r"adapter_config\.json: peft_type is 'NOPE', which this peft does not have"):
         load_shapes(lora)
+    shutil.copytree(folder / "lora", folder / "second")
+    for name, base in (("lora", "second"), ("second", "lora")):
+        text = json.dumps(settings | {"base_model_name_or_path": str(folder / base)})
+        (folder / name / "adapter_config.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match="lora/adapter_config.json: base_model_name_or_path is .*second, which holds a"
+    ):
+        load_weights(lora)
     for text in ("{}", "[]"):
         (folder / "lora" / "adapter_config.json").write_text(text)
         with pytest.raises(ConfigError, match="write the folder or name of the base model there"):

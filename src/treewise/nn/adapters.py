@@ -73,8 +73,8 @@ def base_of(adapters: Path) -> Iterator[str]:
     beside = adapters / base
     if not Path(base).expanduser().exists() and beside.exists():  # a path from the folder itself
         base = str(beside)
-    if Path(base).expanduser().exists() and Path(base).expanduser().resolve() == adapters.resolve():
-        raise ConfigError(f"{file}: base_model_name_or_path is the folder itself; write that of the base model there.")
+    if adapter_folder(base) is not None:  # or the folder itself
+        raise ConfigError(f"{file}: base_model_name_or_path is {base}, which holds adapters; name a model there.")
     try:
         yield base
     except ConfigError as error:
@@ -98,6 +98,8 @@ def adapter_config(adapters: Path) -> "PeftConfig":
             raise ConfigError(f"{adapters / ADAPTERS}: peft_type is {error}, which this peft does not have.") from None
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
+        if value is None and each.default is None:
+            continue
         is_count = isinstance(value, int) and not isinstance(value, bool) and (each.name != "r" or value > 0)
         if each.type in (int, "int") and not is_count:
             kind = "a positive whole number" if each.name == "r" else "a whole number"
@@ -141,6 +143,7 @@ def named_errors(name: str, what: str = "a causal language model") -> Iterator[N
         text = " ".join(str(error).split()) or type(error).__name__
         if len(text) > MAX_REASON:
             text = f"{text[:MAX_REASON]}..."
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        absent = "" if Path(name).expanduser().exists() or name == DEMO_MODEL else "no such folder, and "
+        is_here = Path(name).expanduser().exists() or name == DEMO_MODEL
+        absent = "" if is_here else "no such folder, and "
+        offline = " (HF_HUB_OFFLINE is set)" if not is_here and os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise ConfigError(f"{name}: {absent}cannot be loaded as {what}{offline}: {text}") from error
