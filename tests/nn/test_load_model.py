@@ -75,9 +75,7 @@ def test_what_cannot_be_loaded_is_said(folders):
     for name, base in (("lora", "second"), ("second", "lora")):
         text = json.dumps(settings | {"base_model_name_or_path": str(folder / base)})
         (folder / name / "adapter_config.json").write_text(text)
-    with pytest.raises(
-        ConfigError, match="lora/adapter_config.json: base_model_name_or_path is .*second, which holds a"
-    ):
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path is .*second, which holds adapters; name a model"):
         load_weights(lora)
     for text in ("{}", "[]"):
         (folder / "lora" / "adapter_config.json").write_text(text)
