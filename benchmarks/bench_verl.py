@@ -1,7 +1,7 @@
 """Tokens that verl's micro-batches compute: flat, with PrefixSharing's rule, and as trees.
 
 Counted, not run: recorded trees are cut into micro-batches of rows, in order (the rows of one tree follow one another)
-and shuffled over all trees (as dynamic batches balance them).
+and shuffled over all trees (as dynamic batches balance them); the shuffled ones also as treewise cuts dynamic batches.
 
     python benchmarks/bench_verl.py
 
@@ -19,11 +19,13 @@ import numpy as np
 from common import save
 from tree_shapes import recorded
 
+from treewise.integrations.verl_batches import runs_of_relatives
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 MIN_PREFIX = 8  # `min_prefix_len` in PrefixSharing's published configuration; 1 in its code gives the tree's tokens
 SIZES = (4, 8, 16, 32)
+MAX_TOKENS = 131_072  # of a dynamic micro-batch, in tree tokens
 EVERY = 8  # of the recorded trees, so that the counts take a minute
 
 
@@ -47,6 +49,18 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
+    runs = runs_of_relatives(shuffled, MAX_TOKENS, lambda lengths: 24576.0 * lengths + lengths.astype(float) ** 2)
+    trees = [tree_tokens([shuffled[index] for index in run]) for run in runs]
+    rows.append(
+        {
+            "order": "shuffled, cut by the line",
+            "max_tokens": MAX_TOKENS,
+            "batches": len(runs),
+            "rows": len(shuffled),
+            "treewise": sum(trees),
+        }
+    )
+    print(rows[-1], flush=True)
     print(save("verl-tokens", rows))
 
 

@@ -11,6 +11,7 @@ from treewise.cli import run_folder, training_run
 from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags
 from treewise.cli.keys import ONLINE, RENDERING, TASKS, declared
+from treewise.cli.output import is_first_rank
 from treewise.cli.values import read_file
 from treewise.errors import ConfigError, check_choice, num
 
@@ -92,7 +93,8 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     arguments = training_run.training_arguments(config)
     tokenizer = _tokenizer(config)
     model = training_run.load_model(config, arguments)
-    print(_summary(config, settings, task))
+    if is_first_rank():
+        print(_summary(config, settings, task))
     if args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
         _check_first_prompt(task, tokenizer, settings, model)
     if args.dry_run:
@@ -110,7 +112,8 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             reference=_reference(config),
         )
         trainer.train(resume_from or True if args.resume else None)
-        print(f"model saved to {arguments.output_dir}")
+        if is_first_rank():
+            print(f"model saved to {arguments.output_dir}")
 
 
 def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":

@@ -40,7 +40,7 @@ def runs_of_relatives(
             f"{len(rows)} rows of up to {longest_row} tokens do not make {num_batches} micro-batches "
             f"of up to {max_tokens}; raise ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu)."
         )
-    order = sorted(range(len(rows)), key=lambda index: rows[index].tolist())
+    order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">u8").tobytes())
     lengths = np.array([len(rows[index]) for index in order])
     shared = np.array([0, *(_common(rows[one], rows[two]) for one, two in pairwise(order))])
     whole, rest = (workload(each).astype(float) for each in (lengths, shared))
