@@ -25,7 +25,7 @@ from treewise.tree.trajectory import Trajectory
 
 MIN_PREFIX = 8  # `min_prefix_len` in PrefixSharing's published configuration; 1 in its code gives the tree's tokens
 SIZES = (4, 8, 16, 32)
-MAX_TOKENS = 131_072  # of a dynamic micro-batch, in tree tokens
+MAX_TOKENS = 262_144  # of a dynamic micro-batch, in tree tokens
 EVERY = 8  # of the recorded trees, so that the counts take a minute
 
 
