@@ -10,6 +10,8 @@ import torch
 from tinker import types
 
 from tests.serve.servers import KEY, datum, flat_losses, running, tree_of_data
+from treewise.errors import DataError
+from treewise.serve.wire import read_call
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_app")
@@ -210,6 +212,48 @@ def test_a_clients_faults_are_its_own(client, address):
         run.forward_backward(data, "stable_reinforce").result()
     after = [logprobs_of(each.forward(data, "cross_entropy").result()) for each in (run, other)]
     assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_loss_stands_in_for_stable_reinforce_where_the_server_is_told_so(client, tmp_path):
+    """As `rl_loop` sends it: samples with stability info, sequences named in the data."""
+    prompt, params = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=4, seed=2)
+    refused = new_run(client).save_weights_and_get_sampling_client(record_stability_info=True).result()
+    with pytest.raises(tinker.BadRequestError, match="--stable_reinforce"):
+        refused.sample(prompt, 1, params).result()
+    with running(tmp_path, tiny_model("llama"), stable_reinforce="importance_sampling") as other:
+        own = tinker.ServiceClient(base_url=other.url, api_key=KEY)
+        runs = [new_run(own, seed=1), new_run(own, seed=1)]
+        sampler = runs[0].save_weights_and_get_sampling_client(record_stability_info=True).result()
+        (drawn,) = sampler.sample(prompt, 1, params).result().sequences
+        size = len(drawn.tokens)
+        data = datum([5, 6, 7, *drawn.tokens], logprobs=[0, 0, *drawn.logprobs], advantages=[0, 0, *[1.0] * size])
+        spans = [
+            types.PromptProvenanceSpan(sequence_id=drawn.sequence_id, offset=offset, length=3) for offset in (0, 1)
+        ]
+        spans[1] = types.PromptProvenanceSpan(sequence_id=drawn.sequence_id, offset=1, length=2)
+        named = data.with_provenance(
+            model_input=[spans[0], types.SampledProvenanceSpan(sequence_id=drawn.sequence_id, length=size - 1)],
+            loss_fn_inputs=[spans[1], types.SampledProvenanceSpan(sequence_id=drawn.sequence_id, length=size)],
+        )
+        found = [
+            runs[0].forward_backward([named], "stable_reinforce"),
+            runs[1].forward_backward([data], "importance_sampling"),
+        ]
+        assert found[0].result().metrics["loss:sum"] == found[1].result().metrics["loss:sum"] != 0
+        with pytest.raises(tinker.RequestFailedError, match="kl_coeff"):
+            runs[0].forward_backward([named], "stable_reinforce", {"kl_coeff": 0.1}).result()
+        own.close("success").result()
+
+
+def test_fields_that_the_server_does_not_know_are_refused(address):
+    """A newer SDK's: neither a sampling parameter nor a field of a call is left out in silence."""
+    asked = {"prompt": {"chunks": []}, "sampling_params": {"min_p": 0.1}, "base_model": "tiny"}
+    assert "min_p" in address.ask("/api/v1/asample", asked)[1]["error"]
+    load = {"session_id": "s", "model_seq_id": 0, "path": "tinker://a:train:0/weights/b", "optimizer": False}
+    for more in ({"weights_access_token": "x"}, {"optimizer_config": {"type": "dimuon"}}):
+        assert next(iter(more)).split("_")[0] in address.ask("/api/v1/load_weights", load | more)[1]["error"]
+    with pytest.raises(DataError, match="newer"):
+        read_call(b"\xfa\x01\x01x").rows(64)
 
 
 def test_a_request_seen_again_is_the_same_request(client, address):

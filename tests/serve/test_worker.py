@@ -13,11 +13,12 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from tests.serve.servers import KEY, running, tree_of_data
-from treewise.serve.journal import FAILED, Journal, Work
+from treewise.serve.journal import FAILED, REFUSED, Journal, Work
+from treewise.serve.sampling import TextStops, answers
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import Place, Store
 from treewise.serve.weights import ServedModel
-from treewise.serve.worker import Worker
+from treewise.serve.worker import GAP_SECONDS, Worker
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_worker")
@@ -113,7 +114,7 @@ class Served:
 
     def work(self):
         while works := self.worker._take():
-            self.worker._attempt(works)
+            self.worker._begin(works)
 
     def ask(self, name, seq, kind, body):
         """JSON of the answer, with `error` where it failed."""
@@ -124,6 +125,14 @@ class Served:
 
     def values(self, name):
         return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]
+
+
+class Killed(BaseException):
+    """What no handler of errors stops."""
+
+
+def killed(*_, **__):
+    raise Killed
 
 
 def call(seed=0, **inputs):
@@ -241,3 +250,112 @@ def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
     served.work()
     found = [served.journal.answered(f"s:sample:0:{index}")[0] for index in range(3)]
     assert (found[0], found[2]) == ("application/x-protobuf",) * 2
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "sample"])
+def test_a_request_that_ends_the_process_is_refused_after_some_starts(kind, tmp_path, monkeypatch):
+    """Those of other clients, and later ones of the same, run; of samples drawn together only the one at fault."""
+    served = Served(tmp_path, max_starts=3)
+    served.run("a:train:0")
+    if kind == "sample":
+        owner, name = "s:sample:0", "treewise.serve.worker.answers"
+        served.journal.put("sampler", owner, "s", {"base_model": "tiny", "model_path": None})
+        body = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 1},
+        }
+        bad = {**body, "num_samples": 2}
+        drawn = answers
+
+        def patched(model, weights, requests):
+            return (
+                killed() if any(each.asked.num_samples == 2 for each in requests) else drawn(model, weights, requests)
+            )
+
+    else:
+        owner, body, bad, name, patched = "a:train:0", call(), call(), "treewise.serve.weights.TreeEngine.step", killed
+    served.send(owner, 1, kind, bad)
+    served.send(owner, 2, kind if kind == "sample" else "optim_step", body if kind == "sample" else RATE)
+    with monkeypatch.context() as patch:
+        patch.setattr(name, patched)
+        for _ in range(3):
+            with pytest.raises(Killed):
+                served.work()
+            served = served.died()
+        if kind == "sample":
+            served.work()
+    served.work()
+    media, content = served.journal.answered(f"{owner}:1")
+    assert (media, "max_starts" in json.loads(content)["error"]) == (REFUSED, True)
+    assert served.journal.answered(f"{owner}:2")[0] not in (FAILED, REFUSED)
+
+
+def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
+    served = Served(tmp_path, max_queue=2)
+    served.run("a:train:0")
+    for seq in (3, 4):
+        served.send("a:train:0", seq, "optim_step", RATE)
+    served.worker._tidy(100.0)
+    served.worker._tidy(100.0 + GAP_SECONDS)
+    assert served.worker.num_waiting == 2
+    served.worker._tidy(101.0 + GAP_SECONDS)
+    assert served.worker.num_waiting == 0
+    assert "never came" in json.loads(served.journal.answered("a:train:0:3")[1])["error"]
+    served.ask("a:train:0", 1, "forward_backward", call())
+    assert "metrics" in served.ask("a:train:0", 2, "optim_step", RATE)
+    served.ask("a:train:0", 5, "forward_backward", call(1))
+    assert served.ask("a:train:0", 6, "optim_step", RATE)["metrics"]["step:max"] == 2
+    wanted = served.values("a:train:0")
+    served = served.died()
+    served.ask("a:train:0", 7, "save_weights", {"path": "again"})
+    assert same(served.values("a:train:0"), wanted)
+
+
+def test_what_expired_is_removed(tmp_path):
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    for seq, (name, life) in enumerate((("short", 0), ("long", 3600), ("kept", None)), start=1):
+        assert "path" in served.ask("a:train:0", seq, "save_weights", {"path": name, "ttl_seconds": life})
+    served.worker._tidy(0.0)
+    assert sorted(path.name for path in tmp_path.glob("runs/*/weights/*")) == ["kept", "long"]
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_load_without_the_optimizer_begins_with_a_new_one(with_optimizer, tmp_path):
+    """The step after it is that of a run which began with these weights."""
+    served = Served(tmp_path)
+    for name in ("a:train:0", "b:train:0"):
+        served.run(name)
+        served.ask(name, 1, "forward_backward", call(len(name)))
+        served.ask(name, 2, "optim_step", RATE)
+    served.ask("a:train:0", 3, "save_weights", {"path": "one"})
+    load = {"path": "tinker://a:train:0/weights/one", "optimizer": with_optimizer}
+    served.ask("b:train:0", 3, "forward_backward", call(5))
+    served.ask("b:train:0", 4, "load_weights", load)
+    served.run("c:train:0", path=load["path"], optimizer=with_optimizer)
+    for name, seq in (("b:train:0", 5), ("c:train:0", 1)):
+        served.ask(name, seq, "forward_backward", call(9))
+        served.ask(name, seq + 1, "optim_step", RATE)
+    assert same(served.values("b:train:0"), served.values("c:train:0"))
+
+
+def test_samples_that_have_begun_end_when_they_are_cancelled(tmp_path, monkeypatch):
+    """At the next token; what was drawn with them is what it would have been."""
+    served = Served(tmp_path)
+    served.journal.put("sampler", "s:sample:0", "s", {"base_model": "tiny", "model_path": None})
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    asked = {"prompt": prompt, "sampling_params": {"max_tokens": 40, "stop": [], "seed": 1}}
+    plain, calls = TextStops.is_stopped, []
+
+    def counted(self, ids):
+        calls.append(len(ids))
+        if len(calls) == 3:
+            served.worker.cancel("s:sample:0:0")
+        return plain(self, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStops, "is_stopped", counted)
+        said = served.ask("s:sample:0", 0, "sample", asked)
+    assert ("cancelled" in said["error"], max(calls) < 6) == (True, True)
+    served.worker.cancel("s:sample:0:0")  # has its answer
+    assert isinstance(served.ask("s:sample:0", 1, "sample", asked), bytes)

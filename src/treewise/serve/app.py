@@ -28,7 +28,8 @@ from tinker import types
 
 from treewise.errors import TreewiseError
 from treewise.serve.catalog import Catalog, UnknownError, json_of, lora_facts, text_of
-from treewise.serve.journal import FAILED, Work
+from treewise.serve.journal import FAILED, REFUSED, Work
+from treewise.serve.losses import UNPUBLISHED
 from treewise.serve.settings import LOOPBACK, ServeSettings
 from treewise.serve.store import Place
 from treewise.serve.weights import Shape
@@ -224,14 +225,17 @@ class Api:
         if name is not None and name not in known:
             raise RefusedError(400, f"base_model={name!r} is not served here; this server has {known[0]!r}.")
 
+    def _check_optimizer(self, config: Any) -> None:
+        if config is not None and config.type != "adamw":
+            raise RefusedError(400, f"optimizer {config.type!r} is not implemented; use adamw.")
+
     # -- models -------------------------------------------------------------------------------------------------------
 
     async def create_model(self, request: Request) -> Any:
         """A run, with new adapters (or a copy of all weights)."""
         asked = types.CreateModelRequest.model_validate(json_of(request))
         self._check_base(asked.base_model)
-        if asked.optimizer_config.type != "adamw":
-            raise RefusedError(400, f"optimizer {asked.optimizer_config.type!r} is not implemented; use adamw.")
+        self._check_optimizer(asked.optimizer_config)
         shape, lora, most = Shape(0), asked.lora_config, self.settings.max_rank
         if self.settings.train == "lora":
             if lora is None or not 1 <= lora.rank <= most:
@@ -243,6 +247,9 @@ class Api:
     async def load_weights(self, request: Request) -> Any:
         """Into a model, or into a new run."""
         asked = types.LoadWeightsRequest.model_validate(json_of(request))
+        self._check_optimizer(asked.optimizer_config)
+        if asked.weights_access_token is not None:
+            raise RefusedError(400, "weights_access_token: this server has no other accounts.")
         if asked.model_id is not None:
             return await self._change("load_weights", asked)
         place = Place.parsed(asked.path)
@@ -327,8 +334,10 @@ class Api:
         owner, seq = asked.sampling_session_id, asked.seq_id
         if not 1 <= asked.num_samples <= self.settings.max_queue:
             raise RefusedError(400, f"num_samples={asked.num_samples} must be 1 to {self.settings.max_queue}.")
-        if asked.record_stability_info:
-            raise RefusedError(400, "record_stability_info: stable_reinforce has no published formula.")
+        if asked.record_stability_info and self.settings.stable_reinforce == "refused":
+            raise RefusedError(400, f"record_stability_info, for stable_reinforce: {UNPUBLISHED['stable_reinforce']}.")
+        if unknown := set(json_of(request)["sampling_params"]) - set(types.SamplingParams.model_fields):
+            raise RefusedError(400, f"sampling_params has fields that this server does not know: {sorted(unknown)}.")
         if owner is not None and seq is not None:
             if not 0 <= seq < MAX_SEQ:
                 raise RefusedError(400, f"seq_id must be 0 to {MAX_SEQ - 1}.")
@@ -362,7 +371,7 @@ class Api:
         self._wake(name)  # others that wait for it
         assert found is not None
         media, content = found
-        return Response(content, media_type=JSON if media == FAILED else media)
+        return Response(content, media_type=JSON if media in (FAILED, REFUSED) else media)
 
 
 async def _page(_: Request) -> Response:

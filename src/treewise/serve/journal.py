@@ -20,18 +20,18 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (kind TEXT, id TEXT, owner TEXT, number INTEGER, content TEXT, created REAL,
     PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, body BLOB, batch INTEGER,
-    answer BLOB, media TEXT, created REAL, answered REAL);
+    answer BLOB, media TEXT, created REAL, answered REAL, begun INTEGER DEFAULT 0);
 CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
 """
 KEEP_ANSWERS_SECONDS = 3600.0
-FAILED = "failed"  # the media of an answer that is an error
+FAILED, REFUSED = "failed", "refused"  # media of answers that are errors: of what ran, and of what never did
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """A request that is to run. batch: the group in which it ran before the server was restarted. is_answered: the
     client has its answer; it runs again for what it changed. is_done: it changed nothing, or a checkpoint alone, and is
-    passed over."""
+    passed over. begun: how often it began before, without an answer."""
 
     id: str
     owner: str
@@ -40,6 +40,7 @@ class Work:
     batch: int | None = None
     is_answered: bool = False
     is_done: bool = False
+    begun: int = 0
 
 
 class Journal:
@@ -112,22 +113,29 @@ class Journal:
         found = self._all("SELECT media, answer FROM requests WHERE id = ? AND answer IS NOT NULL", name)
         return (found[0][0], bytes(found[0][1])) if found else None
 
-    def group(self, names: list[str], batch: int) -> None:
-        """Marks requests as one group."""
+    def _each(self, query: str, rows: list[tuple[Any, ...]]) -> None:
         with self._lock, self._db:
             self._db.execute("BEGIN")
-            self._db.executemany("UPDATE requests SET batch = ? WHERE id = ?", [(batch, name) for name in names])
+            self._db.executemany(query, rows)
+
+    def group(self, names: list[str], batch: int) -> None:
+        """Marks requests as one group."""
+        self._each("UPDATE requests SET batch = ? WHERE id = ?", [(batch, name) for name in names])
+
+    def begin(self, names: list[str]) -> None:
+        """Counts that requests without an answer begin: one that ends the process does so again at each start."""
+        self._each("UPDATE requests SET begun = begun + 1 WHERE id = ? AND answer IS NULL", [(name,) for name in names])
 
     def works(self, owner: str | None = None) -> list[Work]:
         """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""
         rows = self._all(
-            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL, r.answer IS NOT NULL AND NOT "
-            "(r.kind = 'optim_step' OR r.kind = 'forward_backward' AND r.media != ?) FROM requests r LEFT JOIN facts f "
-            "ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
+            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.begun, r.answer IS NOT NULL, r.answer IS NOT NULL AND "
+            "(r.media = ? OR r.kind != 'optim_step' AND (r.kind != 'forward_backward' OR r.media = ?)) FROM requests r "
+            "LEFT JOIN facts f ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
             "(? IS NULL OR r.owner = ?) ORDER BY r.created",
-            *(FAILED, owner, owner),
+            *(REFUSED, FAILED, owner, owner),
         )
-        return [Work(*row[:5], *map(bool, row[5:])) for row in rows]
+        return [Work(*row[:5], *map(bool, row[6:]), begun=row[5]) for row in rows]
 
     def snapshot(self, model: str, seq: int, answer: tuple[str, str, bytes] | None = None) -> None:
         """The effects of a model's requests up to `seq` are on the disk. answer: of request `seq`, where it is one that

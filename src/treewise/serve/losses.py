@@ -39,7 +39,8 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
 }
 SETTINGS: Mapping[str, Mapping[str, float]] = {"ppo": _CLIPS, "cispo": _CLIPS, "gspo": _CLIPS, "dro": {"beta": 0.05}}
 UNPUBLISHED = {
-    "stable_reinforce": "its formula is not published; set loss_fn to importance_sampling, ppo or cispo",
+    "stable_reinforce": "its formula is not published; give the recipe loss_fn=importance_sampling, or the server "
+    "--stable_reinforce importance_sampling (ppo, cispo), which then stands in for it",
     "custom": "a loss that was sent as a graph is not run here; the SDK then computes custom losses at the client",
 }
 

@@ -27,10 +27,11 @@ class TextStops(SampleRequest):
 
     stop_texts: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] = field(default=str, compare=False)
+    is_cancelled: Callable[[], bool] = field(default=bool, compare=False)
 
     def is_stopped(self, token_ids: Sequence[int]) -> bool:
         """See `SampleRequest`."""
-        if SampleRequest.is_stopped(self, token_ids):
+        if self.is_cancelled() or SampleRequest.is_stopped(self, token_ids):
             return True
         if not self.stop_texts:
             return False
@@ -49,7 +50,7 @@ class Sampling:
     num_targets: int
 
 
-def read_request(asked: Any, name: str, model: ServedModel) -> Sampling:
+def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callable[[], bool] = bool) -> Sampling:
     """Checks a request of the SDK's type `SampleRequest`. name: of the request, from which its seed follows where it
     has none. Raises `DataError`."""
     prompt = prompt_ids(asked.prompt.chunks, model.vocabulary)
@@ -68,6 +69,8 @@ def read_request(asked: Any, name: str, model: ServedModel) -> Sampling:
     ):
         if not 0 <= value <= most:
             raise DataError(f"{what}={value} must be between 0 and {most}.")
+    if asked.prompt_logprobs_last_n is not None and not (asked.prompt_logprobs and asked.prompt_logprobs_last_n):
+        raise DataError("prompt_logprobs_last_n must be at least 1, and needs prompt_logprobs.")
     tables = asked.topk_prompt_logprobs + asked.prompt_alt_tokens_k
     check_cells([len(prompt) * tables, asked.num_samples * wanted * asked.topk_sample_logprobs])
     stop_ids, texts = _stops(params.stop, model)
@@ -84,6 +87,7 @@ def read_request(asked: Any, name: str, model: ServedModel) -> Sampling:
         num_top=asked.topk_sample_logprobs,
         stop_texts=texts,
         decode=str if model.tokenizer is None else model.tokenizer.decode,
+        is_cancelled=is_cancelled,
     )
     row, num_targets = _row(asked, prompt, model.vocabulary)
     return Sampling(asked, prompt, rules, row, num_targets)

@@ -27,9 +27,13 @@ class ServeSettings:
     dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     attention: Annotated[str, Doc("auto, reference, cascade, flex, flash")] = "auto"
-    sampler: Annotated[Literal["transformers"], Doc("what continues prompts: the model of this process")] = (
+    sampler: Annotated[str, Doc("what continues prompts; transformers, the model of this process, is all there is")] = (
         "transformers"
     )
+    stable_reinforce: Annotated[
+        Literal["refused", "importance_sampling", "ppo", "cispo"],
+        Doc("the loss that stands in for stable_reinforce, whose formula is not published"),
+    ] = "refused"
     max_models: Annotated[int, Ge(1), Doc("training runs in memory at a time; others wait on the disk")] = 16
     max_rank: Annotated[int, Ge(1), Doc("the largest rank of an adapter")] = 256
     max_queue: Annotated[int, Ge(1), Doc("requests that may wait; further ones are answered with 429")] = 1024
@@ -37,9 +41,15 @@ class ServeSettings:
     max_sample_tokens: Annotated[int, Ge(1), Doc("the most tokens of one continuation")] = 32768
     snapshot_every: Annotated[int, Ge(1), Doc("optimizer steps between snapshots, from which a restart goes on")] = 10
     keep_samplers: Annotated[int, Ge(1), Doc("unnamed sampler weights kept of each run")] = 16
+    max_starts: Annotated[int, Ge(1), Doc("starts that a request may end before its answer; then it is refused")] = 8
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.sampler != "transformers":
+            raise ConfigError(
+                f"sampler={self.sampler!r} is not there: the model of this process samples (transformers). Weights of "
+                "save_weights_for_sampler are PEFT adapters, which vLLM loads."
+            )
         if self.token is not None and not self.token.startswith("tml-"):
             raise ConfigError("token must begin with tml-, because the SDK sends no other.")
         if self.host not in LOOPBACK and self.token is None:

@@ -90,10 +90,7 @@ class Store:
 
     def ends(self, place: Place) -> float | None:
         """When it expires, in seconds since 1970."""
-        try:
-            return json.loads((self._folder(place) / _LIFE).read_text(encoding="utf-8"))["ends"]
-        except (OSError, ValueError, KeyError):
-            return None
+        return _ends(self._folder(place) / _LIFE)
 
     def set_life(self, place: Place, seconds: float | None) -> None:
         """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
@@ -113,6 +110,13 @@ class Store:
         if life is not None:
             self.set_life(place, life)
         return place
+
+    def forget(self) -> None:
+        """Removes what has expired."""
+        for each in self.runs.glob(f"*/*/*/{_LIFE}"):
+            ends = _ends(each)
+            if ends is not None and ends < time.time():
+                shutil.rmtree(each.parent)
 
     def delete(self, place: Place) -> None:
         """Raises `DataError` where there is none."""
@@ -222,6 +226,13 @@ class Store:
             if with_optimizer:
                 assert weights.optimizer is not None
                 load_optimizer(listed, weights.optimizer, self.model.model)
+
+
+def _ends(file: Path) -> float | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["ends"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _check_life(seconds: Any) -> None:

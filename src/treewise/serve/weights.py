@@ -185,6 +185,13 @@ class ServedModel:
                 raise NonFiniteError(f"the loss is not a number, first at datum {index} of the forest.")
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
 
+    def clear(self, weights: Weights, *, with_moments: bool) -> None:
+        """Drops gradients, and what the optimizer remembers, too."""
+        for each in weights.parameters.values():
+            each.grad = None
+        if with_moments:
+            weights.optimizer = torch.optim.AdamW(weights.parameters.values())
+
     def optimize(
         self, weights: Weights, *, rate: float, betas: tuple[float, float], eps: float, decay: float, clip: float
     ) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
 
 from treewise.errors import DataError
@@ -40,8 +41,13 @@ class Call:
         """`forward` computes no gradients."""
         return "forward" if self.message.forward_only else "forward_backward"
 
-    def rows(self, vocabulary: int) -> list[Row]:
-        """The data. Raises `DataError`, naming the datum."""
+    def rows(self, vocabulary: int, stand_in: str = "refused") -> list[Row]:
+        """The data. stand_in: the loss for stable_reinforce. Raises `DataError`, naming the datum."""
+        if any(len(UnknownFieldSet(each)) for each in (self.message, *self.message.data)):
+            raise DataError("the request has fields that this server does not know; its SDK is newer.")
+        loss = self.message.loss_fn
+        if loss == "stable_reinforce" and stand_in != "refused":
+            loss = stand_in
         settings = {name: float(value) for name, value in self.message.loss_fn_config.items()}
         for name, value in self.message.loss_fn_config_v2.items():
             if value.WhichOneof("value") != "number":
@@ -56,7 +62,7 @@ class Call:
             location = f"data[{index}]"
             ids = np.concatenate([_chunk(chunk, location) for chunk in datum.model_input] or [np.zeros(0, np.int32)])
             given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
-            row = make_row(ids, given, self.message.loss_fn, settings, location)
+            row = make_row(ids, given, loss, settings, location)
             check_ids(row.token_ids, vocabulary, location)
             check_ids(row.targets[row.targets >= 0], vocabulary, f"{location}.target_tokens")
             rows.append(row)

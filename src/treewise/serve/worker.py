@@ -9,14 +9,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tinker import types
 
 from treewise.errors import ConfigError, DataError, TreewiseError, UnsupportedModelError
-from treewise.serve.journal import FAILED, Journal, Work
+from treewise.serve.journal import FAILED, REFUSED, Journal, Work
 from treewise.serve.losses import metrics_of
 from treewise.serve.sampling import answers, read_request
 from treewise.serve.settings import ServeSettings
@@ -28,9 +29,15 @@ logger = logging.getLogger("treewise")
 JSON = "application/json"
 CALLS = ("forward", "forward_backward")
 MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
-_FORGET_SECONDS = 60.0  # between looks for old answers
+CANCELLED = DataError("cancelled by the client.")
+GAP_SECONDS = 600.0  # that requests wait for one with a lower number
+TIDY_SECONDS = 60.0  # between looks for what is old
 _KEPT_SAMPLERS = 4  # weights to sample from that stay in memory
 _CURVE, _KEPT_SAMPLES, _SHOWN = 2000, 20, 400  # on the page: points of a curve, samples, characters of each
+
+
+def _open(waiting: Mapping[int, Work]) -> list[Work]:
+    return [work for work in waiting.values() if not work.is_answered]
 
 
 class QueueFullError(TreewiseError, BlockingIOError):
@@ -89,6 +96,9 @@ class Worker(threading.Thread):
         self._runs: dict[str, Run] = {}
         self._samplers: OrderedDict[tuple[str, str], Weights] = OrderedDict()
         self._pending: dict[str, list[float]] = {}  # sums of a run since its last optimizer step
+        self._drawn: set[str] = set()  # samples that have begun
+        self._cancelled: set[str] = set()
+        self._gaps: dict[str, float] = {}  # since when a model's requests wait for one that did not come
         self._is_stopping = self._was_sample = False
         for work in journal.works():
             self._enqueue(work)
@@ -99,8 +109,7 @@ class Worker(threading.Thread):
     def num_waiting(self) -> int:
         """Requests without an answer."""
         with self._changed:
-            waiting = sum(not work.is_answered for each in self._waiting.values() for work in each.values())
-            return waiting + len(self._samples)
+            return sum(len(_open(each)) for each in self._waiting.values()) + len(self._samples)
 
     def submit(self, work: Work, body: bytes) -> None:
         """Takes a request; one that was taken before is the same one.
@@ -123,11 +132,12 @@ class Worker(threading.Thread):
             self._changed.notify()
 
     def cancel(self, name: str) -> None:
-        """Takes a sampling request that has not begun out of the queue."""
+        """Takes a sampling request out of the queue; one that has begun ends at its next token."""
         with self._changed:
             work = self._samples.pop(name, None)
+            self._cancelled |= {name} & self._drawn
         if work is not None:
-            self._fail(work, DataError("cancelled by the client."))
+            self._fail(work, CANCELLED)
 
     def stop(self) -> None:
         """Lets the request at hand end, and saves what can be."""
@@ -151,23 +161,52 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Until `stop`."""
-        forgotten = time.monotonic()
+        tidied = 0.0
         while True:
+            if time.monotonic() - tidied > TIDY_SECONDS:
+                self._tidy(time.monotonic())
+                tidied = time.monotonic()
             with self._changed:
-                while not (works := self._take()) and not self._is_stopping:
+                if not (works := self._take()) and not self._is_stopping:
                     self.statistics.now = ""
-                    self._changed.wait()
+                    self._changed.wait(TIDY_SECONDS)
                 if self._is_stopping:
                     break
-            begun = time.monotonic()
-            self.statistics.now = f"{works[0].kind} of {works[0].owner}"
-            self._attempt(works)
-            self.statistics.busy_seconds += time.monotonic() - begun
-            if begun - forgotten > _FORGET_SECONDS:
-                self.journal.forget()
-                forgotten = begun
+            if works:
+                begun = time.monotonic()
+                self.statistics.now = f"{works[0].kind} of {works[0].owner}"
+                self._begin(works)
+                self.statistics.busy_seconds += time.monotonic() - begun
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
+
+    def _tidy(self, now: float) -> None:
+        """Forgets old answers and checkpoints, and fails what waits for a request that does not come."""
+        self.journal.forget()
+        self.store.forget()
+        with self._changed:
+            stuck = {name for name, each in self._waiting.items() if self._next_of(name) not in each and _open(each)}
+            self._gaps = {name: self._gaps.get(name, now) for name in stuck}
+            late = [name for name, since in self._gaps.items() if now - since > GAP_SECONDS]
+            works = [work for name in late for work in _open(self._waiting[name])]
+            for work in works:
+                self._waiting[work.owner][work.seq] = replace(work, is_answered=True, is_done=True)
+        for work in works:
+            self._fail(
+                work, DataError(f"request {self._next_of(work.owner)} of the model, its turn before, never came.")
+            )
+
+    def _begin(self, works: Sequence[Work]) -> None:
+        """Works that ended the process at too many starts are refused; others run."""
+        for work in (spent := [work for work in works if work.begun >= self.settings.max_starts]):
+            self._fail(
+                work, DataError(f"the server ended {work.begun} times while this request ran (max_starts)."), REFUSED
+            )
+        works = [work for work in works if work not in spent]
+        apart = works and works[0].kind == "sample" and any(work.begun for work in works)  # which of them it is
+        for group in ([work] for work in works) if apart else [works] * bool(works):
+            self.journal.begin([work.id for work in group])
+            self._attempt(group)
 
     def _attempt(self, works: Sequence[Work]) -> None:
         """One client's failure is no other's; the server goes on."""
@@ -190,7 +229,7 @@ class Worker(threading.Thread):
         heads = []
         for owner, waiting in self._waiting.items():
             head = waiting.get(self._next_of(owner))
-            if head is not None and any(not work.is_answered for work in waiting.values()):
+            if head is not None and _open(waiting):
                 heads.append(head)
         sample = next(iter(self._samples.values()), None)
         if sample is not None and (not heads or self._turn_of_samples()):
@@ -223,6 +262,7 @@ class Worker(threading.Thread):
         for work in list(self._samples.values()):
             if self._path_of(work.owner) == path and len(works) < MAX_GROUP_SAMPLES:
                 works.append(self._samples.pop(work.id))
+        self._drawn, self._cancelled = {work.id for work in works}, set()
         return works
 
     def _path_of(self, sampler: str) -> str | None:
@@ -253,12 +293,12 @@ class Worker(threading.Thread):
         self.journal.answer(work.id, media, content)
         self.on_answer(work.id)
 
-    def _fail(self, work: Work, error: Exception) -> None:
+    def _fail(self, work: Work, error: Exception, media: str = FAILED) -> None:
         is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError)
         self.statistics.failures += 1
         text = str(error) or type(error).__name__
         content = {"error": text, "category": types.RequestErrorCategory.User if is_users else "server"}
-        self._answer(work, FAILED, json.dumps(content).encode())
+        self._answer(work, media, json.dumps(content).encode())
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -318,7 +358,7 @@ class Worker(threading.Thread):
         rows, bounds, taken = [], [0], []
         for work in works:
             try:
-                own = read_call(self.journal.body(work.id)).rows(self.model.vocabulary)
+                own = read_call(self.journal.body(work.id)).rows(self.model.vocabulary, self.settings.stable_reinforce)
             except TreewiseError as error:
                 self._fail(work, error)
             else:
@@ -409,8 +449,7 @@ class Worker(threading.Thread):
     def _load_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         place = Place.parsed(asked["path"])
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"])
-        for each in run.weights.parameters.values():
-            each.grad = None
+        self.model.clear(run.weights, with_moments=not asked["optimizer"])
         return {"path": str(place), "model_id": work.owner, "type": "load_weights"}
 
     # -- samples ------------------------------------------------------------------------------------------------------
@@ -420,7 +459,9 @@ class Worker(threading.Thread):
         for work in works:
             try:
                 asked = types.SampleRequest.model_validate_json(self.journal.body(work.id))
-                requests.append(read_request(asked, work.id, self.model))
+                requests.append(
+                    read_request(asked, work.id, self.model, partial(self._cancelled.__contains__, work.id))
+                )
                 taken.append(work)
             except (TreewiseError, ValueError, TypeError, OverflowError) as error:
                 self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
@@ -429,6 +470,9 @@ class Worker(threading.Thread):
         weights = self._weights_of(self._path_of(taken[0].owner))
         decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
         for work, (content, drawn) in zip(taken, answers(self.model, weights, requests), strict=True):
+            if work.id in self._cancelled:
+                self._fail(work, CANCELLED)
+                continue
             self._answer(work, PROTOBUF, content)
             self.statistics.sampled_tokens += sum(each.num_tokens for each in drawn)
             shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
