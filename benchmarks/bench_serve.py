@@ -5,7 +5,7 @@
 Three workloads: GRPO groups (16 samples of 64 tokens after a prompt of 512), multi-turn episodes (8 turns of 64 tokens,
 one row a turn), and SFT on the shapes of recorded trees. The contestants take turns in one process on the same rows and
 adapters (rank 16); the ratio of each round is paired. Over HTTP, the official SDK sends the first workload to a server
-in a thread; what is not the worker's time is the overhead. Without --model: a random Llama of 15 million parameters.
+in a thread; what is not the worker's is the overhead, of time and of CPU time (which other processes do not change). Without --model: a random Llama of 9 million parameters.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import numpy as np
+import psutil
 import torch
 import uvicorn
 from common import paired_seconds, save
@@ -88,7 +89,7 @@ def made(name: str | None) -> Any:
         return load_weights(name)
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=320, intermediate_size=960, num_hidden_layers=6, num_attention_heads=5, num_key_value_heads=5,
+            hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4,
             vocab_size=16384, max_position_embeddings=8192, tie_word_embeddings=True,
         )
     )  # fmt: skip
@@ -122,7 +123,7 @@ def measure(name: str | None, repetitions: int) -> list[dict[str, Any]]:
             for other in ("not shared", "plain")
         }
         flops = flop_model(models["all"].base)
-        found = {"workload": workload, "model": name or "random Llama of 15M", "seconds": seconds, "ratios": ratios}
+        found = {"workload": workload, "model": name or "random Llama of 9M", "seconds": seconds, "ratios": ratios}
         found |= {"flat_tokens": forest.num_flat_tokens, "tree_tokens": forest.num_tokens}
         results.append(found | {"flop_bound": flops.flat(forest) / flops.tree(forest)})
         shown = ", ".join(f"{other} / shared {ratio:.2f}" for other, ratio in ratios.items())
@@ -156,11 +157,19 @@ def over_http(name: str | None, repetitions: int) -> dict[str, float]:
         def busy() -> float:
             request = urllib.request.Request(f"{url}/api/v1/status", headers={"X-API-Key": "tml-local"})
             with urllib.request.urlopen(request) as answer:
-                return float(json.loads(answer.read())["busy_seconds"])
+                return sum(json.loads(answer.read())["seconds"].values())
 
-        fractions, seconds = [], []
+        process, fractions, of_cpu, seconds = psutil.Process(), [], [], []
+
+        def cpu() -> tuple[float, float]:
+            """CPU seconds of all threads, and of the worker's alone (with one thread for torch)."""
+            each = {own.id: own.user_time + own.system_time for own in process.threads()}
+            (worker,) = (own.native_id for own in threading.enumerate() if own.name == "treewise-serve")
+            return sum(each.values()), each[worker]
+
+        torch.set_num_threads(1)
         for repetition in range(repetitions + 1):
-            before, begun = busy(), time.perf_counter()
+            before, begun, used = busy(), time.perf_counter(), cpu()
             call, step = run.forward_backward(data, "cross_entropy"), run.optim_step(types.AdamParams())
             call.result()
             step.result()
@@ -169,11 +178,16 @@ def over_http(name: str | None, repetitions: int) -> dict[str, float]:
             if repetition:
                 seconds.append(whole)
                 fractions.append(1 - (busy() - before) / whole)
+                total, own = (after - first for after, first in zip(cpu(), used, strict=True))
+                of_cpu.append(1 - own / total)
         client.close("success").result()
         server.should_exit = True
         thread.join(10)
-    print(f"HTTP and serialisation: {median(fractions):.1%} of a step of {median(seconds):.2f} s")
-    return {"overhead": median(fractions), "seconds": median(seconds)}
+    print(
+        f"HTTP and serialisation: {median(fractions):.1%} of a step of {median(seconds):.2f} s, "
+        f"{median(of_cpu):.1%} of its CPU time"
+    )
+    return {"overhead": median(fractions), "overhead_cpu": median(of_cpu), "seconds": median(seconds)}
 
 
 if __name__ == "__main__":

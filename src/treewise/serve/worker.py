@@ -61,7 +61,7 @@ class Run:
 
 @dataclass(slots=True)
 class Statistics:
-    """What the page shows. curves: by run, [step, loss, flat, tree, computed] of each optimizer step."""
+    """What the page shows. seconds: of work, by kind of request. curves: by run, [step, loss, flat, tree, computed] of each optimizer step."""
 
     started: float = field(default_factory=time.time)
     flat_tokens: int = 0
@@ -69,7 +69,7 @@ class Statistics:
     computed_tokens: int = 0
     sampled_tokens: int = 0
     failures: int = 0
-    busy_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     now: str = ""
     curves: dict[str, list[list[float]]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -176,7 +176,8 @@ class Worker(threading.Thread):
                 begun = time.monotonic()
                 self.statistics.now = f"{works[0].kind} of {works[0].owner}"
                 self._begin(works)
-                self.statistics.busy_seconds += time.monotonic() - begun
+                spent = self.statistics.seconds.get(works[0].kind, 0.0) + time.monotonic() - begun
+                self.statistics.seconds = {**self.statistics.seconds, works[0].kind: spent}
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
 
