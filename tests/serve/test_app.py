@@ -2,6 +2,7 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from tinker import types
 
 from tests.serve.servers import KEY, datum, flat_losses, running, tree_of_data
 from treewise.errors import DataError
+from treewise.serve.settings import ServeSettings
 from treewise.serve.wire import read_call
 from treewise.testing.families import tiny_model
+from treewise.testing.images import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
+from treewise.tree.images import ImageSpan
+from treewise.tree.trajectory import Trajectory
 
 pytestmark = pytest.mark.xdist_group("test_serve_app")
 ADAM = types.AdamParams(learning_rate=3e-2, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=5.0)
@@ -253,7 +258,43 @@ def test_fields_that_the_server_does_not_know_are_refused(address):
     for more in ({"weights_access_token": "x"}, {"optimizer_config": {"type": "dimuon"}}):
         assert next(iter(more)).split("_")[0] in address.ask("/api/v1/load_weights", load | more)[1]["error"]
     with pytest.raises(DataError, match="newer"):
-        read_call(b"\xfa\x01\x01x").rows(64)
+        read_call(b"\xfa\x01\x01x").rows(SimpleNamespace(vocabulary=64, settings=ServeSettings(model="tiny")))
+
+
+def test_images_are_trained_on_where_the_model_takes_them(tmp_path):
+    """A picture that two rows see, one that another sees: log-probs are those of the model's own forward."""
+    model, images = seeing_model("llava"), FAMILIES["llava"].images()
+    first, second = png(1), png(2, 30, 20)
+
+    def chunk(data, more=0):
+        return types.ImageChunk(data=data, format="png", expected_tokens=num_rows(model, images, data) + more)
+
+    rows = [([3, 4], first, [5, 6]), ([3, 4], first, [7]), ([3, 4], second, [5, 6])]
+    data, wanted = [], []
+    for before, picture, after in rows:
+        size = num_rows(model, images, picture)
+        ids = [*before, *[IMAGE_TOKEN] * size, *after]
+        item = Trajectory(ids, images=(ImageSpan(picture, len(before), len(before) + size),))
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False, **row_inputs(model, images, item)).logits[0]
+        wanted.append(torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].detach())
+        text = [types.EncodedTextChunk(tokens=part) for part in (before, after[:-1])]
+        chunks = [text[0], chunk(picture), *([text[1]] if after[:-1] else [])]
+        data.append(types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": ids[1:]}))
+    with running(tmp_path, model, images) as address:
+        client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
+        run = client.create_lora_training_client(base_model="tiny", rank=2, seed=0).result()
+        output = run.forward_backward(data, "cross_entropy").result()
+        assert np.abs(logprobs_of(output) - torch.cat(wanted).numpy()).max() < 1e-5
+        assert output.metrics["tree_tokens:sum"] < output.metrics["flat_tokens:sum"]
+        assert run.optim_step(ADAM).result().metrics["grad_norm:mean"] > 0
+        broken = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[3]), chunk(first, more=1)])
+        inputs = {"target_tokens": [1] * broken.length}
+        with pytest.raises(tinker.RequestFailedError, match="placeholder"):
+            run.forward_backward([types.Datum(model_input=broken, loss_fn_inputs=inputs)], "cross_entropy").result()
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        with pytest.raises(tinker.RequestFailedError, match="not sampled from"):
+            sampler.sample(broken, 1, types.SamplingParams(max_tokens=1)).result()
+        client.close("success").result()
 
 
 def test_a_request_seen_again_is_the_same_request(client, address):

@@ -9,7 +9,7 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +26,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from treewise.errors import TreewiseError
-from treewise.serve.catalog import Catalog, UnknownError, json_of, lora_facts, text_of
+from treewise.errors import DataError, TreewiseError
+from treewise.serve.catalog import Catalog, RefusedError, json_of, lora_facts
 from treewise.serve.journal import FAILED, REFUSED, Work
 from treewise.serve.losses import UNPUBLISHED
 from treewise.serve.settings import LOOPBACK, ServeSettings
@@ -40,29 +40,16 @@ WAIT_SECONDS = 20.0
 MAX_SEQ = 1 << 53
 MAX_RUNS = 10**6  # of a session
 PAGE = Path(__file__).with_name("page.html")
-Handler = Callable[[Request], Awaitable[Any]]
-_CHANGES: dict[str, Any] = {
-    "optim_step": types.OptimStepRequest,
-    "save_weights": types.SaveWeightsRequest,
-    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
-    "save_weights_external": types.SaveWeightsExternalRequest,
-}
 
 
-class RefusedError(Exception):
-    """An answer that is no success. Statuses are those that the SDK knows: 408, 409, 429 and 5xx it sends again."""
+class Api(Catalog):
+    """The handlers of requests that reach the worker. Each is given the request and what it asks, of the type that the
+    route names, and returns what is sent as JSON, or a response.
+    """
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Api:
-    """The handlers of requests that reach the worker; each returns what is sent as JSON, or a response."""
-
-    def __init__(self, settings: ServeSettings, catalog: Catalog, worker: Worker) -> None:
-        self.settings, self.catalog, self.worker = settings, catalog, worker
-        self.journal, self.store = catalog.journal, catalog.store
+    def __init__(self, settings: ServeSettings, worker: Worker) -> None:
+        super().__init__(worker)
+        self.settings = settings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: dict[str, asyncio.Event] = {}
 
@@ -85,64 +72,77 @@ class Api:
             yield
             await run_in_threadpool(self.worker.stop)
 
-        own, listed = self, self.catalog
         one = "training_runs/{run}/checkpoints/{kind}/{name}"
-        table: list[tuple[str, str, Handler]] = [
-            ("POST", "client/config", own.client_config),
-            ("POST", "client/dynamic_config", own.dynamic_config),
-            ("POST", "create_session", own.create_session),
-            ("POST", "session_heartbeat", own.heartbeat),
-            ("POST", "sessions/{session}/finish", own.finish),
-            ("POST", "create_model", own.create_model),
-            ("POST", "load_weights", own.load_weights),
-            ("POST", "get_info", own.get_info),
-            ("POST", "weights_info", own.weights_info),
-            ("POST", "forward_backward", own.call),
-            *(("POST", name, own.change) for name in _CHANGES),
-            ("POST", "create_sampling_session", own.create_sampling_session),
-            ("POST", "join_sampling_session", own.join_sampling_session),
-            ("POST", "asample", own.sample),
-            ("POST", "retrieve_future", own.retrieve),
-            ("POST", "cancel_future", own.cancel),
-            ("POST", "create_custom_loss", own.custom_loss),
-            ("POST", "telemetry", own.telemetry),
-            ("GET", "healthz", own.health),
-            ("GET", "get_server_capabilities", own.capabilities),
-            ("GET", "samplers/{sampler}", listed.sampler),
-            ("GET", "sessions", listed.sessions),
-            ("GET", "sessions/{session}", listed.session),
-            ("GET", "training_runs", listed.runs),
-            ("GET", "training_runs/{run}", listed.run),
-            ("GET", "training_runs/{run}/checkpoints", listed.run_checkpoints),
-            ("GET", "checkpoints", listed.checkpoints),
-            ("DELETE", one, listed.delete),
-            ("PUT", f"{one}/ttl", listed.set_life),
-            ("GET", f"{one}/external_weights_urls", listed.urls),
-            ("GET", f"{one}/files/{{file}}", listed.file),
-            ("GET", "status", listed.status),
+        posted = [  # the request's type in the SDK; None: read by the handler
+            ("client/config", self.client_config, None),
+            ("client/dynamic_config", self.dynamic_config, None),
+            ("create_session", self.create_session, types.CreateSessionRequest),
+            ("session_heartbeat", self.heartbeat, types.SessionHeartbeatRequest),
+            ("sessions/{session}/finish", self.finish, None),
+            ("create_model", self.create_model, types.CreateModelRequest),
+            ("load_weights", self.load_weights, types.LoadWeightsRequest),
+            ("get_info", self.get_info, types.GetInfoRequest),
+            ("weights_info", self.weights_info, None),
+            ("forward_backward", self.call, None),
+            ("optim_step", self.change, types.OptimStepRequest),
+            ("save_weights", self.change, types.SaveWeightsRequest),
+            ("save_weights_for_sampler", self.change, types.SaveWeightsForSamplerRequest),
+            ("save_weights_external", self.change, types.SaveWeightsExternalRequest),
+            ("create_sampling_session", self.create_sampling_session, types.CreateSamplingSessionRequest),
+            ("join_sampling_session", self.join_sampling_session, types.JoinSamplingSessionRequest),
+            ("asample", self.sample, types.SampleRequest),
+            ("retrieve_future", self.retrieve, types.FutureRetrieveRequest),
+            ("cancel_future", self.cancel, types.FutureRetrieveRequest),
+            ("create_custom_loss", self.custom_loss, None),
+            ("telemetry", self.telemetry, None),
         ]
-        routes = [Route(f"/api/v1/{path}", self._guarded(each), methods=[way]) for way, path, each in table]
+        others = [
+            ("GET", "healthz", self.health),
+            ("GET", "get_server_capabilities", self.capabilities),
+            ("GET", "samplers/{sampler}", self.sampler),
+            ("GET", "sessions", self.sessions),
+            ("GET", "sessions/{session}", self.session),
+            ("GET", "training_runs", self.runs),
+            ("GET", "training_runs/{run}", self.run),
+            ("GET", "training_runs/{run}/checkpoints", self.run_checkpoints),
+            ("GET", "checkpoints", self.checkpoints),
+            ("DELETE", one, self.delete),
+            ("PUT", f"{one}/ttl", self.set_life),
+            ("GET", f"{one}/external_weights_urls", self.urls),
+            ("GET", f"{one}/files/{{file}}", self.file),
+            ("GET", "status", self.status),
+            *(("*", "{rest:path}", self.unknown),),
+        ]
+        table = [("POST", *each) for each in posted] + [(*each, None) for each in others]
+        routes = [
+            Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=None if way == "*" else [way])
+            for way, path, handler, kind in table
+        ]
         hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
         guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-        return Starlette(routes=[*routes, Route("/", _page)], lifespan=lifespan, middleware=[guard])
+        return Starlette(routes=[Route("/", _page), *routes], lifespan=lifespan, middleware=[guard])
 
     # -- every request ------------------------------------------------------------------------------------------------
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def _guarded(self, handler: Any, kind: Any) -> Any:
         async def guarded(request: Request) -> Response:
+            status, headers = 400, {}
             try:
                 self._check_key(request)
                 request.state.body = await self._body(request)
-                answer = await handler(request)
+                asked = kind.model_validate(json_of(request)) if kind else None
+                answer = await handler(request, asked)
+                return answer if isinstance(answer, Response) else _json(answer)
             except ClientDisconnect:  # while it sent; nobody hears the answer
-                return Response(status_code=400)
-            except (RefusedError, UnknownError) as error:
-                return _error(error, getattr(error, "status", 404))
+                return Response(status_code=status)
+            except RefusedError as error:
+                status, said = error.status, error
             except QueueFullError as error:
-                return _error(error, 429, {"Retry-After": "1"})
+                status, said, headers = 429, error, {"Retry-After": "1"}
             except (TreewiseError, ValidationError, KeyError, ValueError) as error:
-                return _error(error, 400)
-            return answer if isinstance(answer, Response) else _json(answer)
+                said = error
+            text = " ".join(str(said).split()) or type(said).__name__
+            return _json({"error": text, "detail": text}, status, headers)
 
         return guarded
 
@@ -170,52 +170,57 @@ class Api:
             raise RefusedError(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
         return b"".join(parts)
 
-    async def _submit(self, name: str, owner: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
-        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), body)
+    async def _submit(self, owner: str, seq: int | None, kind: str, body: Any) -> dict[str, Any]:
+        """A future. body: of the SDK's type, or as it came."""
+        if seq is None or not (kind in ("create", "sample") or seq > 0) or not 0 <= seq < MAX_SEQ:
+            raise DataError(f"seq_id must be 1 to {MAX_SEQ - 1}.")
+        content = body if isinstance(body, bytes) else orjson.dumps(body.model_dump(mode="json"))
+        name = f"{owner}:{seq}"
+        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), content)
         return {"request_id": name, "model_id": owner}
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    async def client_config(self, _: Request) -> Any:
+    async def client_config(self, *_: Any) -> Any:
         """Flags of the SDK: what it leaves out or does otherwise with this server."""
         part = min(5_000_000, (self.settings.max_request_mb << 20) // 2)
-        off = dict.fromkeys(
-            ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side"), False
-        )
-        return {"fwdbwd_max_chunk_bytes_count": part, **off}
+        off = ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side")
+        return {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False)}
 
-    async def dynamic_config(self, _: Request) -> Any:
+    async def dynamic_config(self, *_: Any) -> Any:
         return {"sample_cancel_enabled": True}
 
-    async def create_session(self, request: Request) -> Any:
-        asked = types.CreateSessionRequest.model_validate(json_of(request))
+    async def create_session(self, _: Request, asked: Any) -> Any:
         session = str(uuid.uuid4())
         self.journal.put("session", session, "", asked.model_dump(mode="json"))
         return {"session_id": session, "type": "create_session"}
 
-    async def heartbeat(self, request: Request) -> Any:
-        session = text_of(request, "session_id")
-        if (self.journal.get("session", session) or {"finished": True}).get("finished"):
-            raise RefusedError(410, f"session {session} has ended or is unknown.")
-        self.catalog.beats[session] = time.time()
+    async def heartbeat(self, _: Request, asked: Any) -> Any:
+        if (self.journal.get("session", asked.session_id) or {"finished": True}).get("finished"):
+            raise RefusedError(410, f"session {asked.session_id} has ended or is unknown.")
+        self.beats[asked.session_id] = time.time()
         return {"type": "session_heartbeat"}
 
-    async def finish(self, request: Request) -> Any:
+    async def finish(self, request: Request, _: Any) -> Any:
         """A client that ends; its runs stay."""
         session, asked = request.path_params["session"], json_of(request)
-        self.journal.put("session", session, "", {"finished": asked, **self.catalog.facts("session", session)})
+        self.journal.put("session", session, "", {"finished": asked, **self.facts("session", session)})
         return Response(status_code=204)
 
-    async def telemetry(self, _: Request) -> Any:
+    async def telemetry(self, *_: Any) -> Any:
         """Taken and dropped."""
         return {"status": "accepted"}
 
-    async def health(self, _: Request) -> Any:
+    async def unknown(self, request: Request, _: Any) -> Any:
+        """What other servers of this API have: projects, publishing, billing."""
+        raise RefusedError(404, f"{request.method} {request.url.path} is not served here.")
+
+    async def health(self, *_: Any) -> Any:
         if not self.worker.is_alive():
             raise RefusedError(503, "the worker has ended.")
         return {"status": "ok"}
 
-    async def capabilities(self, _: Request) -> Any:
+    async def capabilities(self, *_: Any) -> Any:
         facts = {"max_context_length": self.worker.model.max_length, "trainable": True, "sampleable": True}
         names = dict.fromkeys([self.store.base_name, self.settings.model])
         return {"supported_models": [{"model_name": name, **facts} for name in names]}
@@ -223,94 +228,82 @@ class Api:
     def _check_base(self, name: str | None) -> None:
         known = (self.store.base_name, self.settings.model)
         if name is not None and name not in known:
-            raise RefusedError(400, f"base_model={name!r} is not served here; this server has {known[0]!r}.")
+            raise DataError(f"base_model={name!r} is not served here; this server has {known[0]!r}.")
 
     def _check_optimizer(self, config: Any) -> None:
         if config is not None and config.type != "adamw":
-            raise RefusedError(400, f"optimizer {config.type!r} is not implemented; use adamw.")
+            raise DataError(f"optimizer {config.type!r} is not implemented; use adamw.")
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    async def create_model(self, request: Request) -> Any:
+    async def create_model(self, _: Request, asked: Any) -> Any:
         """A run, with new adapters (or a copy of all weights)."""
-        asked = types.CreateModelRequest.model_validate(json_of(request))
-        self._check_base(asked.base_model)
         self._check_optimizer(asked.optimizer_config)
         shape, lora, most = Shape(0), asked.lora_config, self.settings.max_rank
         if self.settings.train == "lora":
             if lora is None or not 1 <= lora.rank <= most:
-                raise RefusedError(400, f"lora_config with a rank of 1 to {most} (max_rank) is needed.")
+                raise DataError(f"lora_config with a rank of 1 to {most} (max_rank) is needed.")
             shape = Shape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
         seed = secrets.randbits(48) if lora is None or lora.seed is None else lora.seed
         return await self._new_run(asked, {"shape": asdict(shape), "seed": seed, "path": None})
 
-    async def load_weights(self, request: Request) -> Any:
+    async def load_weights(self, _: Request, asked: Any) -> Any:
         """Into a model, or into a new run."""
-        asked = types.LoadWeightsRequest.model_validate(json_of(request))
-        self._check_optimizer(asked.optimizer_config)
         if asked.weights_access_token is not None:
-            raise RefusedError(400, "weights_access_token: this server has no other accounts.")
+            raise DataError("weights_access_token: this server has no other accounts.")
+        self._check_optimizer(asked.optimizer_config)
         if asked.model_id is not None:
             return await self._change("load_weights", asked)
         place = Place.parsed(asked.path)
-        self._check_base(asked.base_model)
         facts = {"shape": asdict(self.store.shape(place)), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
         return await self._new_run(asked, facts)
 
     async def _new_run(self, asked: Any, facts: dict[str, Any]) -> Any:
-        self.catalog.facts("session", asked.session_id)
+        self._check_base(asked.base_model)
+        self.facts("session", asked.session_id)
         if not 0 <= asked.model_seq_id < MAX_RUNS:
-            raise RefusedError(400, f"model_seq_id must be 0 to {MAX_RUNS - 1}.")
+            raise DataError(f"model_seq_id must be 0 to {MAX_RUNS - 1}.")
         name = f"{asked.session_id}:train:{asked.model_seq_id}"
         if self.journal.get("model", name) is None:
             facts |= {"user_metadata": asked.user_metadata, "created": time.time()}
             self.journal.put("model", name, asked.session_id, facts)
-        return await self._submit(f"{name}:0", name, 0, "create", orjson.dumps(asked.model_dump(mode="json")))
+        return await self._submit(name, 0, "create", asked)
 
-    async def get_info(self, request: Request) -> Any:
-        name = text_of(request, "model_id")
-        shape, folder = Shape(**self.catalog.facts("model", name)["shape"]), self.store.runs.parent / "tokenizer"
+    async def get_info(self, _: Request, asked: Any) -> Any:
+        shape, folder = Shape(**self.facts("model", asked.model_id)["shape"]), self.store.runs.parent / "tokenizer"
         tokenizer = str(folder.resolve()) if folder.is_dir() else None  # the SDK on this machine loads it from there
         base, arch = self.store.base_name, str(self.worker.model.base.config.model_type)
         data = {"model_name": base, "tokenizer_id": tokenizer, "arch": arch}
-        return {"type": "get_info", "model_id": name, "model_name": base, "model_data": data, **lora_facts(shape)}
+        named = {"model_id": asked.model_id, "model_name": base, "model_data": data}
+        return {"type": "get_info", **named, **lora_facts(shape)}
 
-    async def weights_info(self, request: Request) -> Any:
-        shape = self.store.shape(Place.parsed(text_of(request, "tinker_path")))
+    async def weights_info(self, request: Request, _: Any) -> Any:
+        shape = self.store.shape(Place.parsed(json_of(request).get("tinker_path")))
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
-    async def call(self, request: Request) -> Any:
+    async def call(self, request: Request, _: Any) -> Any:
         """forward, forward_backward."""
-        call = read_call(body := request.state.body)
-        self._check_seq(call.model_id, call.seq_id)
-        return await self._submit(f"{call.model_id}:{call.seq_id}", call.model_id, call.seq_id, call.kind, body)
+        call = read_call(request.state.body)
+        return await self._change(call.kind, call, request.state.body)
 
-    async def change(self, request: Request) -> Any:
+    async def change(self, request: Request, asked: Any) -> Any:
         """Every other request that names a model and its sequence number."""
-        kind = request.url.path.rpartition("/")[2]
-        return await self._change(kind, _CHANGES[kind].model_validate(json_of(request)))
+        return await self._change(request.url.path.rpartition("/")[2], asked)
 
-    async def _change(self, kind: str, asked: Any) -> Any:
-        self._check_seq(asked.model_id, asked.seq_id or 0)
-        body = orjson.dumps(asked.model_dump(mode="json"))
-        return await self._submit(f"{asked.model_id}:{asked.seq_id}", asked.model_id, asked.seq_id, kind, body)
+    async def _change(self, kind: str, asked: Any, body: bytes | None = None) -> Any:
+        self.facts("model", asked.model_id)
+        return await self._submit(asked.model_id, asked.seq_id, kind, asked if body is None else body)
 
-    def _check_seq(self, model: str, seq: int) -> None:
-        self.catalog.facts("model", model)
-        if not 1 <= seq < MAX_SEQ:
-            raise RefusedError(400, f"seq_id must be 1 to {MAX_SEQ - 1}.")
-
-    async def custom_loss(self, _: Request) -> Any:
+    async def custom_loss(self, *_: Any) -> Any:
         """Refused: no code or graph of a client runs here. The SDK computes custom losses itself."""
-        raise RefusedError(400, "custom losses are computed at the client (custom_loss_server_side is off).")
+        raise DataError("custom losses are computed at the client (custom_loss_server_side is off).")
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: Request) -> Any:
+    async def create_sampling_session(self, _: Request, asked: Any) -> Any:
         """Weights to sample from: a checkpoint's, or the base model's."""
-        asked = types.CreateSamplingSessionRequest.model_validate(json_of(request))
-        self.catalog.facts("session", asked.session_id)
+        self.facts("session", asked.session_id)
         self._check_base(asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         self._put_sampler(name, asked.session_id, asked.model_path)
@@ -321,43 +314,40 @@ class Api:
             self.store.find(Place.parsed(path))
         self.journal.put("sampler", name, session, {"base_model": self.store.base_name, "model_path": path})
 
-    async def join_sampling_session(self, request: Request) -> Any:
+    async def join_sampling_session(self, _: Request, asked: Any) -> Any:
         """A number for another client of a sampling session."""
-        name = text_of(request, "sampling_session_id")
-        facts = self.catalog.facts("sampler", name)
+        name = asked.sampling_session_id
+        facts = self.facts("sampler", name)
         count = int(facts.get("clients", 0)) + 1
         self.journal.put("sampler", name, name.split(":")[0], {**facts, "clients": count})
         return {"type": "join_sampling_session", "client_counter": count}
 
-    async def sample(self, request: Request) -> Any:
-        asked = types.SampleRequest.model_validate_json(body := request.state.body)
-        owner, seq = asked.sampling_session_id, asked.seq_id
+    async def sample(self, request: Request, asked: Any) -> Any:
         if not 1 <= asked.num_samples <= self.settings.max_queue:
-            raise RefusedError(400, f"num_samples={asked.num_samples} must be 1 to {self.settings.max_queue}.")
+            raise DataError(f"num_samples={asked.num_samples} must be 1 to {self.settings.max_queue}.")
         if asked.record_stability_info and self.settings.stable_reinforce == "refused":
-            raise RefusedError(400, f"record_stability_info, for stable_reinforce: {UNPUBLISHED['stable_reinforce']}.")
+            raise DataError(f"record_stability_info, for stable_reinforce: {UNPUBLISHED['stable_reinforce']}.")
         if unknown := set(json_of(request)["sampling_params"]) - set(types.SamplingParams.model_fields):
-            raise RefusedError(400, f"sampling_params has fields that this server does not know: {sorted(unknown)}.")
+            raise DataError(f"sampling_params has fields that this server does not know: {sorted(unknown)}.")
+        owner, seq = asked.sampling_session_id, asked.seq_id
         if owner is not None and seq is not None:
-            if not 0 <= seq < MAX_SEQ:
-                raise RefusedError(400, f"seq_id must be 0 to {MAX_SEQ - 1}.")
-            self.catalog.facts("sampler", owner)
-            name = f"{owner}:{seq}"
+            self.facts("sampler", owner)
         else:  # without a session; a request that is sent again is another one
             self._check_base(asked.base_model)
-            name, owner, seq = f"direct:{uuid.uuid4()}", f"direct:{asked.model_path or ''}", 0
+            owner, seq = f"direct:{asked.model_path or ''}", secrets.randbelow(MAX_SEQ)
             self._put_sampler(owner, "", asked.model_path)
-        promised = await self._submit(name, owner, seq, "sample", body)
-        return {**promised, "sample_sequence_ids": [f"{name}:{index}" for index in range(asked.num_samples)]}
+        promised = await self._submit(owner, seq, "sample", request.state.body)
+        names = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
+        return {**promised, "sample_sequence_ids": names}
 
-    async def cancel(self, request: Request) -> Any:
-        """Takes a sampling request that has not begun out of the queue."""
-        await run_in_threadpool(self.worker.cancel, text_of(request, "request_id"))
+    async def cancel(self, _: Request, asked: Any) -> Any:
+        """Ends a sampling request."""
+        await run_in_threadpool(self.worker.cancel, asked.request_id)
         return Response(status_code=204)
 
-    async def retrieve(self, request: Request) -> Any:
+    async def retrieve(self, _: Request, asked: Any) -> Any:
         """An answer, or 408 after `WAIT_SECONDS`: ask again."""
-        name = types.FutureRetrieveRequest.model_validate(json_of(request)).request_id
+        name = asked.request_id
         if self.journal.kind_of(name) is None:
             raise RefusedError(410, f"request {name} is unknown or forgotten.")
         event = self._events.setdefault(name, asyncio.Event())
@@ -382,8 +372,3 @@ async def _page(_: Request) -> Response:
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, JSON)
-
-
-def _error(error: Exception, status: int, headers: dict[str, str] | None = None) -> Response:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return _json({"error": text, "detail": text}, status, headers)

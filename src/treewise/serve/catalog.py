@@ -11,34 +11,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from treewise.errors import DataError
-from treewise.serve.journal import Journal
-from treewise.serve.store import TYPES, Place, Store
+from treewise.serve.store import TYPES, Place
 from treewise.serve.weights import Shape
 from treewise.serve.worker import Worker
 
 
-class UnknownError(Exception):
-    """Nothing of this name; the answer is 404."""
+class RefusedError(Exception):
+    """An answer that is no success. Statuses are those that the SDK knows: 408, 409, 429 and 5xx it sends again."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Catalog:
-    """Handlers of requests that change no model. Each returns what is sent as JSON, or a response."""
+    """Handlers of requests that change no model. Each is given the request (its second argument is for others, whose
+    requests have a type), and returns what is sent as JSON, or a response.
+    """
 
-    def __init__(self, journal: Journal, store: Store, worker: Worker) -> None:
-        self.journal, self.store, self.worker = journal, store, worker
+    def __init__(self, worker: Worker) -> None:
+        self.journal, self.store, self.worker = worker.journal, worker.store, worker
         self.beats: dict[str, float] = {}  # when each session was last heard of
 
     def facts(self, kind: str, name: str) -> dict[str, Any]:
-        """What the journal holds of a session, model or sampler. Raises `UnknownError`."""
+        """What the journal holds of a session, model or sampler. Raises `RefusedError`: 404."""
         facts = self.journal.get(kind, name)
         if facts is None:
-            raise UnknownError(f"no {kind} {name}.")
+            raise RefusedError(404, f"no {kind} {name}.")
         return facts
 
-    async def sessions(self, request: Request) -> Any:
+    async def sessions(self, request: Request, _: Any) -> Any:
         return {"sessions": _page(request, self.journal.names("session"))}
 
-    async def session(self, request: Request) -> Any:
+    async def session(self, request: Request, _: Any) -> Any:
         name = request.path_params["session"]
         named = {key: self.facts("session", name).get(key) for key in ("user_metadata", "display_name")}
         made = {
@@ -47,16 +52,16 @@ class Catalog:
         }
         return {**made, **named}
 
-    async def sampler(self, request: Request) -> Any:
+    async def sampler(self, request: Request, _: Any) -> Any:
         name = request.path_params["sampler"]
         facts = self.facts("sampler", name)
         return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
 
-    async def runs(self, request: Request) -> Any:
+    async def runs(self, request: Request, _: Any) -> Any:
         names = self.journal.names("model")
         return {"training_runs": [self._run(name) for name in _page(request, names)], "cursor": _cursor(request, names)}
 
-    async def run(self, request: Request) -> Any:
+    async def run(self, request: Request, _: Any) -> Any:
         return self._run(request.path_params["run"])
 
     def _run(self, name: str) -> dict[str, Any]:
@@ -74,11 +79,11 @@ class Catalog:
             "user_metadata": facts.get("user_metadata"),
         }
 
-    async def run_checkpoints(self, request: Request) -> Any:
+    async def run_checkpoints(self, request: Request, _: Any) -> Any:
         self.facts("model", request.path_params["run"])
         return {"checkpoints": [self._checkpoint(place) for place in self.store.places(request.path_params["run"])]}
 
-    async def checkpoints(self, request: Request) -> Any:
+    async def checkpoints(self, request: Request, _: Any) -> Any:
         places = self.store.places()
         shown = [self._checkpoint(place) for place in _page(request, places, 100)]
         return {"checkpoints": shown, "cursor": _cursor(request, places, 100)}
@@ -95,29 +100,29 @@ class Catalog:
             "expires_at": None if ends is None else _time(ends),
         }
 
-    async def delete(self, request: Request) -> Any:
+    async def delete(self, request: Request, _: Any) -> Any:
         await run_in_threadpool(self.store.delete, _place(request))
         return Response(status_code=204)
 
-    async def set_life(self, request: Request) -> Any:
+    async def set_life(self, request: Request, _: Any) -> Any:
         self.store.set_life(_place(request), json_of(request).get("ttl_seconds"))
         return Response(status_code=204)
 
-    async def urls(self, request: Request) -> Any:
+    async def urls(self, request: Request, _: Any) -> Any:
         """Where the files of an export are fetched, by whoever may ask here."""
         base, key = str(request.url).removesuffix("external_weights_urls"), request.headers.get("x-api-key", "")
         names = sorted(path.name for path in self.store.find(_place(request)).iterdir() if path.is_file())
         return {"urls": {each: f"{base}files/{each}?key={key}" for each in names}, "expires": _time(time.time() + 3600)}
 
-    async def file(self, request: Request) -> Any:
+    async def file(self, request: Request, _: Any) -> Any:
         """One file of a checkpoint, by its plain name."""
         files = {path.name: path for path in self.store.find(_place(request)).iterdir() if path.is_file()}
         if request.path_params["file"] not in files:
-            raise UnknownError("no such file in the checkpoint.")
+            raise RefusedError(404, "no such file in the checkpoint.")
         content = await run_in_threadpool(files[request.path_params["file"]].read_bytes)
         return Response(content, media_type="application/octet-stream")
 
-    async def status(self, _: Request) -> Any:
+    async def status(self, *_: Any) -> Any:
         """What the page shows."""
         statistics, settings = self.worker.statistics, self.worker.settings
         return {
@@ -137,14 +142,6 @@ def json_of(request: Request) -> dict[str, Any]:
     found = orjson.loads(request.state.body or b"{}")
     if not isinstance(found, dict):
         raise DataError("the body is not a JSON object.")
-    return found
-
-
-def text_of(request: Request, name: str) -> str:
-    """A text of the body. Raises `DataError`."""
-    found = json_of(request).get(name)
-    if not isinstance(found, str):
-        raise DataError(f"{name} must be a text.")
     return found
 
 

@@ -25,6 +25,7 @@ from treewise.errors import DataError, check_choice
 from treewise.objectives.protocol import Streams, Terms, Values
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.prefix_merge import concatenated_ranges
 
 _RATIO = ("logprobs", "advantages")
@@ -49,7 +50,7 @@ UNPUBLISHED = {
 class Row:
     """A datum. token_ids: int32 [T + 1], its input and one token more, to predict which the last one is there.
     targets: int64 [T, K], -1 where there is none. inputs: float64 [T, K] each, what its loss reads. shape: of targets
-    and log-probs for the client.
+    and log-probs for the client. images: what their placeholders among the tokens stand for.
     """
 
     token_ids: np.ndarray
@@ -57,6 +58,7 @@ class Row:
     loss: str
     inputs: dict[str, np.ndarray]
     shape: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
 
 
 def make_row(

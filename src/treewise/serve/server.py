@@ -7,7 +7,6 @@ import uvicorn
 from starlette.applications import Starlette
 
 from treewise.serve.app import Api
-from treewise.serve.catalog import Catalog
 from treewise.serve.journal import Journal
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import Store
@@ -31,7 +30,7 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     store = Store(folder, served, settings.name or settings.model)
     journal = Journal(folder / "journal.sqlite")
     worker = Worker(settings, journal, served, store, lambda name: api.on_answer(name))
-    api = Api(settings, Catalog(journal, store, worker), worker)
+    api = Api(settings, worker)
     return api.app()
 
 

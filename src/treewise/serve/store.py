@@ -43,10 +43,10 @@ class Place:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     @classmethod
-    def parsed(cls, path: str) -> "Place":
+    def parsed(cls, path: Any) -> "Place":
         """Raises `DataError` for anything that is no such name; so no path leads out of the folder."""
-        parts = path.removeprefix("tinker://").split("/")
-        if not path.startswith("tinker://") or len(parts) != 3:
+        parts = str(path).removeprefix("tinker://").split("/")
+        if not str(path).startswith("tinker://") or len(parts) != 3:
             raise DataError(f"{path!r} is no path of a checkpoint; it looks like tinker://RUN/weights/NAME.")
         return cls.checked(*parts)
 

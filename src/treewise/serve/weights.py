@@ -20,7 +20,7 @@ from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
-from treewise.nn.load_model import load_tokenizer, load_weights
+from treewise.nn.load_model import load_processor, load_weights
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
 from treewise.serve.losses import Row, RowsLoss
 from treewise.serve.settings import ServeSettings
@@ -68,7 +68,7 @@ class _Slot:
 class ServedModel:
     """The base model; one thread calls it.
 
-    model, tokenizer: in place of those that the settings name.
+    model, tokenizer: in place of those that the settings name; the processor of a model that takes images.
     """
 
     def __init__(self, settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> None:
@@ -76,13 +76,15 @@ class ServedModel:
             if adapter_folder(settings.model) is not None:
                 raise ConfigError(f"{settings.model} holds adapters; serve its base model, or merge them into it.")
             model = load_weights(settings.model, None, settings.dtype)
-            tokenizer = load_tokenizer(settings.model, None, required=False)
+            tokenizer = load_processor(settings.model, None, required=False)
         device = chosen_device(None if settings.device == "auto" else settings.device)
-        self.settings, self.tokenizer = settings, tokenizer
+        self.settings, self.processor, self.tokenizer = settings, tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
         self.base = model.to(device).eval().requires_grad_(settings.train == "full")
         self.model: Any = self.base
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         config = self.base.config.get_text_config()
+        own = (getattr(self.base.config, name, None) for name in ("image_token_id", "image_token_index"))
+        self.image_token: int | None = next((token for token in own if token is not None), None)
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._slots: dict[str, _Slot] = {}
         self._layers = _layers(self.base)  # before adapters stand around them
@@ -92,7 +94,7 @@ class ServedModel:
 
     def _renew(self) -> None:
         """The first adapter changes what the model is."""
-        self.engine = TreeEngine(self.model, self.settings.budget, self.settings.attention)
+        self.engine = TreeEngine(self.model, self.settings.budget, self.settings.attention, processor=self.processor)
         self.sampler = TransformersSampler(self.model)
 
     @property
@@ -174,7 +176,7 @@ class ServedModel:
         Raises:
             NonFiniteError: a loss that is not a number; names the first datum.
         """
-        items = [Trajectory(row.token_ids) for row in rows]
+        items = [Trajectory(row.token_ids, images=row.images) for row in rows]
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from treewise.errors import DataError
 from treewise.rl.samplers.protocol import Completion
 from treewise.serve.losses import Row, make_row
+from treewise.serve.weights import ServedModel
+from treewise.tree.images import ImageSpan
 
 PROTOBUF = "application/x-protobuf"
 MASK_LOGPROB = -99999.0  # of a place in a table of top log-probs that holds none
@@ -41,8 +43,9 @@ class Call:
         """`forward` computes no gradients."""
         return "forward" if self.message.forward_only else "forward_backward"
 
-    def rows(self, vocabulary: int, stand_in: str = "refused") -> list[Row]:
-        """The data. stand_in: the loss for stable_reinforce. Raises `DataError`, naming the datum."""
+    def rows(self, model: ServedModel) -> list[Row]:
+        """The data. Raises `DataError`, naming the datum."""
+        vocabulary, stand_in = model.vocabulary, model.settings.stable_reinforce
         if any(len(UnknownFieldSet(each)) for each in (self.message, *self.message.data)):
             raise DataError("the request has fields that this server does not know; its SDK is newer.")
         loss = self.message.loss_fn
@@ -60,9 +63,14 @@ class Call:
         rows = []
         for index, datum in enumerate(self.message.data):
             location = f"data[{index}]"
-            ids = np.concatenate([_chunk(chunk, location) for chunk in datum.model_input] or [np.zeros(0, np.int32)])
+            ids, images = np.zeros(0, np.int32), []
+            for chunk in datum.model_input:
+                own = _chunk(chunk, model, f"{location}.model_input")
+                if chunk.WhichOneof("chunk") == "image":
+                    images.append(ImageSpan(chunk.image.data, len(ids), len(ids) + len(own)))
+                ids = np.concatenate([ids, own])
             given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
-            row = make_row(ids, given, loss, settings, location)
+            row = replace(make_row(ids, given, loss, settings, location), images=tuple(images))
             check_ids(row.token_ids, vocabulary, location)
             check_ids(row.targets[row.targets >= 0], vocabulary, f"{location}.target_tokens")
             rows.append(row)
@@ -90,7 +98,7 @@ def prompt_ids(chunks: Sequence[Any], vocabulary: int) -> np.ndarray:
     """Of a sampling request's prompt: int32 [tokens]. Raises `DataError`."""
     for chunk in chunks:
         if chunk.type != "encoded_text":
-            raise DataError(f"prompt: chunks of type {chunk.type} are not taken; send encoded_text.")
+            raise DataError(f"prompt: chunks of type {chunk.type} are trained on, not sampled from; send encoded_text.")
     ids = np.array([token for chunk in chunks for token in chunk.tokens], dtype=np.int64)
     if not len(ids):
         raise DataError("prompt: no token given.")
@@ -98,11 +106,16 @@ def prompt_ids(chunks: Sequence[Any], vocabulary: int) -> np.ndarray:
     return ids
 
 
-def _chunk(chunk: Any, location: str) -> np.ndarray:
-    kind = chunk.WhichOneof("chunk")
-    if kind != "encoded_text":
-        raise DataError(f"{location}.model_input: chunks of type {kind} are not taken; send encoded_text.")
-    return _numbers(chunk.encoded_text.tokens, np.dtype(np.int32), f"{location}.model_input")
+def _chunk(chunk: Any, model: ServedModel, location: str) -> np.ndarray:
+    """Token ids; of an image as many placeholders as the client expects, which the engine compares with the image."""
+    kind, image = chunk.WhichOneof("chunk"), chunk.image
+    if kind == "encoded_text":
+        return _numbers(chunk.encoded_text.tokens, np.dtype(np.int32), location)
+    if kind != "image" or model.image_token is None:
+        raise DataError(f"{location}: chunks of type {kind} are not taken by this model; send encoded_text.")
+    if not 1 <= image.expected_tokens <= _MAX_CELLS or image.HasField("override_dimensions"):
+        raise DataError(f"{location}: an image needs expected_tokens, and takes no override_dimensions.")
+    return np.full(image.expected_tokens, model.image_token, np.int32)
 
 
 def _numbers(raw: bytes, dtype: Any, location: str) -> np.ndarray:

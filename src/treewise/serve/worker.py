@@ -61,7 +61,8 @@ class Run:
 
 @dataclass(slots=True)
 class Statistics:
-    """What the page shows. seconds: of work, by kind of request. curves: by run, [step, loss, flat, tree, computed] of each optimizer step."""
+    """What the page shows. seconds: of work, by kind of request. curves: by run, [step, loss, flat, tree, computed,
+    seconds] of each optimizer step."""
 
     started: float = field(default_factory=time.time)
     flat_tokens: int = 0
@@ -359,7 +360,7 @@ class Worker(threading.Thread):
         rows, bounds, taken = [], [0], []
         for work in works:
             try:
-                own = read_call(self.journal.body(work.id)).rows(self.model.vocabulary, self.settings.stable_reinforce)
+                own = read_call(self.journal.body(work.id)).rows(self.model)
             except TreewiseError as error:
                 self._fail(work, error)
             else:
@@ -370,12 +371,14 @@ class Worker(threading.Thread):
             return
         if works[0].batch is None:
             self.journal.group([work.id for work in works], works[0].seq)
+        begun = time.monotonic()
         loss, counted = self.model.compute(run.weights, rows, gradients=works[0].kind == "forward_backward")
-        sums = self._pending.setdefault(works[0].owner, [0.0] * 4)
+        sums = self._pending.setdefault(works[0].owner, [0.0] * 5)
         for name, value in counted.items():
             setattr(self.statistics, name, getattr(self.statistics, name) + value)
         if works[0].kind == "forward_backward":
-            for index, each in enumerate((float(loss.losses.sum()), *counted.values())):
+            spent = time.monotonic() - begun
+            for index, each in enumerate((float(loss.losses.sum()), *counted.values(), spent)):
                 sums[index] += each
         for work, low, high in zip(taken, bounds[:-1], bounds[1:], strict=True):
             parts = [
@@ -391,7 +394,7 @@ class Worker(threading.Thread):
             if value is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise DataError(f"{name}={value} must be a finite number, at least 0, and below 1 for a beta.")
         adam = types.AdamParams.model_validate(given)
-        sums = self._pending.pop(work.owner, [0.0] * 4)
+        sums = self._pending.pop(work.owner, [0.0] * 5)
         norm = self.model.optimize(
             run.weights,
             rate=adam.learning_rate,
