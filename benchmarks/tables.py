@@ -32,6 +32,7 @@ def main() -> None:
         "memory-large": (of_memory, _large_memory),
         "first-steps": (of_memory, _first_steps),
         "trl-float32": (page, _trl),
+        "serve": (page, _serve),
         "precision": (of_rounding, _precision),
         "gradients": (ROOT / "docs" / "branching-measured.md", _gradients),
     }
@@ -127,6 +128,21 @@ def _trl(record: dict[str, Any]) -> str:
         ratios = f"{row['speed_up']:.2f} | {row['flop_bound']:.2f} | **{row['efficiency']:.2f}**"
         lines.append(f"| {row['case']} | {tokens} | {seconds} | {ratios} |")
     return "\n".join(lines)
+
+
+def _serve(record: dict[str, Any]) -> str:
+    """Forward and backward of a served call beside the rows one by one."""
+    *workloads, http = record["rows"]
+    lines = ["| workload | flat tokens | tree tokens | FLOP bound | shared | `--share none` | plain PEFT loop |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    for row in workloads:
+        ratios = " | ".join(f"{row['ratios'][name]:.2f}x as long" for name in ("not shared", "plain"))
+        cells = f"{row['flat_tokens']:,} | {row['tree_tokens']:,} | {row['flop_bound']:.2f}"
+        lines.append(f"| {row['workload']} | {cells} | {median(row['seconds']['shared']):.2f} s | {ratios} |")
+    share = (
+        f"{http['overhead_cpu']:.1%} of the CPU time of a step, {http['overhead']:.1%} of its {http['seconds']:.2f} s"
+    )
+    return "\n".join([*lines, "", f"HTTP, serialisation and the SDK itself: {share} on the busy machine."])
 
 
 def _precision(record: dict[str, Any]) -> str:

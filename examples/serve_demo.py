@@ -1,11 +1,12 @@
 """`make serve-demo`: a server, a recipe of tinker-cookbook as its client, the curve, and what sharing is worth.
 
-The recipe is `rl_loop`, unchanged: groups of samples of one prompt, rewarded for a number in a box. Its data set and
-tokenizer are files of the names that it asks the Hub for: 250 questions that name the number. SmolLM2 answers, under
-the name of the model for which the cookbook has a chat format. A second server with `--share none` then gets the same
-recipe for fewer steps; both count the seconds of forward and backward and the tokens of the rows.
+The recipe is `sl_loop`, unchanged. Its data set and tokenizer are files of the names that it asks the Hub for: the
+bundled answers of a search in one crossword, and SmolLM2's tokenizer under the name of a model for which the cookbook
+has a chat format. A second server with `--share none` then gets the same recipe for fewer steps; both count the seconds
+of forward and backward.
 """
 
+import gzip
 import json
 import os
 import subprocess
@@ -22,18 +23,19 @@ from typing import Any
 from treewise.nn.load_model import load_tokenizer
 
 MODEL, NAME = "smollm2-demo", "Qwen/Qwen3-8B"
-STEPS, STEPS_ALONE = int(os.environ.get("SERVE_DEMO_STEPS", "8")), 3
-RECIPE = "tinker_cookbook.recipes.rl_loop"
-FLAGS = {"loss_fn": "importance_sampling", "batch_size": 4, "group_size": 8, "max_tokens": 24, "learning_rate": 3e-4}
+STEPS, STEPS_ALONE = 6, 3
+RECIPE, DATA = "tinker_cookbook.recipes.sl_loop", "HuggingFaceH4/no_robots"
+FLAGS = {"model_name": NAME, "batch_size": 16, "learning_rate": 1e-3, "lora_rank": 16, "save_every": 0}
+SEARCHES, GROUP = Path(__file__).parent / "data" / "searches.jsonl.gz", "crosswords-6"
 
 
 def write_files(folder: Path) -> None:
     """The data set and the tokenizer that the recipe looks up by name."""
-    data = folder / "openai" / "gsm8k"
-    data.mkdir(parents=True)
-    rows = [{"question": f"Which number is {n}?", "answer": f"It is {n}.\n#### {n}"} for n in range(1, 251)]
-    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (data / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n")
+    with gzip.open(SEARCHES, "rt") as file:
+        records = [json.loads(line) for line in file]
+    rows = [{"messages": each["messages"]} for each in records if each["group"] == GROUP]
+    (folder / DATA).mkdir(parents=True)
+    (folder / DATA / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     load_tokenizer(MODEL).save_pretrained(folder / NAME)
 
 
@@ -68,18 +70,22 @@ def is_up(url: str) -> bool:
 
 
 def learn(folder: Path, url: str, steps: int, log: str) -> tuple[list[float], float]:
-    """Runs the recipe; the mean reward of each step, and the median seconds of forward and backward for a token of the
-    rows (of all steps but the first, which checks the model).
+    """Runs the recipe; the mean loss of each step, and the median seconds of forward and backward of all steps but the
+    first, which checks the model.
     """
     own = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
-    flags = {"model_name": NAME, **FLAGS, "save_every": 0, "max_steps": steps, "log_path": log}
+    flags = {**FLAGS, "max_steps": steps, "log_path": log}
     command = [sys.executable, "-m", RECIPE, *(f"{name}={value}" for name, value in flags.items())]
-    subprocess.run(command, cwd=folder, env={**os.environ, **own}, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **own}, stdout=subprocess.DEVNULL, stderr=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"{RECIPE} ended with {done.returncode}; what it said stands above")
     metrics = [json.loads(line) for line in (folder / log / "metrics.jsonl").read_text().splitlines()]
     (curve,) = asked(url, "status")["curves"].values()
-    for _, loss, flat, tree, computed, seconds in curve:
-        print(f"  loss {loss:+.3f}, {flat:.0f} flat tokens, {tree:.0f} tree, {computed:.0f} computed, {seconds:.1f} s")
-    return [each["reward/total"] for each in metrics], median(each[5] / each[2] for each in curve[1:] or curve)
+    _, _, flat, tree, computed, _ = curve[-1]
+    print(f"the last step: {flat:.0f} flat tokens, {tree:.0f} tree tokens, {computed:.0f} computed", flush=True)
+    return [each["train_mean_nll"] for each in metrics if "train_mean_nll" in each], median(
+        seconds for *_, seconds in curve[1:] or curve
+    )
 
 
 def main() -> None:
@@ -87,14 +93,16 @@ def main() -> None:
         folder = Path(name)
         write_files(folder)
         with server(folder / "shared", 8101) as url:
-            print(f"{RECIPE} against {url}, {STEPS} steps")
-            rewards, shared = learn(folder, url, STEPS, "log-shared")
-        for step, reward in enumerate(rewards):
-            print(f"step {step}: mean reward {reward:.2f} {'#' * round(40 * reward)}")
+            print(f"{RECIPE} against {url}, {STEPS} steps", flush=True)
+            losses, shared = learn(folder, url, STEPS, "log-shared")
+        for step, loss in enumerate(losses):
+            print(f"step {step}: loss {loss:.2f} {'#' * round(40 * loss / losses[0])}", flush=True)
         with server(folder / "alone", 8102, "--share", "none") as url:
-            print(f"the same with --share none, {STEPS_ALONE} steps")
+            print(f"the same with --share none, {STEPS_ALONE} steps", flush=True)
             _, alone = learn(folder, url, STEPS_ALONE, "log-alone")
-    print(f"forward and backward of a token of the rows: {alone / shared:.1f} times as long without sharing")
+    print(
+        f"forward and backward take {shared:.2f} s, {alone:.2f} s without sharing: {alone / shared:.1f} times as long"
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from treewise.testing.families import tiny_model  # noqa: E402
 
 def main(folder: str, port: int) -> None:
     torch.set_num_threads(1)
-    settings = ServeSettings(model="tiny", folder=folder, port=port, max_tokens="24", snapshot_every=3)
+    settings = ServeSettings(model="tiny", max_starts=1000, folder=folder, port=port, max_tokens="24", snapshot_every=3)
     for _ in sys.stdin:
         pid = os.fork()
         if pid == 0:

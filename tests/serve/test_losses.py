@@ -1,6 +1,7 @@
 """Losses, log-probs and gradients of served rows against a plain forward and backward of each row alone."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ def rows_of(data, loss, settings):
     message = forward_backward_request_to_proto(
         types.ForwardBackwardRequest(forward_backward_input=asked, model_id="m", seq_id=1)
     )
-    return read_call(message.SerializeToString()).rows(64)
+    facts = SimpleNamespace(vocabulary=64, image_token=None, settings=ServeSettings(model="tiny"))
+    return read_call(message.SerializeToString()).rows(facts)
 
 
 def served(family="llama", max_tokens="none", share="all", **settings):

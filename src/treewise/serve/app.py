@@ -126,7 +126,7 @@ class Api(Catalog):
 
     def _guarded(self, handler: Any, kind: Any) -> Any:
         async def guarded(request: Request) -> Response:
-            status, headers = 400, {}
+            status, headers, said = 400, {}, Exception()
             try:
                 self._check_key(request)
                 request.state.body = await self._body(request)
@@ -222,13 +222,11 @@ class Api(Catalog):
 
     async def capabilities(self, *_: Any) -> Any:
         facts = {"max_context_length": self.worker.model.max_length, "trainable": True, "sampleable": True}
-        names = dict.fromkeys([self.store.base_name, self.settings.model])
-        return {"supported_models": [{"model_name": name, **facts} for name in names]}
+        return {"supported_models": [{"model_name": name, **facts} for name in self.settings.names]}
 
     def _check_base(self, name: str | None) -> None:
-        known = (self.store.base_name, self.settings.model)
-        if name is not None and name not in known:
-            raise DataError(f"base_model={name!r} is not served here; this server has {known[0]!r}.")
+        if name is not None and name not in self.settings.names:
+            raise DataError(f"base_model={name!r} is not served here; this server has {self.settings.names}.")
 
     def _check_optimizer(self, config: Any) -> None:
         if config is not None and config.type != "adamw":

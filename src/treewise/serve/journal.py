@@ -135,7 +135,7 @@ class Journal:
             "(? IS NULL OR r.owner = ?) ORDER BY r.created",
             *(REFUSED, FAILED, owner, owner),
         )
-        return [Work(*row[:5], *map(bool, row[6:]), begun=row[5]) for row in rows]
+        return [Work(*row[:5], is_answered=bool(row[6]), is_done=bool(row[7]), begun=row[5]) for row in rows]
 
     def snapshot(self, model: str, seq: int, answer: tuple[str, str, bytes] | None = None) -> None:
         """The effects of a model's requests up to `seq` are on the disk. answer: of request `seq`, where it is one that

@@ -12,7 +12,6 @@ import torch
 from treewise.errors import DataError
 from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.transformers_sampler import sampling_mode
-from treewise.serve.losses import Row
 from treewise.serve.weights import ServedModel, Weights
 from treewise.serve.wire import PromptScores, check_cells, check_ids, from_csr, prompt_ids, sample_answer
 from treewise.tree.forest import Forest
@@ -41,13 +40,13 @@ class TextStops(SampleRequest):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A checked request. asked: of the SDK's type. rules: None where only the prompt is scored."""
+    """A checked request. asked: of the SDK's type. targets: [n - 1, K] tokens of which log-probs are asked after each
+    of the prompt's n tokens, -1 where none is."""
 
     asked: Any
     prompt: np.ndarray
     rules: SampleRequest
-    row: Row | None
-    num_targets: int
+    targets: np.ndarray | None
 
 
 def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callable[[], bool] = bool) -> Sampling:
@@ -89,8 +88,7 @@ def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callab
         decode=str if model.tokenizer is None else model.tokenizer.decode,
         is_cancelled=is_cancelled,
     )
-    row, num_targets = _row(asked, prompt, model.vocabulary)
-    return Sampling(asked, prompt, rules, row, num_targets)
+    return Sampling(asked, prompt, rules, _targets(asked.target_prompt_logprobs, len(prompt), model.vocabulary))
 
 
 def _stops(stop: Any, model: ServedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -107,95 +105,73 @@ def _stops(stop: Any, model: ServedModel) -> tuple[tuple[int, ...], tuple[str, .
     return ids, texts
 
 
-def _row(asked: Any, prompt: np.ndarray, vocabulary: int) -> tuple[Row | None, int]:
-    """The prompt's own tokens as targets, and beside them those that were asked for."""
-    columns = []
-    if asked.prompt_logprobs:
-        own = prompt[1:, None].copy()
-        if asked.prompt_logprobs_last_n:
-            own[: -asked.prompt_logprobs_last_n] = -1
-        columns.append(own)
-    given = asked.target_prompt_logprobs
-    if given is not None:
-        if given.sparse_crow_indices is None:
-            targets = given.to_numpy()
-        else:  # not by the SDK, which does not check the indices
-            shape, what = tuple(given.shape or ()), "target_prompt_logprobs"
-            check_cells([abs(math.prod(shape))])
-            ends, inner = (np.array(each or ()) for each in (given.sparse_crow_indices, given.sparse_col_indices))
-            targets = from_csr(shape, ends, inner, np.array(given.data), what, fill=-1)
-        if targets.ndim != 2 or len(targets) != len(prompt) - 1 or targets.dtype.kind != "i":
-            raise DataError(f"target_prompt_logprobs has shape {targets.shape} for {len(prompt)} tokens.")
-        check_ids(targets[targets != -1], vocabulary, "target_prompt_logprobs")
-        columns.append(targets)
-    if not columns or len(prompt) < 2:
-        return None, 0
-    wide = np.concatenate(columns, axis=1).astype(np.int64)
-    row = Row(prompt.astype(np.int32), wide, "cross_entropy", {"weights": np.zeros(wide.shape)}, wide.shape)
-    return row if (wide >= 0).any() else None, 0 if given is None else columns[-1].shape[1]
+def _targets(given: Any, length: int, vocabulary: int) -> np.ndarray | None:
+    if given is None:
+        return None
+    what = "target_prompt_logprobs"
+    if given.sparse_crow_indices is None:
+        targets = given.to_numpy()
+    else:  # not by the SDK, which does not check the indices
+        shape = tuple(given.shape or ())
+        check_cells([abs(math.prod(shape))])
+        ends, inner = (np.array(each or ()) for each in (given.sparse_crow_indices, given.sparse_col_indices))
+        targets = from_csr(shape, ends, inner, np.array(given.data), what, fill=-1)
+    if targets.ndim != 2 or len(targets) != length - 1 or targets.dtype.kind != "i":
+        raise DataError(f"{what} has shape {targets.shape} for {length} tokens.")
+    check_ids(targets[targets != -1], vocabulary, what)
+    return targets
 
 
 def answers(
     model: ServedModel, weights: Weights | None, requests: Sequence[Sampling]
 ) -> list[tuple[bytes, tuple[Completion, ...]]]:
     """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
+    scores = [_empty_scores(each) for each in requests]
     with model.using(weights):
         completions = model.sampler.sample([each.rules for each in requests])
-    logprobs = iter(_logprobs(model, weights, [each.row for each in requests if each.row is not None]))
-    found = []
-    for each, own in zip(requests, completions, strict=True):
-        scores = _scores(each, next(logprobs) if each.row is not None else None)
-        if each.asked.topk_prompt_logprobs or each.asked.prompt_alt_tokens_k:
-            _score_whole(model, weights, each, scores)
-        found.append((sample_answer(own, scores), own))
-    return found
+        asked = [i for i, each in enumerate(scores) if len(requests[i].prompt) > 1 and each.is_asked]
+        if asked:
+            with sampling_mode(model.model):
+                forest = Forest.from_trajectories([Trajectory(requests[i].prompt) for i in asked])
+                for i, hidden in zip(asked, model.engine.hidden_states(forest), strict=True):
+                    _score(model.engine.lm.head(), hidden, requests[i], scores[i])
+    return [(sample_answer(own, each), own) for own, each in zip(completions, scores, strict=True)]
 
 
-def _logprobs(model: ServedModel, weights: Weights | None, rows: Sequence[Row]) -> list[np.ndarray]:
-    """[n - 1, columns] of each row."""
-    if not rows:
-        return []
-    loss, _ = model.compute(weights, rows, gradients=False)
-    parts = np.split(loss.logprobs, loss.bounds[1:-1])
-    return [part.reshape(row.targets.shape) for part, row in zip(parts, rows, strict=True)]
-
-
-def _scores(each: Sampling, logprobs: np.ndarray | None) -> PromptScores:
-    scores, length = PromptScores(), len(each.prompt)
-    if each.asked.prompt_logprobs:
+def _empty_scores(each: Sampling) -> PromptScores:
+    """Tables of what was asked; NaN and minus infinity where nothing is known, as at a prompt's first token."""
+    asked, length, scores = each.asked, len(each.prompt), PromptScores()
+    if asked.prompt_logprobs:
         scores.logprobs = np.full(length, np.nan)
-        if logprobs is not None and each.row is not None:
-            scores.logprobs[1:] = np.where(each.row.targets[:, 0] >= 0, logprobs[:, 0], np.nan)
-    if each.asked.target_prompt_logprobs is not None:
-        width = each.num_targets
-        scores.targets = np.zeros((max(length - 1, 0), width)) if logprobs is None else logprobs[:, -width:]
+    if top := asked.topk_prompt_logprobs:
+        scores.top = np.zeros((length, top), dtype=np.int64), np.full((length, top), -np.inf)
+    if each.targets is not None:
+        scores.targets = np.zeros(each.targets.shape)
+    if drawn := asked.prompt_alt_tokens_k:
+        scores.drawn = np.zeros((length - 1, drawn), dtype=np.int64), np.zeros((length - 1, drawn))
     return scores
 
 
-def _score_whole(model: ServedModel, weights: Weights | None, each: Sampling, scores: PromptScores) -> None:
-    """What needs the whole distribution after each token of a prompt."""
-    top, num_drawn, length = each.asked.topk_prompt_logprobs, each.asked.prompt_alt_tokens_k, len(each.prompt)
-    ids, logprobs = np.zeros((length, top), dtype=np.int64), np.full((length, top), -np.inf)
-    drawn, drawn_logprobs = np.zeros((length - 1, num_drawn), dtype=np.int64), np.zeros((length - 1, num_drawn))
+def _score(head: Any, hidden: torch.Tensor, each: Sampling, scores: PromptScores) -> None:
+    """Fills the tables of a prompt, `_ROWS_AT_ONCE` distributions at a time."""
+    length, generator = len(each.prompt), torch.Generator().manual_seed(each.rules.seed & (2**63 - 1))
     skipped = length - 1 - (each.asked.prompt_logprobs_last_n or length - 1)
-    generator = torch.Generator().manual_seed(each.rules.seed & (2**63 - 1))
-    if length > 1:
-        with model.using(weights), sampling_mode(model.model):
-            hidden = model.engine.hidden_states(Forest.from_trajectories([Trajectory(each.prompt)]))[0]
-            head = model.engine.lm.head()
-            for low in range(0, length - 1, _ROWS_AT_ONCE):
-                rows = slice(low, min(low + _ROWS_AT_ONCE, length - 1))
-                logits = head.logits(hidden[rows]).float().cpu()
-                if top:
-                    best = torch.log_softmax(logits, -1).topk(top, dim=-1)
-                    after = slice(rows.start + 1, rows.stop + 1)
-                    ids[after], logprobs[after] = best.indices.numpy(), best.values.numpy()
-                if num_drawn:
-                    tempered = torch.log_softmax(logits / (each.rules.temperature or 1.0), -1)
-                    picked = torch.multinomial(tempered.exp(), num_drawn, replacement=True, generator=generator)
-                    drawn[rows], drawn_logprobs[rows] = picked.numpy(), tempered.gather(1, picked).numpy()
-    if top:
-        logprobs[: skipped + 1] = -np.inf
-        scores.top = ids, logprobs
-    if num_drawn:
-        scores.drawn = drawn, drawn_logprobs
+    for low in range(0, length - 1, _ROWS_AT_ONCE):
+        rows = slice(low, min(low + _ROWS_AT_ONCE, length - 1))
+        after, later = slice(rows.start + 1, rows.stop + 1), np.arange(rows.start, rows.stop) >= skipped
+        logits = head.logits(hidden[rows]).float().cpu()
+        logprobs = torch.log_softmax(logits, -1)
+        if scores.logprobs is not None:
+            own = logprobs.gather(1, torch.from_numpy(each.prompt[after, None]))[:, 0].numpy()
+            scores.logprobs[after] = np.where(later, own, np.nan)
+        if scores.top is not None:
+            best = logprobs.topk(scores.top[0].shape[1], dim=-1)
+            scores.top[0][after] = best.indices.numpy()
+            scores.top[1][after] = np.where(later[:, None], best.values.numpy(), -np.inf)
+        if scores.targets is not None and each.targets is not None:
+            found = logprobs.gather(1, torch.from_numpy(each.targets[rows]).clamp(min=0)).numpy()
+            scores.targets[rows] = np.where(each.targets[rows] >= 0, found, 0.0)
+        if scores.drawn is not None:
+            tempered = torch.log_softmax(logits / (each.rules.temperature or 1.0), -1)
+            picked = torch.multinomial(tempered.exp(), scores.drawn[0].shape[1], replacement=True, generator=generator)
+            scores.drawn[0][rows], scores.drawn[1][rows] = picked.numpy(), tempered.gather(1, picked).numpy()

@@ -27,7 +27,7 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     served = ServedModel(settings, model, tokenizer)
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
-    store = Store(folder, served, settings.name or settings.model)
+    store = Store(folder, served, settings.names[0])
     journal = Journal(folder / "journal.sqlite")
     worker = Worker(settings, journal, served, store, lambda name: api.on_answer(name))
     api = Api(settings, worker)

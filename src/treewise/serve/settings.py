@@ -17,7 +17,9 @@ class ServeSettings:
 
     model: Annotated[str, Doc("a folder, a Hub name, a .gguf file, or smollm2-demo")]
     folder: Annotated[str, Doc("where runs, checkpoints and the journal lie; one server at a time")] = "served"
-    name: Annotated[str | None, Doc("the model's name for clients (base_model), beside that of --model")] = None
+    name: Annotated[
+        str | None, Doc("names of the model for clients (base_model), by commas, before that of --model")
+    ] = None
     host: Annotated[str, Doc("address to listen on; others than this machine's own need --token")] = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535), Doc("0: any that is free")] = 8000
     token: Annotated[str | None, Doc("the API key that clients must send (TINKER_API_KEY, begins with tml-)")] = None
@@ -58,6 +60,11 @@ class ServeSettings:
             )
         if self.max_tokens not in ("auto", "none") and not (self.max_tokens.isdecimal() and int(self.max_tokens)):
             raise ConfigError(f"max_tokens={self.max_tokens!r} must be a positive integer, auto or none.")
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may call the model, the first of them in answers."""
+        return [*(name for name in (self.name or "").split(",") if name), self.model]
 
     @property
     def budget(self) -> int | str | None:

@@ -192,6 +192,11 @@ class PromptScores:
     targets: np.ndarray | None = None
     drawn: tuple[np.ndarray, np.ndarray] | None = None
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything is."""
+        return any(each is not None for each in (self.logprobs, self.top, self.targets, self.drawn))
+
 
 def sample_answer(completions: Sequence[Completion], scores: PromptScores) -> bytes:
     """Of a sampling request."""

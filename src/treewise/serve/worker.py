@@ -29,6 +29,11 @@ logger = logging.getLogger("treewise")
 JSON = "application/json"
 CALLS = ("forward", "forward_backward")
 MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
+KINDS = {
+    "save_weights": "weights",
+    "save_weights_external": "external_weights",
+    "save_weights_for_sampler": "sampler_weights",
+}
 CANCELLED = DataError("cancelled by the client.")
 GAP_SECONDS = 600.0  # that requests wait for one with a lower number
 TIDY_SECONDS = 60.0  # between looks for what is old
@@ -412,43 +417,34 @@ class Worker(threading.Thread):
             metrics["share_ratio:mean"] = sums[1] / sums[2]
         return {"metrics": metrics, "type": "optim_step"}
 
-    def _save_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
-        place = Place.checked(work.owner, "weights", asked.get("path") or f"{work.seq:08d}")
-        self._save(place, run, work, asked)
-        return {"path": str(place), "type": "save_weights"}
-
-    def _save_weights_external(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+    def _save(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint by its name; one for a sampler without a name, which a sampling session then has."""
         if asked.get("age_encryption_recipients"):
             raise DataError("age_encryption_recipients: exports are not encrypted here.")
-        place = Place.checked(work.owner, "external_weights", asked["path"])
-        self._save(place, run, work, asked)
-        return {"path": str(place), "size_bytes": self.store.size(place), "type": "save_weights_external"}
-
-    def _save_weights_for_sampler(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked.get("path"):
-            place = Place.checked(work.owner, "sampler_weights", asked["path"])
-            self._save(place, run, work, asked)
-            return {"path": str(place), "type": "save_weights_for_sampler"}
-        is_inflight = asked.get("kind") == "inflight"
-        name = "inflight" if is_inflight else f"unnamed-{work.seq:08d}"
-        place = Place.checked(work.owner, "sampler_weights", name)
-        self._save(place, run, work, {**asked, "overwrite": is_inflight})
-        sampler = f"{work.owner.split(':')[0]}:sample:{asked['sampling_session_seq_id']}"
-        facts = {"base_model": self.store.base_name, "model_path": str(place)}
-        self.journal.put("sampler", sampler, work.owner.split(":")[0], facts)
+        kind, name, overwrite = KINDS[work.kind], asked.get("path"), asked.get("overwrite")
+        is_unnamed = kind == "sampler_weights" and not name
+        if is_unnamed:
+            overwrite = asked.get("kind") == "inflight"
+            name = "inflight" if overwrite else f"unnamed-{work.seq:08d}"
+        place = Place.checked(work.owner, kind, name or f"{work.seq:08d}")
+        is_there = self.store.exists(place)
+        if not is_there or self.store.facts(place)["request"] != work.id:  # else saved before the server was killed
+            if is_there and not overwrite:
+                raise DataError(f"{place} is there already; choose another name, or overwrite=True.")
+            facts = {"request": work.id, "steps": run.steps, "user_metadata": asked.get("user_metadata")}
+            self.store.save(place, run.weights, facts, asked.get("ttl_seconds"))
+        if not is_unnamed:
+            size = {"size_bytes": self.store.size(place)} if kind == "external_weights" else {}
+            return {"path": str(place), "type": work.kind, **size}
+        session = work.owner.split(":")[0]
+        sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+        self.journal.put("sampler", sampler, session, {"base_model": self.store.base_name, "model_path": str(place)})
         unnamed = [each for each in self.store.places(work.owner) if each.name.startswith("unnamed-")]
         for each in sorted(unnamed, key=lambda each: each.name)[: -self.settings.keep_samplers]:
             self.store.delete(each)
-        return {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
+        return {"sampling_session_id": sampler, "type": work.kind}
 
-    def _save(self, place: Place, run: Run, work: Work, asked: dict[str, Any]) -> None:
-        if self.store.exists(place):
-            if self.store.facts(place)["request"] == work.id:
-                return  # saved before the server was killed
-            if not asked.get("overwrite"):
-                raise DataError(f"{place} is there already; choose another name, or overwrite=True.")
-        facts = {"request": work.id, "steps": run.steps, "user_metadata": asked.get("user_metadata")}
-        self.store.save(place, run.weights, facts, asked.get("ttl_seconds"))
+    _save_weights = _save_weights_external = _save_weights_for_sampler = _save
 
     def _load_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         place = Place.parsed(asked["path"])
