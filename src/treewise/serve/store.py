@@ -116,7 +116,7 @@ class Store:
         for each in self.runs.glob(f"*/*/*/{_LIFE}"):
             ends = _ends(each)
             if ends is not None and ends < time.time():
-                shutil.rmtree(each.parent)
+                shutil.rmtree(each.parent, ignore_errors=True)  # a client may delete it, too
 
     def delete(self, place: Place) -> None:
         """Raises `DataError` where there is none."""
