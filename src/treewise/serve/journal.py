@@ -129,13 +129,13 @@ class Journal:
     def works(self, owner: str | None = None) -> list[Work]:
         """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""
         rows = self._all(
-            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.begun, r.answer IS NOT NULL, r.answer IS NOT NULL AND "
-            "(r.media = ? OR r.kind != 'optim_step' AND (r.kind != 'forward_backward' OR r.media = ?)) FROM requests r "
-            "LEFT JOIN facts f ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
+            "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL, r.answer IS NOT NULL AND "
+            "(r.media = ? OR r.kind != 'optim_step' AND (r.kind != 'forward_backward' OR r.media = ?)), r.begun "
+            "FROM requests r LEFT JOIN facts f ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
             "(? IS NULL OR r.owner = ?) ORDER BY r.created",
             *(REFUSED, FAILED, owner, owner),
         )
-        return [Work(*row[:5], is_answered=bool(row[6]), is_done=bool(row[7]), begun=row[5]) for row in rows]
+        return [Work(*row[:5], *map(bool, row[5:7]), *row[7:]) for row in rows]
 
     def snapshot(self, model: str, seq: int, answer: tuple[str, str, bytes] | None = None) -> None:
         """The effects of a model's requests up to `seq` are on the disk. answer: of request `seq`, where it is one that

@@ -25,6 +25,11 @@ from treewise.trainer.checkpoint.manifest import MANIFEST, listed_files, read_ma
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, load_optimizer, optimizer_state, save_optimizer
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+KINDS = {  # what each request saves
+    "save_weights": "weights",
+    "save_weights_external": "external_weights",
+    "save_weights_for_sampler": "sampler_weights",
+}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9-]{1,80}:train:[0-9]{1,6}")
 _LONGEST_LIFE = 10**10

@@ -21,7 +21,7 @@ from treewise.serve.journal import FAILED, REFUSED, Journal, Work
 from treewise.serve.losses import metrics_of
 from treewise.serve.sampling import answers, read_request
 from treewise.serve.settings import ServeSettings
-from treewise.serve.store import Place, Store
+from treewise.serve.store import KINDS, Place, Store
 from treewise.serve.weights import ServedModel, Shape, Weights
 from treewise.serve.wire import PROTOBUF, call_answer, read_call
 
@@ -29,11 +29,6 @@ logger = logging.getLogger("treewise")
 JSON = "application/json"
 CALLS = ("forward", "forward_backward")
 MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
-KINDS = {
-    "save_weights": "weights",
-    "save_weights_external": "external_weights",
-    "save_weights_for_sampler": "sampler_weights",
-}
 CANCELLED = DataError("cancelled by the client.")
 GAP_SECONDS = 600.0  # that requests wait for one with a lower number
 TIDY_SECONDS = 60.0  # between looks for what is old
