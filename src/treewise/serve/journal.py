@@ -131,8 +131,8 @@ class Journal:
         rows = self._all(
             "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL, r.answer IS NOT NULL AND "
             "(r.media = ? OR r.kind != 'optim_step' AND (r.kind != 'forward_backward' OR r.media = ?)), r.begun "
-            "FROM requests r LEFT JOIN facts f ON f.kind = 'model' AND f.id = r.owner WHERE (r.answer IS NULL OR r.seq > f.number) AND "
-            "(? IS NULL OR r.owner = ?) ORDER BY r.created",
+            "FROM requests r LEFT JOIN facts f ON f.kind = 'model' AND f.id = r.owner "
+            "WHERE (r.answer IS NULL OR r.seq > f.number) AND (? IS NULL OR r.owner = ?) ORDER BY r.created",
             *(REFUSED, FAILED, owner, owner),
         )
         return [Work(*row[:5], *map(bool, row[5:7]), *row[7:]) for row in rows]
