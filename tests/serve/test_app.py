@@ -332,6 +332,7 @@ def test_a_request_seen_again_is_the_same_request(client, address):
         ("/api/v1/weights_info", {"tinker_path": 5}, 400),
         ("/api/v1/cancel_future", {"request_id": {}}, 400),
         ("/api/v1/join_sampling_session", {"sampling_session_id": {}}, 400),
+        ("/api/v1/copy_weights", {}, 404),
     ],
 )
 def test_malformed_requests_are_answers_not_failures(address, path, body, status):

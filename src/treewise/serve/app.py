@@ -111,12 +111,11 @@ class Api(Catalog):
             ("GET", f"{one}/external_weights_urls", self.urls),
             ("GET", f"{one}/files/{{file}}", self.file),
             ("GET", "status", self.status),
-            *(("*", "{rest:path}", self.unknown),),
+            *((way, "{rest:path}", self.unknown) for way in ("GET", "POST", "PUT", "DELETE")),
         ]
         table = [("POST", *each) for each in posted] + [(*each, None) for each in others]
         routes = [
-            Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=None if way == "*" else [way])
-            for way, path, handler, kind in table
+            Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=[way]) for way, path, handler, kind in table
         ]
         hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
         guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
