@@ -25,7 +25,8 @@ def test_every_token_is_in_one_part_and_sees_what_it_saw(num_parts, forest, max_
     for index in range(made.num_micro_batches):
         layout = lay_out(made, index)
         gateway = [("above", above, row) for above, rows in layout.gateway for row in rows]
-        whole = keys_seen(layout, gateway + [("own", row) for row in range(layout.num_tokens)])
+        names = gateway + [("own", row) for row in range(layout.num_tokens)]
+        whole, depth = keys_seen(layout, names), dict(zip(names, layout.key_depth, strict=True))
         bounds = part_bounds(1.0 + layout.depth, num_parts)
         found = []
         for number in range(num_parts):
@@ -33,7 +34,8 @@ def test_every_token_is_in_one_part_and_sees_what_it_saw(num_parts, forest, max_
             above = [("above", batch, row) for batch, rows in part.layout.gateway for row in rows]
             own = bounds[number] + np.arange(part.layout.num_tokens) if part.num_own else [0]
             rows = above + [("own", row) for row in (*part.rows, *own)]
-            assert len(rows) == len(part.layout.lo)
+            assert len(rows) == len(set(rows)) == len(part.layout.lo)
+            assert [depth[row] for row in rows] == part.layout.key_depth.tolist()
             for name in ("depth", "token_ids", "positions"):
                 assert np.array_equal(getattr(part.layout, name), getattr(layout, name)[own])
             seen = keys_seen(part.layout, rows)

@@ -6,8 +6,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treewise.planning.partition import partition
+from treewise.planning.planner import plan
+from treewise.testing.images import png
 from treewise.testing.strategies import forests_and_budgets, is_above
 from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 HOLDS = ("auto", "never", "always")
@@ -99,3 +102,24 @@ def test_hold_auto_weighs_room_against_recomputation(prompt, samples, length, bu
 def test_hold_always_holds_wherever_the_pieces_fit():
     assert partition(star(600, 4, 300), 1024, "always").trunks[0].is_held
     assert not partition(star(100, 8, 1000), 1024, "always").trunks[0].is_held
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_no_image_is_cut(hold):
+    """Images of 3 and 4 tokens on the trunk and on every branch, at every budget that holds one."""
+    items = []
+    for branch in range(3):
+        ids = np.array([1, 2, 60, 60, 60, 3, 60, 60, 60, 60, 4, 5, 10 + branch, 6, 60, 60, 60, 60, 7, 8, 9 + branch])
+        spans = [ImageSpan(png(number), *span) for number, span in enumerate([(2, 5), (6, 10), (14, 18)])]
+        items += [Trajectory(np.append(ids, leaf), images=tuple(spans)) for leaf in (30, 31)]
+    forest = Forest.from_trajectories(items)
+    assert len(forest.images) == 5
+    for budget in range(4, forest.num_tokens + 1):
+        owner = np.full(forest.num_tokens, -1)
+        for number, batch in enumerate(plan(forest, budget, hold=hold).micro_batches):
+            assert batch.num_tokens <= budget
+            assert (owner[batch.positions()] == -1).all()
+            owner[batch.positions()] = number
+        assert (owner >= 0).all()
+        for start, end in zip(forest.images.start, forest.images.end, strict=True):
+            assert len(set(owner[start:end])) == 1, (budget, start)

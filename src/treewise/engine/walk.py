@@ -141,7 +141,6 @@ class Walk:
         self._carried = NOTHING  # by micro-batches below others, and by all where they are alike
         if self._alike or not self.has_one_root:
             self._carried = carried_by(lm, with_images=meets_images)
-        self._sees_trained_image: dict[int, bool] = {}  # by micro-batch: in it, or above it
         self._has_gradient = False  # whether a backward of `train` reached a parameter
         self._is_collecting = False  # whether one head accumulates the gradients of all micro-batches
         self._head: AnyHead | None = None
@@ -259,7 +258,7 @@ class Walk:
         gateway = layout.gateway
         # What its gradients have to reach beyond its own parameters.
         carried = self._carried if gateway or self._alike else NOTHING
-        if any(self._sees_trained_image[above] for above, _ in gateway):
+        if any(self._pieces[above].sees_trained_image for above, _ in gateway):
             carried = EVERYTHING
         context = TreeContext(
             piece.mask,
@@ -294,8 +293,6 @@ class Walk:
         piece = self._pieces[index] = Piece(layout, TreeMask.from_layout(layout))
         for guest in self.guests:
             guest.join(piece)
-        is_below = any(self._sees_trained_image[above] for above, _ in layout.gateway)
-        self._sees_trained_image[index] = piece.sees_trained_image or is_below
         return piece
 
     def _make_head(self) -> AnyHead:
