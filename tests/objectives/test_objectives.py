@@ -163,6 +163,7 @@ FLOAT64 = {
     "cispo",
     "turns with all",
     "renormalize",
+    "cross_entropy",
 )
 @settings(max_examples=2)
 @given(items=rollout_rows(EXACT, max_sequences=5), seed=st.integers(0, MAX_SEED))

@@ -201,7 +201,7 @@ def test_parts_of_a_rollout_are_refused_where_all_of_it_is_needed() -> None:
     items = with_rollout_weights([Trajectory([1, 2, 3], advantages=1.0, group="g", rollout=5)] * 2)
     whole = with_rollout_weights([Trajectory([1, 2, 4], [0, 0.01, 0.01], 1.0, group="g", rollout=6)])
     part = Forest.from_trajectories([*whole, items[0]])
-    for objective in (tw.GSPO(), tw.GRPO(weighting="per_rollout")):
+    for objective in (tw.GSPO(), tw.GRPO(weighting="per_rollout"), SFT("per_rollout", "rollout_mean")):
         with pytest.raises(DataError, match=r"all rows of a rollout in one call.*rollout 5 of group 'g'"):
             objective.terms(part)
         objective.terms(Forest.from_trajectories([*items, *whole, replace(whole[0], rollout=7, rollout_weight=None)]))

@@ -13,7 +13,9 @@ from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import DPO, IPO, KTO, with_mismatched
 from treewise.testing import tiny_model
+from treewise.testing.images import png
 from treewise.testing.oracle import flat_logprobs, flat_loss, gradient_error, gradients_of
+from treewise.tree.images import ImageSpan
 
 MODEL = tiny_model("llama", num_hidden_layers=2)
 BUDGETS = (None, 25, 9)
@@ -114,17 +116,18 @@ def test_a_step_equals_the_formula_on_flat_logprobs(name, budget):
     assert engine.evaluate(forest, objective).loss == pytest.approx(ours, rel=1e-5)
 
 
-def test_what_kto_reports():
+@pytest.mark.parametrize("is_below_zero", [False, True])
+def test_what_kto_reports(is_below_zero):
     """Over labelled rollouts, in which mismatched ones are not counted."""
     objective = OBJECTIVES["kto"]
-    items = items_for(objective)
+    items = [replace(item, ref_logprobs=item.ref_logprobs + 9.0 * is_below_zero) for item in items_for(objective)]
     metrics = TreeEngine(MODEL).step(Forest.from_trajectories(items), objective).metrics
     score = scores(items, [flat_logprobs(MODEL, item).detach() for item in items])
     label = torch.tensor([0 if item.reward is None else 2 * item.reward - 1 for item in items])
     reward, baseline = (objective.beta * label * score)[label != 0].mean(), score[label == 0].mean().clamp(min=0)
     assert metrics["signed_reward"] == pytest.approx(float(reward), rel=1e-4)
     assert metrics["baseline"] == pytest.approx(float(baseline), rel=1e-4)
-    assert baseline > 0
+    assert (baseline == 0) == is_below_zero
 
 
 def test_a_mismatched_row_is_a_prompt_with_the_completion_before_it():
@@ -135,7 +138,12 @@ def test_a_mismatched_row_is_a_prompt_with_the_completion_before_it():
     assert first.loss_weights.tolist() == [0, 0, 1, 1, 1]
     with pytest.raises(DataError, match="at least two different completions"):
         with_mismatched([items[:1] * 2])
-    with_mismatched([items[:2]])
+    seeing = replace(
+        items[1], token_ids=[3, 4, 5, 7, 60, 8], loss_weights=[0, 0, 0, 1, 0, 1], images=(ImageSpan(png(1), 4, 5),)
+    )
+    ((_, _, moved, _),) = with_mismatched([[items[0], seeing]])
+    assert [(each.start, each.end) for each in moved.images] == [(3, 4)]
+    assert moved.token_ids.tolist() == [3, 4, 7, 60, 8]
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
