@@ -78,9 +78,10 @@ def test_a_draw_as_a_program_prints_small_differences(changes, capsys):
     assert all(float(off) < 1e-4 for off, _ in printed)
 
 
-def test_two_processes_judge_a_draw():
+@pytest.mark.parametrize("trained", ["last_layer", "lora_tokens"])
+def test_two_processes_judge_a_draw(trained):
     space = crossings.training()
-    draw = {**space.defaults, "seed": 1, "interface": "trainer", "processes": "sharded", "trained": "last_layer"}
+    draw = {**space.defaults, "seed": 1, "interface": "trainer", "processes": "sharded", "trained": trained}
     outcome = space.judge(draw)
     assert outcome.kind == "equal", outcome.text
 

@@ -334,8 +334,8 @@ def _sparse_embedding_gradients(lm: DecoderAndHead) -> Iterator[None]:
     `.grad` itself stays dense. Embeddings of another kind (adapters, shards) stay as they are.
     """
     module = lm.decoder.get_input_embeddings()
-    weight = module.weight
-    is_plain = isinstance(module, nn.Embedding) and type(weight) is nn.Parameter and weight.device.type == "cpu"
+    weight: Any = module.weight if isinstance(module, nn.Embedding) else None
+    is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu"
     if not is_plain or module.sparse or not weight.requires_grad:
         yield
         return

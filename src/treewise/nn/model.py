@@ -76,7 +76,7 @@ class DecoderAndHead:
     @property
     def device(self) -> torch.device:
         """Where token ids have to be."""
-        return self.decoder.get_input_embeddings().weight.device
+        return next(self.decoder.get_input_embeddings().parameters()).device  # `weight` of an adapter is computed
 
 
 def split_model(model: nn.Module) -> DecoderAndHead:

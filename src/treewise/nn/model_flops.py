@@ -115,8 +115,8 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]
 def _norm_width(module: nn.Module, name: str, config: PreTrainedConfig) -> int:
     """Values per token that a norm of the decoder takes in; 0 for other modules. One of queries or keys takes every
     head."""
-    weight = getattr(module, "weight", None)
-    if "norm" not in type(module).__name__.lower() or not isinstance(weight, nn.Parameter) or weight.ndim != 1:
+    weight = getattr(module, "weight", None) if "norm" in type(module).__name__.lower() else None
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1:
         return 0
     heads, key_heads, key_size, _ = (
         _head_sizes(config) if getattr(config, "num_attention_heads", None) else (1, 1, 0, 0)
