@@ -13,6 +13,7 @@
 #   make bench-real    the same on real trees, with SmolLM2
 #   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
 #   make bench-all     every other script in benchmarks/
+#   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make docs     the pages as a site, in build/site
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
@@ -25,7 +26,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo test test-all quick check lint bench bench-check bench-real bench-gpu bench-all crossings docs models engines release format clean
+.PHONY: help demo rl serve-demo test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -131,6 +132,9 @@ bench-all: $(VENV)/.dev
 
 MINUTES ?= 10
 SEED ?= 0
+proof: $(VENV)/.dev $(VENV)/.demo
+	$(BIN)/python benchmarks/proof.py --seed $(SEED)
+
 crossings: $(VENV)/.dev
 	$(BIN)/python -m treewise.testing.crossings --minutes $(MINUTES) --seed $(SEED)
 

@@ -14,7 +14,18 @@ from tests.report.rows import HOSTILE
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.report import read_run
 from treewise.report.html.build import SCHEMA, SCHEMA_VERSION, DataReport, twin
-from treewise.report.html.page import count, embedded_json, flops, percent, ratio, render_page, write_page
+from treewise.report.html.charts import line_chart
+from treewise.report.html.page import (
+    Section,
+    count,
+    embedded_json,
+    flops,
+    percent,
+    ratio,
+    render_page,
+    write_charts,
+    write_page,
+)
 
 VOID = {"meta", "input", "link", "br", "img", "rect", "line", "path"}
 
@@ -106,6 +117,17 @@ def test_every_heading_control_and_picture_has_a_name(page: str) -> None:
             assert attributes.get(name) is None or attributes[name] in ids
     links = {attributes["href"][1:] for tag, attributes in parsed.tags if tag == "a"}
     assert links <= ids
+
+
+def test_a_page_of_charts_alone_has_their_curves_and_their_table(tmp_path: Path) -> None:
+    chart = line_chart([("a <b>", [0, 1], [2.0, 1.0])], "Loss", "minutes", "nats")
+    section = Section("Loss & time", "Two steps.", (chart,), (("trainer", "minutes"), ("a <b>", "1.0")))
+    write_charts(tmp_path / "new" / "proof.html", "The proof", [section], "0.1")
+    html = (tmp_path / "new" / "proof.html").read_text()
+    assert "Loss &amp; time" in html
+    assert "<td>a &lt;b&gt;</td>" in html
+    drawn = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', html)
+    assert json.loads(drawn[1])["charts"]["0-0"]["lines"][0]["ys"] == [2.0, 1.0]
 
 
 def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ no connection at all.
 import base64
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -33,6 +34,22 @@ SCRIPTS = (
     "page.js",
 )
 STYLES = ("sections.css", "picture.css", "report.css")  # the last has the rules of narrow screens
+
+
+class Section(NamedTuple):
+    """Curves and a table of several runs, under a heading: what a benchmark shows. table: its head first."""
+
+    title: str
+    text: str
+    charts: tuple[Chart, ...]
+    table: tuple[tuple[str, ...], ...]
+
+
+def write_charts(path: Path, title: str, sections: Sequence[Section], version: str) -> None:
+    """Writes a page of sections alone."""
+    charts = {f"{part}-{index}": chart for part, each in enumerate(sections) for index, chart in enumerate(each.charts)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_rendered(title, charts, {"charts": _drawn(charts), "trees": []}, version, sections=sections))
 
 
 def write_page(path: str | Path, data: DataReport | None, run: RunReport | None, version: str) -> tuple[Path, Path]:
@@ -68,6 +85,10 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
                 charts[f"memory-{index}"] = memory
     if run is not None:
         charts |= {f"run-{index}": chart for index, chart in enumerate(run_charts(run))}
+    return _rendered(_title(data, run), charts, _page_data(data, charts), version, data=data, run=run)
+
+
+def _rendered(title: str, charts: dict[str, Chart], page_data: object, version: str, **parts: object) -> str:
     static = resources.files("treewise.report.html") / "static"
     script = "\n".join((static / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((static / name).read_text(encoding="utf-8") for name in STYLES)
@@ -75,18 +96,17 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
         _environment()
         .get_template("report.html.j2")
         .render(
-            data=data,
-            run=run,
+            {"data": None, "run": None, "sections": ()} | parts,
             drawing=drawing,
             charts=charts,
             version=version,
-            title=_title(data, run),
+            title=title,
             script=Markup(script),
             style=Markup(style),
             script_hash=_policy_hash(script),
             style_hash=_policy_hash(style),
             drawn_rule=DRAWN_RULE,
-            page_data=embedded_json(_page_data(data, charts)),
+            page_data=embedded_json(page_data),
         )
     )
 
@@ -101,9 +121,8 @@ def embedded_json(value: object) -> Markup:
 
 def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, Any]:
     """The JSON that the scripts read."""
-    drawn = {name: chart.to_dict() for name, chart in charts.items()}
     if data is None:
-        return {"charts": drawn, "trees": []}
+        return {"charts": _drawn(charts), "trees": []}
     plans = [
         {
             "max_tokens": each.facts.max_tokens,
@@ -112,13 +131,17 @@ def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, A
         for each in data.plans
     ]
     return {
-        "charts": drawn,
+        "charts": _drawn(charts),
         "trees": data.pictures,
         "vocabulary": data.vocabulary,
         "thumbnails": data.thumbnails,
         "plans": plans,
         "first_plan": data.first_plan,
     }
+
+
+def _drawn(charts: Mapping[str, Chart]) -> dict[str, Any]:
+    return {name: chart.to_dict() for name, chart in charts.items()}
 
 
 def _title(data: DataReport | None, run: RunReport | None) -> str:
