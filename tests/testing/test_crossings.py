@@ -78,12 +78,15 @@ def test_a_draw_as_a_program_prints_small_differences(changes, capsys):
     assert all(float(off) < 1e-4 for off, _ in printed)
 
 
-@pytest.mark.parametrize("trained", ["last_layer", "lora_tokens"])
-def test_two_processes_judge_a_draw(trained):
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [({"trained": "last_layer"}, "equal"), ({"trained": "lora_tokens"}, "equal"), ({"family": "zamba2"}, "refused")],
+    ids=str,
+)
+def test_two_processes_judge_a_draw(changes, kind):
     space = crossings.training()
-    draw = {**space.defaults, "seed": 1, "interface": "trainer", "processes": "sharded", "trained": trained}
-    outcome = space.judge(draw)
-    assert outcome.kind == "equal", outcome.text
+    outcome = space.judge({**space.defaults, "seed": 1, "interface": "trainer", "processes": "sharded", **changes})
+    assert outcome.kind == kind, outcome.text
 
 
 @pytest.mark.parametrize("interface", ["step", "logprobs", "trainer"])

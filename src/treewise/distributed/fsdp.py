@@ -29,7 +29,7 @@ from treewise.distributed.mesh import (
     num_copies,
     spread_experts,
 )
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.compilation import decoder_layers
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.model import DecoderAndHead
@@ -140,6 +140,7 @@ def shard(
     Raises:
         ConfigError: no process group, a mesh that leaves nothing to shard over, a number of ranks that cannot hold so
             many copies, no layers found, parameters that are not sharded in the end, or hooks on gradients.
+        UnsupportedModelError: layers that share parameters.
     """
     if not distributed.is_initialized():
         raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
@@ -154,6 +155,11 @@ def shard(
     data = data_mesh(device, settings.dp_replicate_size) if axes is None else axes.data
     layers = find_layers(lm, settings.layer_names)
     ordered = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())  # as in the model
+    if len(ordered) < sum(len(list(layer.parameters())) for layer in layers):
+        raise UnsupportedModelError(
+            f"layers of {type(lm.decoder).__name__} share parameters, of which each layer would shard its own; leave "
+            "fsdp out."
+        )
     outside = {parameter for parameter in lm.decoder.parameters() if parameter not in ordered}
     for tensor in [*ordered, *model.buffers()]:
         broadcast(tensor.data, device, mesh)
