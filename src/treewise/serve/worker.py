@@ -194,9 +194,8 @@ class Worker(threading.Thread):
             for work in works:
                 self._waiting[work.owner][work.seq] = replace(work, is_answered=True, is_done=True)
         for work in works:
-            self._fail(
-                work, DataError(f"request {self._next_of(work.owner)} of the model, its turn before, never came.")
-            )
+            error = DataError(f"request {self._next_of(work.owner)} of the model, its turn before, never came.")
+            self._fail(work, error, REFUSED)
 
     def _begin(self, works: Sequence[Work]) -> None:
         """Works that ended the process at too many starts are refused; others run."""
