@@ -38,7 +38,7 @@ from treewise.serve.weights import ServedModel, Shape, Weights
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-RANK, MAX_TOKENS, MAX_SFT_TOKENS = 16, 2048, 8000
+RANK, MAX_TOKENS, MAX_SFT_TOKENS = 16, 2048, 5000
 
 
 def rows_of(sequences: list[list[int]]) -> list[Any]:
@@ -59,13 +59,19 @@ def workloads(vocabulary: int) -> dict[str, list[list[int]]]:
         return draw.integers(0, vocabulary, count).tolist()
 
     prompt, episode = ids(512), ids(8 * 64 + 64)
-    shapes = [forest for _, forest in recorded() if forest.num_flat_tokens <= MAX_SFT_TOKENS]
-    shape = max(shapes, key=lambda each: each.num_flat_tokens)
-    tokens = np.array(ids(shape.num_tokens))
+    small = [forest for _, forest in recorded() if forest.num_flat_tokens <= MAX_SFT_TOKENS]
+    shapes = {
+        is_tree: max(
+            (each for each in small if (len(each.paths) > 1) == is_tree), key=lambda each: each.num_flat_tokens
+        )
+        for is_tree in (True, False)
+    }
+    rows = {is_tree: np.array(ids(each.num_tokens)) for is_tree, each in shapes.items()}
     return {
         "GRPO: 16 samples after a prompt of 512": [prompt + ids(64) for _ in range(16)],
         "episode: 8 turns, one row a turn": [episode[: 64 + 64 * turn] for turn in range(1, 9)],
-        "SFT: a recorded tree": [tokens[path].tolist() for path in shape.paths],
+        "SFT: a recorded tree": [rows[True][path].tolist() for path in shapes[True].paths],
+        "SFT: a recorded run, nothing shared": [rows[False][path].tolist() for path in shapes[False].paths],
     }
 
 
