@@ -125,7 +125,7 @@ def test_a_page_of_charts_alone_has_their_curves_and_their_table(tmp_path: Path)
     write_charts(tmp_path / "new" / "proof.html", "The proof", [section], "0.1")
     html = (tmp_path / "new" / "proof.html").read_text()
     assert "Loss &amp; time" in html
-    assert "<td>a &lt;b&gt;</td>" in html
+    assert '<th scope="row">a &lt;b&gt;</th>' in html
     drawn = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', html)
     assert json.loads(drawn[1])["charts"]["0-0"]["lines"][0]["ys"] == [2.0, 1.0]
 
