@@ -34,6 +34,7 @@ def main() -> None:
         "trl-float32": (page, _trl),
         "serve": (page, _serve),
         "precision": (of_rounding, _precision),
+        "proof": (page, _proof),
         "gradients": (ROOT / "docs" / "branching-measured.md", _gradients),
     }
     for name, (where, table) in others.items():
@@ -98,6 +99,23 @@ def _gradients(record: dict[str, Any]) -> str:
             rollouts = next(iter(by_credit.values())).get("rollouts", "")
             lines.append(f"| {branching} | {rollouts} | {' | '.join(texts)} |")
         parts.append("\n".join([f"{own[0]['repetitions']:,} trees of each cell:", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def _proof(record: dict[str, Any]) -> str:
+    """Each trainer's minutes, and its held-out figure before and after; a table for SFT and one for RL."""
+    parts = []
+    for part, figure in (("sft", "held-out loss"), ("rl", "held-out success")):
+        rows = [row for row in record["rows"] if row["part"] == part]
+        best = {row["seed"]: row["seconds"] for row in rows if row["trainer"] == "treewise"}
+        lines = [f"| trainer | seed | minutes | over treewise | {figure} | peak, MiB |", f"|---{'|---:' * 3}|---|---:|"]
+        for row in rows:
+            ratio = f"{row['seconds'] / best[row['seed']]:.2f} x" if row["seed"] in best else ""
+            curve = ", ".join(f"{value:.3f}" for _, _, value in row["curve"])
+            facts = f"{row['label']} | {row['seed']} | {row['seconds'] / 60:.1f} | {ratio}"
+            lines.append(f"| {facts} | {curve} | {row['peak_mib']:,} |")
+        if rows:
+            parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
