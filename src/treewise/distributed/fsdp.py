@@ -130,6 +130,17 @@ class ShardedModel(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _own_parameters(lm: DecoderAndHead, layers: list[nn.Module]) -> dict[nn.Parameter, None]:
+    """The layers' parameters in the order of the model."""
+    ordered = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
+    if len(ordered) < sum(len(list(layer.parameters())) for layer in layers):
+        raise UnsupportedModelError(
+            f"layers of {type(lm.decoder).__name__} share parameters, of which each layer would shard its own; leave "
+            "fsdp out."
+        )
+    return ordered
+
+
 def shard(
     model: nn.Module, lm: DecoderAndHead, device: torch.device, settings: ShardSettings, dtype: torch.dtype | None
 ) -> Ends:
@@ -154,12 +165,7 @@ def shard(
     axes = None if mesh is None else sharding_axes(mesh, settings.dp_replicate_size)
     data = data_mesh(device, settings.dp_replicate_size) if axes is None else axes.data
     layers = find_layers(lm, settings.layer_names)
-    ordered = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())  # as in the model
-    if len(ordered) < sum(len(list(layer.parameters())) for layer in layers):
-        raise UnsupportedModelError(
-            f"layers of {type(lm.decoder).__name__} share parameters, of which each layer would shard its own; leave "
-            "fsdp out."
-        )
+    ordered = _own_parameters(lm, layers)
     outside = {parameter for parameter in lm.decoder.parameters() if parameter not in ordered}
     for tensor in [*ordered, *model.buffers()]:
         broadcast(tensor.data, device, mesh)

@@ -180,46 +180,46 @@ class Api(Catalog):
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    async def client_config(self, *_: Any) -> Any:
+    async def client_config(self, *_: object) -> object:
         """Flags of the SDK: what it leaves out or does otherwise with this server."""
         part = min(5_000_000, (self.settings.max_request_mb << 20) // 2)
         off = ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side")
         return {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False)}
 
-    async def dynamic_config(self, *_: Any) -> Any:
+    async def dynamic_config(self, *_: object) -> object:
         return {"sample_cancel_enabled": True}
 
-    async def create_session(self, _: Request, asked: Any) -> Any:
+    async def create_session(self, _: Request, asked: Any) -> object:
         session = str(uuid.uuid4())
         self.journal.put("session", session, "", asked.model_dump(mode="json"))
         return {"session_id": session, "type": "create_session"}
 
-    async def heartbeat(self, _: Request, asked: Any) -> Any:
+    async def heartbeat(self, _: Request, asked: Any) -> object:
         if (self.journal.get("session", asked.session_id) or {"finished": True}).get("finished"):
             raise RefusedError(410, f"session {asked.session_id} has ended or is unknown.")
         self.beats[asked.session_id] = time.time()
         return {"type": "session_heartbeat"}
 
-    async def finish(self, request: Request, _: Any) -> Any:
+    async def finish(self, request: Request, _: object) -> object:
         """A client that ends; its runs stay."""
         session, asked = request.path_params["session"], json_of(request)
         self.journal.put("session", session, "", {"finished": asked, **self.facts("session", session)})
         return Response(status_code=204)
 
-    async def telemetry(self, *_: Any) -> Any:
+    async def telemetry(self, *_: object) -> object:
         """Taken and dropped."""
         return {"status": "accepted"}
 
-    async def unknown(self, request: Request, _: Any) -> Any:
+    async def unknown(self, request: Request, _: object) -> object:
         """What other servers of this API have: projects, publishing, billing."""
         raise RefusedError(404, f"{request.method} {request.url.path} is not served here.")
 
-    async def health(self, *_: Any) -> Any:
+    async def health(self, *_: object) -> object:
         if not self.worker.is_alive():
             raise RefusedError(503, "the worker has ended.")
         return {"status": "ok"}
 
-    async def capabilities(self, *_: Any) -> Any:
+    async def capabilities(self, *_: object) -> object:
         facts = {"max_context_length": self.worker.model.max_length, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": name, **facts} for name in self.settings.names]}
 
@@ -233,7 +233,7 @@ class Api(Catalog):
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    async def create_model(self, _: Request, asked: Any) -> Any:
+    async def create_model(self, _: Request, asked: Any) -> object:
         """A run, with new adapters (or a copy of all weights)."""
         self._check_optimizer(asked.optimizer_config)
         shape, lora, most = Shape(0), asked.lora_config, self.settings.max_rank
@@ -244,7 +244,7 @@ class Api(Catalog):
         seed = secrets.randbits(48) if lora is None or lora.seed is None else lora.seed
         return await self._new_run(asked, {"shape": asdict(shape), "seed": seed, "path": None})
 
-    async def load_weights(self, _: Request, asked: Any) -> Any:
+    async def load_weights(self, _: Request, asked: Any) -> object:
         """Into a model, or into a new run."""
         if asked.weights_access_token is not None:
             raise DataError("weights_access_token: this server has no other accounts.")
@@ -255,7 +255,7 @@ class Api(Catalog):
         facts = {"shape": asdict(self.store.shape(place)), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
         return await self._new_run(asked, facts)
 
-    async def _new_run(self, asked: Any, facts: dict[str, Any]) -> Any:
+    async def _new_run(self, asked: Any, facts: dict[str, Any]) -> object:
         self._check_base(asked.base_model)
         self.facts("session", asked.session_id)
         if not 0 <= asked.model_seq_id < MAX_RUNS:
@@ -266,7 +266,7 @@ class Api(Catalog):
             self.journal.put("model", name, asked.session_id, facts)
         return await self._submit(name, 0, "create", asked)
 
-    async def get_info(self, _: Request, asked: Any) -> Any:
+    async def get_info(self, _: Request, asked: Any) -> object:
         shape, folder = Shape(**self.facts("model", asked.model_id)["shape"]), self.store.runs.parent / "tokenizer"
         tokenizer = str(folder.resolve()) if folder.is_dir() else None  # the SDK on this machine loads it from there
         base, arch = self.store.base_name, str(self.worker.model.base.config.model_type)
@@ -274,31 +274,31 @@ class Api(Catalog):
         named = {"model_id": asked.model_id, "model_name": base, "model_data": data}
         return {"type": "get_info", **named, **lora_facts(shape)}
 
-    async def weights_info(self, request: Request, _: Any) -> Any:
+    async def weights_info(self, request: Request, _: object) -> object:
         shape = self.store.shape(Place.parsed(json_of(request).get("tinker_path")))
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
-    async def call(self, request: Request, _: Any) -> Any:
+    async def call(self, request: Request, _: object) -> object:
         """forward, forward_backward."""
         call = read_call(request.state.body)
         return await self._change(call.kind, call, request.state.body)
 
-    async def change(self, request: Request, asked: Any) -> Any:
+    async def change(self, request: Request, asked: Any) -> object:
         """Every other request that names a model and its sequence number."""
         return await self._change(request.url.path.rpartition("/")[2], asked)
 
-    async def _change(self, kind: str, asked: Any, body: bytes | None = None) -> Any:
+    async def _change(self, kind: str, asked: Any, body: bytes | None = None) -> object:
         self.facts("model", asked.model_id)
         return await self._submit(asked.model_id, asked.seq_id, kind, asked if body is None else body)
 
-    async def custom_loss(self, *_: Any) -> Any:
+    async def custom_loss(self, *_: object) -> object:
         """Refused: no code or graph of a client runs here. The SDK computes custom losses itself."""
         raise DataError("custom losses are computed at the client (custom_loss_server_side is off).")
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, _: Request, asked: Any) -> Any:
+    async def create_sampling_session(self, _: Request, asked: Any) -> object:
         """Weights to sample from: a checkpoint's, or the base model's."""
         self.facts("session", asked.session_id)
         self._check_base(asked.base_model)
@@ -311,7 +311,7 @@ class Api(Catalog):
             self.store.find(Place.parsed(path))
         self.journal.put("sampler", name, session, {"base_model": self.store.base_name, "model_path": path})
 
-    async def join_sampling_session(self, _: Request, asked: Any) -> Any:
+    async def join_sampling_session(self, _: Request, asked: Any) -> object:
         """A number for another client of a sampling session."""
         name = asked.sampling_session_id
         facts = self.facts("sampler", name)
@@ -319,7 +319,7 @@ class Api(Catalog):
         self.journal.put("sampler", name, name.split(":")[0], {**facts, "clients": count})
         return {"type": "join_sampling_session", "client_counter": count}
 
-    async def sample(self, request: Request, asked: Any) -> Any:
+    async def sample(self, request: Request, asked: Any) -> object:
         if not 1 <= asked.num_samples <= self.settings.max_queue:
             raise DataError(f"num_samples={asked.num_samples} must be 1 to {self.settings.max_queue}.")
         if asked.record_stability_info and self.settings.stable_reinforce == "refused":
@@ -337,12 +337,12 @@ class Api(Catalog):
         names = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": names}
 
-    async def cancel(self, _: Request, asked: Any) -> Any:
+    async def cancel(self, _: Request, asked: Any) -> object:
         """Ends a sampling request."""
         await run_in_threadpool(self.worker.cancel, asked.request_id)
         return Response(status_code=204)
 
-    async def retrieve(self, _: Request, asked: Any) -> Any:
+    async def retrieve(self, _: Request, asked: Any) -> object:
         """An answer, or 408 after `WAIT_SECONDS`: ask again."""
         name = asked.request_id
         if self.journal.kind_of(name) is None:

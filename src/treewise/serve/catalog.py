@@ -40,10 +40,10 @@ class Catalog:
             raise RefusedError(404, f"no {kind} {name}.")
         return facts
 
-    async def sessions(self, request: Request, _: Any) -> Any:
+    async def sessions(self, request: Request, _: object) -> object:
         return {"sessions": _page(request, self.journal.names("session"))}
 
-    async def session(self, request: Request, _: Any) -> Any:
+    async def session(self, request: Request, _: object) -> object:
         name = request.path_params["session"]
         named = {key: self.facts("session", name).get(key) for key in ("user_metadata", "display_name")}
         made = {
@@ -52,16 +52,16 @@ class Catalog:
         }
         return {**made, **named}
 
-    async def sampler(self, request: Request, _: Any) -> Any:
+    async def sampler(self, request: Request, _: object) -> object:
         name = request.path_params["sampler"]
         facts = self.facts("sampler", name)
         return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
 
-    async def runs(self, request: Request, _: Any) -> Any:
+    async def runs(self, request: Request, _: object) -> object:
         names = self.journal.names("model")
         return {"training_runs": [self._run(name) for name in _page(request, names)], "cursor": _cursor(request, names)}
 
-    async def run(self, request: Request, _: Any) -> Any:
+    async def run(self, request: Request, _: object) -> object:
         return self._run(request.path_params["run"])
 
     def _run(self, name: str) -> dict[str, Any]:
@@ -79,11 +79,11 @@ class Catalog:
             "user_metadata": facts.get("user_metadata"),
         }
 
-    async def run_checkpoints(self, request: Request, _: Any) -> Any:
+    async def run_checkpoints(self, request: Request, _: object) -> object:
         self.facts("model", request.path_params["run"])
         return {"checkpoints": [self._checkpoint(place) for place in self.store.places(request.path_params["run"])]}
 
-    async def checkpoints(self, request: Request, _: Any) -> Any:
+    async def checkpoints(self, request: Request, _: object) -> object:
         places = self.store.places()
         shown = [self._checkpoint(place) for place in _page(request, places, 100)]
         return {"checkpoints": shown, "cursor": _cursor(request, places, 100)}
@@ -100,21 +100,21 @@ class Catalog:
             "expires_at": None if ends is None else _time(ends),
         }
 
-    async def delete(self, request: Request, _: Any) -> Any:
+    async def delete(self, request: Request, _: object) -> object:
         await run_in_threadpool(self.store.delete, _place(request))
         return Response(status_code=204)
 
-    async def set_life(self, request: Request, _: Any) -> Any:
+    async def set_life(self, request: Request, _: object) -> object:
         self.store.set_life(_place(request), json_of(request).get("ttl_seconds"))
         return Response(status_code=204)
 
-    async def urls(self, request: Request, _: Any) -> Any:
+    async def urls(self, request: Request, _: object) -> object:
         """Where the files of an export are fetched, by whoever may ask here."""
         base, key = str(request.url).removesuffix("external_weights_urls"), request.headers.get("x-api-key", "")
         names = sorted(path.name for path in self.store.find(_place(request)).iterdir() if path.is_file())
         return {"urls": {each: f"{base}files/{each}?key={key}" for each in names}, "expires": _time(time.time() + 3600)}
 
-    async def file(self, request: Request, _: Any) -> Any:
+    async def file(self, request: Request, _: object) -> object:
         """One file of a checkpoint, by its plain name."""
         files = {path.name: path for path in self.store.find(_place(request)).iterdir() if path.is_file()}
         if request.path_params["file"] not in files:
@@ -122,7 +122,7 @@ class Catalog:
         content = await run_in_threadpool(files[request.path_params["file"]].read_bytes)
         return Response(content, media_type="application/octet-stream")
 
-    async def status(self, *_: Any) -> Any:
+    async def status(self, *_: object) -> object:
         """What the page shows."""
         statistics, settings = self.worker.statistics, self.worker.settings
         return {
