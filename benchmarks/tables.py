@@ -108,7 +108,8 @@ def _proof(record: dict[str, Any]) -> str:
     for part, figure in (("sft", "held-out loss"), ("rl", "held-out success")):
         rows = [row for row in record["rows"] if row["part"] == part]
         best = {row["seed"]: row["seconds"] for row in rows if row["trainer"] == "treewise"}
-        lines = [f"| trainer | seed | minutes | over those of treewise | {figure} | peak, MiB |", f"|---{'|---:' * 3}|---|---:|"]
+        lines = [f"| trainer | seed | minutes | over those of treewise | {figure} | peak, MiB |"]
+        lines.append(f"|---{'|---:' * 3}|---|---:|")
         for row in rows:
             ratio = f"{row['seconds'] / best[row['seed']]:.2f} x" if row["seed"] in best else ""
             curve = ", ".join(f"{value:.3f}" for _, _, value in row["curve"])
