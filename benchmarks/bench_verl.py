@@ -21,6 +21,7 @@ from tree_shapes import recorded
 
 from treewise.integrations.verl_batches import runs_of_relatives
 from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import Trajectory
 
 MIN_PREFIX = 8  # `min_prefix_len` in PrefixSharing's published configuration; 1 in its code gives the tree's tokens
@@ -73,13 +74,6 @@ def prefix_sharing(batch: list[np.ndarray]) -> tuple[int, int]:
         computed += len(row) - reused
         copied += reused
     return computed, copied
-
-
-def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """Tokens at the begin of both."""
-    length = min(len(left), len(right))
-    differs = np.flatnonzero(left[:length] != right[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def tree_tokens(batch: list[np.ndarray]) -> int:

@@ -9,7 +9,6 @@ and rate. Runs draw their own samples: curves over steps agree but for that.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections import defaultdict
@@ -23,7 +22,7 @@ import torch
 from bench_branching import TEMPLATE, words
 from common import spread
 from datasets import Dataset
-from proof_sft import Clock, Watch, peak_mib
+from proof_sft import Clock, Watch, peak_mib, settings, tell
 from tiny_policy import END, Parts, imitate, new_model, new_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -46,7 +45,7 @@ SIZES = {
     "max_position_embeddings": 1024,
 }
 EXAMPLES, PROMPTS, SAMPLES, MAX_NEW, HELD_OUT = 34, 8, 8, 9, 96
-RATE, CLIP, EVERY = 2e-4, 1.0, 5
+RATE, EVERY = 2e-4, 5
 
 
 class BackwardWithExamples:
@@ -120,23 +119,6 @@ def success(model: Any, tokenizer: Any) -> float:
 # -- the trainers ------------------------------------------------------------------------------------------------------
 
 
-def settings(folder: str, seed: int) -> dict[str, Any]:
-    """What all trainers are given."""
-    return {
-        "output_dir": folder,
-        "seed": seed,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": CLIP,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": True,
-    }
-
-
 def timed(owner: Any, name: str, parts: dict[str, list[float]], key: str) -> None:
     """Seconds of each call of a method, kept under a key."""
     method: Callable[..., Any] = getattr(owner, name)
@@ -164,7 +146,7 @@ def by_trl(
         return rewards[-1]
 
     config = GRPOConfig(
-        **settings(folder, seed),
+        **settings(folder, RATE, seed=seed),
         max_steps=steps,
         logging_steps=1,
         num_generations=SAMPLES,
@@ -245,7 +227,7 @@ def by_treewise(model: Any, tokenizer: Any, seed: int, steps: int, clock: Clock,
             save_every=steps,
             chat_template=TEMPLATE,
         ),
-        tw.TreeTrainingArguments(**settings(folder, seed)),
+        tw.TreeTrainingArguments(**settings(folder, RATE, seed=seed)),
         objective=tw.GRPO(),
         sampler=TransformersSampler(model, max_rows=PROMPTS * SAMPLES),
         callbacks=[Watch(clock, EVERY, num_steps=steps)],
@@ -266,11 +248,7 @@ def main() -> None:
     if args.trainer == "start":
         new_start(args.start, args.seed, args.imitated)
         return
-    row = run(args.trainer, args.seed, args.steps, args.start)
-    if args.output:
-        args.output.write_text(json.dumps(row))
-    points = ", ".join(f"{seconds:.0f} s {reward:.3f}" for _, seconds, reward in row["curve"])
-    print(f"{row['label']}: {row['seconds']:.0f} s; {row['seconds_of_a_step']}; held-out success {points}", flush=True)
+    tell(run(args.trainer, args.seed, args.steps, args.start), args.output)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, TrainerCall
 from trl import SFTConfig, SFTTrainer
 
 import treewise as tw
-from treewise.bench.flat import varlen_attention
+from treewise.bench.flat import attention, varlen_attention
 from treewise.bench.trl_rows import TrlRows
 from treewise.data import RenderOptions, load_trees
 from treewise.nn.model import split_model
@@ -148,7 +147,7 @@ def held_out_loss(model: Any, rows: list[Trajectory]) -> float:
     for row in rows:
         ids = torch.tensor(np.asarray(row.token_ids).tolist())[None]
         at = torch.as_tensor(np.flatnonzero(np.asarray(row.loss_weights) > 0))
-        with plain_attention(model):
+        with attention(split_model(model), "sdpa"):  # torch's, whoever trains
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[0, at - 1]
         total += float(F.cross_entropy(model.lm_head(hidden), ids[0, at], reduction="sum"))
         count += len(at)
@@ -156,38 +155,30 @@ def held_out_loss(model: Any, rows: list[Trajectory]) -> float:
     return total / count
 
 
-@contextmanager
-def plain_attention(model: Any) -> Any:
-    """Inside, attention is torch's, whoever trains."""
-    before = model.config._attn_implementation_internal
-    model.config._attn_implementation_internal = "sdpa"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation_internal = before
-
-
 # -- the trainers ------------------------------------------------------------------------------------------------------
 
 
-def settings(folder: str, data: Data) -> dict[str, Any]:
-    """What all trainers are given."""
+def settings(folder: str, rate: float, **own: Any) -> dict[str, Any]:
+    """What all trainers of both parts are given, and what those of one are."""
     return {
         "output_dir": folder,
-        "max_steps": len(data.steps),
-        "learning_rate": RATE,
+        "learning_rate": rate,
         "lr_scheduler_type": "constant",
         "weight_decay": 0.0,
         "max_grad_norm": CLIP,
-        "train_sampling_strategy": "sequential",
         "save_strategy": "no",
-        "logging_steps": 1,
         "report_to": "none",
         "disable_tqdm": True,
         "bf16": False,
-        "gradient_checkpointing": False,
         "use_cpu": True,
+        **own,
     }
+
+
+def settings_of(folder: str, data: Data) -> dict[str, Any]:
+    """What all trainers of this part are given."""
+    own = {"max_steps": len(data.steps), "train_sampling_strategy": "sequential", "logging_steps": 1}
+    return settings(folder, RATE, gradient_checkpointing=False, **own)
 
 
 def by_trl(model: Any, tokenizer: Any, data: Data, clock: Clock, folder: str, *, packed: bool) -> None:
@@ -206,7 +197,7 @@ def by_trl(model: Any, tokenizer: Any, data: Data, clock: Clock, folder: str, *,
         AttentionMaskInterface.register(VARLEN, lambda **_: None)
         model.config._attn_implementation_internal = VARLEN
     config = SFTConfig(
-        **settings(folder, data),
+        **settings_of(folder, data),
         per_device_train_batch_size=size,
         gradient_accumulation_steps=ROWS // size,
         max_length=None,
@@ -249,7 +240,7 @@ def by_treewise(
     model: Any, tokenizer: Any, data: Data, clock: Clock, folder: str, max_tokens: int | None = None
 ) -> None:
     """treewise's trainer: a step is a tree."""
-    args = tw.TreeTrainingArguments(**settings(folder, data), per_device_train_batch_size=1, max_tokens=max_tokens)
+    args = tw.TreeTrainingArguments(**settings_of(folder, data), per_device_train_batch_size=1, max_tokens=max_tokens)
     trainer = tw.TreeTrainer(
         model, args, train_dataset=data.steps, processing_class=tokenizer, callbacks=[Watch(clock)]
     )
@@ -290,6 +281,14 @@ def peak_mib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def tell(row: dict[str, Any], output: Path | None) -> None:
+    """Writes the result of a trainer, and prints its curve."""
+    if output:
+        output.write_text(json.dumps(row))
+    points = ", ".join(f"{seconds:.0f} s {value:.4f}" for _, seconds, value in row["curve"])
+    print(f"{row['label']}: {row['seconds']:.0f} s, peak {row['peak_mib']:,} MiB; held out {points}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trainer", choices=list(TRAINERS))
@@ -297,11 +296,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="the first so many steps only")
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     args = parser.parse_args()
-    row = run(args.trainer, args.seed, args.steps)
-    if args.output:
-        args.output.write_text(json.dumps(row))
-    points = ", ".join(f"{seconds:.0f} s {loss:.4f}" for _, seconds, loss in row["curve"])
-    print(f"{row['label']}: {row['seconds']:.0f} s, peak {row['peak_mib']:,} MiB; held-out loss {points}", flush=True)
+    tell(run(args.trainer, args.seed, args.steps), args.output)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
 from treewise.tree import checks
 from treewise.tree.images import ImageSpan
+from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import STREAMS, Trajectory
 
 Label = str | int | float | None
@@ -124,9 +125,8 @@ def grouped_rows(item: Placed, group: Label) -> list[Row]:
 
 def first_drift(sampled: np.ndarray, rendered: np.ndarray) -> int | None:
     """The first position where re-tokenised text differs from the sampled ids; None where none does."""
-    length = min(len(sampled), len(rendered))
-    differs = np.flatnonzero(np.asarray(sampled[:length]) != np.asarray(rendered[:length]))
-    return int(differs[0]) if len(differs) else None
+    same = common_prefix(np.asarray(sampled), np.asarray(rendered))
+    return same if same < min(len(sampled), len(rendered)) else None
 
 
 def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: str, *, is_plain: bool) -> str | None:

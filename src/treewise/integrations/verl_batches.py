@@ -7,13 +7,13 @@ one before it has computed.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from treewise.errors import ConfigError
+from treewise.tree.prefix_merge import in_order
 
 
 def runs_of_relatives(
@@ -40,9 +40,8 @@ def runs_of_relatives(
             f"{len(rows)} rows of up to {longest_row} tokens do not make {num_batches} micro-batches "
             f"of up to {max_tokens}; raise ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu)."
         )
-    order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">u8").tobytes())
+    order, shared = in_order(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     lengths = np.array([len(rows[index]) for index in order])
-    shared = np.array([0, *(_common(rows[one], rows[two]) for one, two in pairwise(order))])
     whole, rest = (workload(each).astype(float) for each in (lengths, shared))
 
     def cut(most: float) -> list[list[int]]:
@@ -55,7 +54,7 @@ def runs_of_relatives(
             if not runs or not has_room or time > most:
                 runs.append([])
                 tree, flat, time = length, length, whole[place]
-            runs[-1].append(order[place])
+            runs[-1].append(int(order[place]))
         return runs
 
     high = float(whole.sum())
@@ -70,13 +69,6 @@ def runs_of_relatives(
         half = len(runs[longest]) // 2
         runs[longest : longest + 1] = [runs[longest][:half], runs[longest][half:]]
     return runs
-
-
-def _common(one: np.ndarray, two: np.ndarray) -> int:
-    """Tokens at the begin of both."""
-    length = min(len(one), len(two))
-    differs = np.flatnonzero(one[:length] != two[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import num
+from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 MAX_GAP = 1.02  # mean of exp(|log-prob of the policy - of the sampler|)
@@ -39,9 +40,7 @@ def _repeated(rows: Sequence[Trajectory]) -> int:
     for index, row in enumerate(rows):
         shared = np.zeros(len(row.token_ids), dtype=bool)
         for other in rows[:index]:
-            size = min(len(row.token_ids), len(other.token_ids))
-            differs = np.flatnonzero(row.token_ids[:size] != other.token_ids[:size])
-            same = int(differs[0]) if len(differs) else size
+            same = common_prefix(row.token_ids, other.token_ids)
             shared[:same] |= (row.loss_weights[:same] > 0) & (other.loss_weights[:same] > 0)
         count += int(shared.sum())
     return count

@@ -78,14 +78,29 @@ class Segments:
         )
 
 
+def in_order(flat_ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order of N sequences by their tokens ([N]), and what each shares with the one before it in that order ([N]).
+
+    flat_ids and offsets: see `merge_sequences`.
+    """
+    order = _sorted_order(flat_ids, offsets)
+    return order, _common_prefixes(flat_ids, offsets[:-1][order], np.diff(offsets)[order])
+
+
+def common_prefix(one: np.ndarray, two: np.ndarray) -> int:
+    """Tokens with which both begin."""
+    length = min(len(one), len(two))
+    differs = np.flatnonzero(one[:length] != two[:length])
+    return int(differs[0]) if len(differs) else length
+
+
 def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
     """Merges the shared prefixes of N sequences, token by token.
 
     flat_ids: [F] int32, the sequences one after the other. offsets: [N + 1] where each begins.
     """
-    order = _sorted_order(flat_ids, offsets)
+    order, lcp = in_order(flat_ids, offsets)
     begins, lengths = offsets[:-1][order], np.diff(offsets)[order]
-    lcp = _common_prefixes(flat_ids, begins, lengths)
     num_new = lengths - lcp
     run_start = np.concatenate([[0], np.cumsum(num_new)])
     num_tokens = int(run_start[-1])
@@ -192,6 +207,8 @@ def _common_prefixes(flat_ids: np.ndarray, begins: np.ndarray, lengths: np.ndarr
     shorter = np.minimum(lengths[:-1], lengths[1:]).tolist()
     starts = begins.tolist()
     for row, limit in enumerate(shorter, start=1):
+        if not limit:
+            continue
         left, right = starts[row - 1], starts[row]
         differs = flat_ids[left : left + limit] != flat_ids[right : right + limit]
         first = int(differs.argmax())
