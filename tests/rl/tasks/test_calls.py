@@ -44,8 +44,9 @@ def test_workers_are_killed_and_the_others_are_rewarded(calls: Calls) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_start_are_said_at_once(tmp_path: Path) -> None:
+def test_workers_that_cannot_start_are_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool starts them again and again: it took 120 seconds, and the reward was blamed."""
+    monkeypatch.setattr("treewise.rl.tasks.calls._FILES", {})  # the workers of no other test load this file
     file = tmp_path / "only_here.py"
     file.write_text(
         "import multiprocessing\n"
