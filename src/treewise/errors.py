@@ -4,6 +4,7 @@ Messages name the location (file and line, trajectory, layer), the number that i
 at the end write what many of them share.
 """
 
+import dataclasses
 import inspect
 import math
 import numbers
@@ -14,9 +15,11 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
+
+S = TypeVar("S")
 
 
 class TreewiseError(Exception):
@@ -189,8 +192,29 @@ def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[
         if setting not in known:
             hint = did_you_mean(setting, known)
             raise ConfigError(f"unknown setting {setting!r} of {owner}.{hint} Known: {', '.join(known)}.")
-        kinds = tuple(kind for kind, _ in parts_of(known[setting]))
+        kinds = tuple(str if typing.get_origin(kind) is Literal else kind for kind, _ in parts_of(known[setting]))
         is_number = float in kinds and isinstance(value, numbers.Real)
         if bool not in kinds if isinstance(value, bool) else not (isinstance(value, kinds) or is_number):
             names = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
             raise ConfigError(f"{owner}: {setting}={value!r} must be {names}.")
+
+
+def settings_named(
+    what: str, name: str, known: Mapping[str, type[S]], gone: Mapping[str, str], given: Mapping[str, Any]
+) -> S:
+    """The settings of one of several kinds, dataclasses by their names, out of a configuration.
+
+    what: kind of thing, for messages. gone: names of earlier versions, and what to use in their place.
+
+    Raises:
+        ConfigError: an unknown name or setting, or a value that is out of range or of another type.
+    """
+    if name in gone:
+        raise ConfigError(f"{what} {name!r} is gone; use {gone[name]}.")
+    if name not in known:
+        raise ConfigError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    types_of = {each.name: each.type for each in dataclasses.fields(known[name])}  # type: ignore[arg-type]
+    check_setting_types(f"{what} {name!r}", given, types_of)
+    settings = known[name](**given)
+    check_fields(settings)
+    return settings

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from treewise.engine.engine import TreeEngine
     from treewise.objectives import Objective
     from treewise.rl.curriculum.recorded import RecordedOrder
-    from treewise.rl.curriculum.rules import Curriculum
+    from treewise.rl.curriculum.task_sampler import Curriculum
     from treewise.trainer import TreeTrainingArguments
 
 NUM_CHECKED = 48  # trees of the self-check

@@ -1,20 +1,51 @@
-"""A sampler draws by its state alone; the book that guides it is calibrated on simulated tasks."""
+"""Each curriculum's draws against its formula, computed plainly; a sampler draws by its state alone."""
 
+import itertools
 import json
+import math
 
 import numpy as np
 import pytest
 
-from tests.rl.curriculum.test_rules import outcome
 from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum import CURRICULA, Pool, TaskSampler, curriculum_named
+from treewise.rl.curriculum import CURRICULA, Outcome, TaskSampler, curriculum_named
+from treewise.rl.curriculum.task_sampler import ranks_by_angle, shuffled_ranks
 from treewise.rl.success_book import BookSettings, SuccessBook
 
 RATES = np.linspace(0.0, 1.0, 12)
+SCORES = [0.1, 0.9, 0.5, 0.7]
+COUNTS = [(1.0, 99.0), (99.0, 1.0), (50.0, 50.0), (20.0, 80.0)]
+
+
+class Counts:
+    """A book of given pseudo-counts."""
+
+    def __init__(self, counts):
+        self.all = counts
+
+    def counts(self, task):
+        return self.all[int(task)]
 
 
 def new_sampler(name, size=12, seed=0, **settings):
-    return TaskSampler(curriculum_named(name, **settings), Pool(size, "task {}".format), seed)
+    return TaskSampler(curriculum_named(name, **settings), size, str, seed)
+
+
+def outcome(index, *rewards):
+    success = sum(reward >= 0.5 for reward in rewards) / len(rewards) if rewards else None
+    return Outcome(index=index, predicted=0.5, rewards=tuple(map(float, rewards)), success=success, trials=len(rewards))
+
+
+def drawn_first(sampler, book, count, num):
+    """The draws of so many iterations, each from the same memory."""
+    found = []
+    for sampler.iteration in range(num):
+        found.append(tuple(sampler.draw(count, book)))
+    return found
+
+
+def shares(drawn, size=4):
+    return np.bincount([each[0] for each in drawn], minlength=size) / len(drawn)
 
 
 def practised(sampler, book, count=3, rollouts=6):
@@ -30,13 +61,115 @@ def practised(sampler, book, count=3, rollouts=6):
         drawn += indices
     sampler.observe(outcomes)
     for each in outcomes:
-        book.observe(sampler.pool.key_of(each.index), each.num_successes, each.trials)
+        book.observe(sampler.key_of(each.index), sum(each.rewards), each.trials)
     return drawn
 
 
-@pytest.mark.parametrize("name", [name for name in CURRICULA if not name.startswith("gain")])
+def test_uniform_draws_every_item_once_per_pass_and_none_twice_in_an_iteration():
+    sampler, book = new_sampler("uniform", 6), SuccessBook()
+    drawn = [index for _ in range(6) for index in sampler.draw(3, book)]
+    passes = [drawn[start : start + 6] for start in (0, 6, 12)]
+    assert all(sorted(each) == list(range(6)) for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+    for position in range(5):
+        sampler = new_sampler("dynamic", 5)
+        sampler.position = position
+        chosen = sampler.draw(4, book)
+        assert len(set(chosen)) == 4
+        assert sorted([*chosen, *sampler.refill(4, book)]) == list(range(5))  # one was left
+    endless = new_sampler("uniform", None)
+    assert endless.draw(7, book) + endless.draw(3, book) == list(range(10))
+
+
+def test_learnability_draws_in_proportion_to_p_times_one_minus_p():
+    sampler, book = new_sampler("learnability", 4), Counts(COUNTS)
+    means = np.array(COUNTS)[:, 0] / np.sum(COUNTS, 1)
+    expected = means * (1 - means) / (means * (1 - means)).sum()
+    np.testing.assert_allclose(shares(drawn_first(sampler, book, 1, 1200)), expected, atol=0.045)
+    assert sorted(sampler.draw(9, book)) == [0, 1, 2, 3]
+
+
+def test_pairs_without_replacement_have_their_probabilities():
+    certain = (1.0, 0.0)  # of weight 0: last
+    sampler, book = new_sampler("learnability", 4), Counts([(1.0, 1.0), (1.0, 2.0), (1.0, 7.0), certain])
+    weights = np.array([1 / 4, 2 / 9, 7 / 64])
+    drawn = drawn_first(sampler, book, 2, 1200)
+    for first, second in itertools.permutations(range(3), 2):
+        expected = weights[first] / weights.sum() * weights[second] / (weights.sum() - weights[first])
+        assert drawn.count((first, second)) / 1200 == pytest.approx(expected, abs=0.045)
+    assert sampler.draw(4, book)[3] == 3
+
+
+def test_thompson_draws_rates_from_the_posteriors():
+    """An item of which little is known comes more often than its mean would have it."""
+    counts = np.array([[0.5, 4.5], [100.0, 900.0]])  # both 0.1 in the mean
+    rng = np.random.default_rng(0)
+    rates = rng.beta(*np.moveaxis(np.broadcast_to(counts, (200_000, 2, 2)), -1, 0))
+    weights = rates * (1 - rates)
+    expected = (weights / weights.sum(1, keepdims=True)).mean(0)
+    drawn = drawn_first(new_sampler("learnability", 2, thompson=True), Counts(counts), 1, 1500)
+    np.testing.assert_allclose(shares(drawn, 2), expected, atol=0.045)
+    assert abs(expected[0] - 0.5) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dynamik", {}, "Did you mean 'dynamic'"),
+        ("learnability", {"thomson": True}, "thomson"),
+        ("gain", {"width": math.inf}, "width=inf must be"),
+        ("dynamic", {"refills": -1}, "refills=-1"),
+        ("mopps", {"target": 0.4}, "'mopps' is gone; use learnability, with curriculum_settings.thompson=true"),
+        ("vcrl", {}, "'vcrl' is gone; use dynamic"),
+        ("gain-x-learnability", {}, "is gone; use gain or learnability"),
+    ],
+)
+def test_names_and_settings(name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        curriculum_named(name, **settings)
+
+
+def test_the_highest_angle_has_rank_zero_and_nan_is_refused():
+    assert ranks_by_angle(SCORES).tolist() == [3, 0, 2, 1]
+    assert ranks_by_angle([1.0, 1.0]).tolist() == [0, 1]
+    with pytest.raises(DataError, match="item 1: its angle concentration is nan"):
+        ranks_by_angle([0.5, float("nan"), 0.2])
+
+
+def test_the_mean_moves_by_the_formula():
+    def moved(mean, *pairs):
+        sampler = new_sampler("gain", 50, step=0.1, alpha=2.0, beta=0.5)
+        sampler.memory = {"scores": [0.0] * 50, "mean": mean}
+        given = [Outcome(index=0, predicted=0.5, rewards=(), success=s, trials=1, angle=a) for s, a in pairs]
+        sampler.observe(given)
+        return sampler.memory["mean"]
+
+    expected = 3 + 0.1 * 50 * np.tanh(2 * (0.8 - 0.5)) + 0.1 * 50 * np.tanh(2 * 0.4)
+    assert moved(3.0, (0.6, 0.3), (1.0, 0.5), (None, None)) == pytest.approx(expected)
+    assert moved(0.0, (0.0, 0.0)) == 0  # not below the first
+    assert moved(49.0, (1.0, 1.0)) == 49
+    assert moved(3.0, (None, 0.3)) == 3  # nothing was rewarded
+
+
+def test_the_gaussian_and_its_control():
+    weights = np.exp(-0.5 * (np.array([3, 0, 2, 1]) - 0.5) ** 2)
+    samplers = {width: new_sampler("gain", 4, 3, width=width) for width in (0.25, 0.01)}
+    for sampler in (control := new_sampler("gain_shuffled", 4, 3, width=0.01), *samplers.values()):
+        sampler.begin(SCORES, 1)
+    samplers[0.25].memory["mean"] = 0.5
+    drawn = drawn_first(samplers[0.25], None, 1, 1200)
+    np.testing.assert_allclose(shares(drawn), weights / weights.sum(), atol=0.045)
+    assert sorted(shuffled_ranks(4, 3)) == [0, 1, 2, 3]
+    assert control.draw(1, None) == np.flatnonzero(shuffled_ranks(4, 3) == 0).tolist()
+    assert samplers[0.01].draw(1, None) == [1]
+    assert len(samplers[0.01].draw(4, None)) == 4  # the others underflow and come last
+
+
+@pytest.mark.parametrize("name", CURRICULA)
 def test_a_sampler_from_a_saved_state_draws_what_the_first_would_have(name):
     sampler, book = new_sampler(name), SuccessBook()
+    if name.startswith("gain"):
+        sampler.begin(RATES.tolist(), 1)
     for _ in range(4):
         practised(sampler, book)
     text = json.dumps([sampler.state_dict(), book.state_dict()], allow_nan=False)
@@ -61,32 +194,31 @@ def test_the_seed_names_the_draws():
 
 @pytest.mark.parametrize("thompson", [False, True])
 def test_a_guided_sampler_finds_the_middle(thompson):
-    """Tasks of fixed rates: most draws are of uncertain ones, and the book is calibrated on what was drawn."""
+    """Tasks of fixed rates: most draws are of uncertain ones."""
     sampler, book = new_sampler("learnability", thompson=thompson), SuccessBook(BookSettings(decay=1.0))
     drawn = np.bincount([index for _ in range(150) for index in practised(sampler, book)], minlength=12)
     uncertain = (RATES > 0.2) & (RATES < 0.8)
     assert drawn[uncertain].mean() > 2 * drawn[~uncertain].mean()
-    found = book.calibration()
-    full = found.trials > 150
-    np.testing.assert_allclose(found.predicted[full], found.observed[full], atol=0.1)
-    assert full.sum() >= 3
 
 
 def test_dynamic_refills_at_most_so_often():
     sampler, book = new_sampler("dynamic", refills=2), SuccessBook()
-    first = sampler.draw(2, book)
+    sampler.draw(2, book)
     assert len(sampler.refill(2, book)) == len(sampler.refill(2, book)) == 2
     assert sampler.refill(2, book) == []
     assert sampler.position == 6
     assert not sampler.is_kept(outcome(0, 1, 1))
     assert sampler.is_kept(outcome(0, 1, 0))
     assert new_sampler("uniform").refill(3, book) == []
-    assert len(set(first)) == 2
 
 
-def test_wrong_pools_and_states():
+def test_wrong_pools_angles_and_states():
     with pytest.raises(ConfigError, match=r"'learnability' ranks the items of a pool.* num_items"):
         new_sampler("learnability", size=None)
+    with pytest.raises(ConfigError, match="of all 4 items, found none"):
+        new_sampler("gain", 4).draw(1, SuccessBook())
+    with pytest.raises(DataError, match="item 0"):
+        new_sampler("gain-shuffled", 4).begin([float("inf")] * 4, 1)
     sampler = new_sampler("uniform")
     state = sampler.state_dict()
     for wrong, message in (

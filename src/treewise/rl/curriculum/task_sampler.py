@@ -1,47 +1,153 @@
-"""`TaskSampler`: which items a run practises next. A pure function of its state, which checkpoints hold."""
+"""`TaskSampler`: which items an online run practises next, by the curricula of a configuration.
 
+A draw is a pure function of the sampler's state, which checkpoints hold, and of the book of successes; so a resumed run
+draws what an undisturbed one would have.
+
+`uniform`, the default and the baseline: every item once per pass, each pass in an order of its own.
+
+`dynamic` draws so, too; groups without variance are left out and replaced by new ones, at most so many times (DAPO,
+2503.14476, section 3.2). What the replaced ones cost is counted.
+
+`learnability`: items in proportion to p (1 - p), the variance of their outcomes (2502.12272 ranks by it). p is the mean
+of an item's posterior in the book, or with `thompson` a draw from it (as MoPPS, 2507.04632, draws), so that an item of
+which little is known may come although its mean is near 0 or 1.
+
+`gain`: items in the order of their angle concentration, from a Gaussian over ranks whose mean moves on (GAIN-RL,
+2506.02281), and `gain_shuffled`, its control: the same moving Gaussian over ranks that were shuffled. Items are ranked
+by intra + inter (`signals.py`), the highest first. With N items, an iteration draws without replacement in proportion
+to `exp(-((rank - mean) / width)^2 / 2)`; the mean starts at 0, and after an iteration
+
+    mean <- mean + step tanh(alpha (accuracy - beta)) + step tanh(alpha angle)
+
+with the mean success and the mean angle concentration of what was drawn, within 0..N - 1. The paper draws a subset once
+an epoch and moves then; an iteration is that here. Its width of 1,000 and step of 500 are of the 7,473 questions of
+GSM8K; here both are shares of the pool, so that small pools have the same curriculum.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 
-from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum.rules import Choose, Curriculum, Outcome, View, ranks_by_angle
+from treewise.errors import ConfigError, DataError, settings_named
 from treewise.rl.success_book import SuccessBook
 
 FORMAT = 1
+_CHOICE, _SHUFFLE = 1, 5  # name random streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformSettings:
+    """There is nothing to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSettings:
+    """refills: times that missing groups are sampled anew in one iteration. What is still missing then is left out, so
+    that an iteration of a task that is all too hard or too easy ends.
+    """
+
+    refills: Annotated[int, Ge(0)] = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnabilitySettings:
+    """thompson: p is drawn from each item's posterior instead of being its mean. The book's are `book_settings`."""
+
+    thompson: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GainSettings:
+    """width, step: as shares of the pool. alpha: steepness; beta: the accuracy at which the mean stands still but for
+    its angle term. force: run although the self-check says that angles predict nothing here.
+    """
+
+    width: Annotated[float, Gt(0), Lt(math.inf)] = 1000 / 7473
+    step: Annotated[float, Ge(0), Lt(math.inf)] = 500 / 7473
+    alpha: Annotated[float, Gt(0), Lt(math.inf)] = 2.0
+    beta: Annotated[float, Ge(0), Le(1)] = 0.5
+    force: bool = False
+
+
+CURRICULA: Mapping[str, type] = {
+    "uniform": UniformSettings,
+    "dynamic": DynamicSettings,
+    "learnability": LearnabilitySettings,
+    "gain": GainSettings,
+    "gain_shuffled": GainSettings,
+}
+# Names of earlier versions, and what to use in their place.
+GONE: Mapping[str, str] = {
+    "mopps": "learnability, with curriculum_settings.thompson=true",
+    "vcrl": "dynamic",
+    "speed": "dynamic",
+    "gain_x_learnability": "gain or learnability",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """What is drawn from. size: number of items; None: without end. key_of: how the book calls an item."""
+class Curriculum:
+    """A curriculum with its settings; make one with `curriculum_named`."""
 
-    size: int | None
-    key_of: Callable[[int], str]
+    name: str
+    settings: Any
+
+    @property
+    def measures_angles(self) -> bool:
+        """Whether it needs the angles of all items, and at each iteration those of what was drawn."""
+        return isinstance(self.settings, GainSettings)
+
+
+def curriculum_named(name: str, **settings: object) -> Curriculum:
+    """The curriculum of a configuration: `curriculum_named("learnability", thompson=True)`. Hyphens count as
+    underscores. Raises as `settings_named`.
+    """
+    own = name.replace("-", "_")
+    return Curriculum(own, settings_named("curriculum", own, CURRICULA, GONE, settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One item that was practised.
+
+    predicted: the book's probability of success before. rewards: of the rollouts that have one. success, trials: mean
+    over the ways to go on from the prompt, 0..1, and how many these are; None, 0 without a reward. angle: angle
+    concentration of the prompt under the present model, if it is measured.
+    """
+
+    index: int
+    predicted: float
+    rewards: tuple[float, ...]
+    success: float | None
+    trials: int
+    angle: float | None = None
 
 
 class TaskSampler:
     """Draws items for iterations, wave by wave, and learns from their outcomes.
 
     Parameters:
+        size: of the pool of items; None: without end. key_of: how the book calls an item.
         seed: of the run; names all random streams.
 
     Raises:
         ConfigError: a curriculum that ranks items, on a pool without end.
     """
 
-    def __init__(self, curriculum: Curriculum, pool: Pool, seed: int) -> None:
-        if curriculum.kind.needs_pool and pool.size is None:
+    def __init__(self, curriculum: Curriculum, size: int | None, key_of: Callable[[int], str], seed: int) -> None:
+        if size is None and curriculum.name not in ("uniform", "dynamic"):
             raise ConfigError(
                 f"curriculum {curriculum.name!r} ranks the items of a pool, and this task makes new ones without end; "
                 "give num_items, the number of items to practise."
             )
-        self.curriculum, self.pool, self.seed = curriculum, pool, seed
-        self.iteration = 0
-        self.position = 0
-        self.memory: dict[str, Any] = {}
-        self._taken: list[int] = []
+        self.curriculum, self.size, self.key_of, self.seed = curriculum, size, key_of, seed
+        self.iteration = self.position = 0  # items that passes have drawn
+        self.memory: dict[str, Any] = {}  # what it has learned, plain JSON values
+        self._taken: list[int] = []  # of this iteration
         self._wave = 0
 
     def begin(self, scores: Sequence[float], num_shared: int) -> None:
@@ -58,60 +164,95 @@ class TaskSampler:
     def draw(self, count: int, book: SuccessBook) -> list[int]:
         """The first items of the next iteration: different ones, fewer than asked for where the pool has fewer."""
         self._taken, self._wave = [], 0
-        return self._drawn(self.curriculum.kind.choose, count, book)
+        return self._drawn(count, book)
 
     def refill(self, count: int, book: SuccessBook) -> list[int]:
         """Further items of the iteration, in place of what is left out; empty where the curriculum replaces nothing."""
-        rule = self.curriculum.kind.refill
         self._wave += 1
-        if rule is None or self._wave > self.curriculum.settings.refills:
-            return []
-        return self._drawn(rule, count, book)
+        settings = self.curriculum.settings
+        return self._drawn(count, book) if self._wave <= getattr(settings, "refills", 0) else []
 
     def is_kept(self, outcome: Outcome) -> bool:
-        """Whether the tree of an item is trained."""
-        keep = self.curriculum.kind.keep
-        return keep is None or keep(outcome)
+        """Whether the tree of an item is trained; of `dynamic` those alone whose rewards differ."""
+        return self.curriculum.name != "dynamic" or len(set(outcome.rewards)) > 1
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Ends the iteration, of all of whose trees these are the outcomes."""
-        learn = self.curriculum.kind.learn
-        if learn is not None:
-            self.memory = learn(self.memory, outcomes, self.curriculum.settings)
+        known = [each.success for each in outcomes if each.success is not None]
+        angles = [each.angle for each in outcomes if each.angle is not None]
+        if self.curriculum.measures_angles and known and angles:
+            settings, size = self.curriculum.settings, len(self.memory["scores"])
+            tanhs = np.tanh(settings.alpha * np.array([np.mean(known) - settings.beta, np.mean(angles)]))
+            mean = self.memory.get("mean", 0.0) + settings.step * size * tanhs.sum()
+            self.memory = {**self.memory, "mean": float(np.clip(mean, 0, size - 1))}
         self.iteration += 1
         self._taken, self._wave = [], 0
 
-    def counts(self, book: SuccessBook) -> np.ndarray:
-        """[size, 2] float64, the book's pseudo-counts of successes and failures of all items."""
-        return np.array([book.counts(self.pool.key_of(index)) for index in range(self.pool.size or 0)]).reshape(-1, 2)
+    def _drawn(self, count: int, book: SuccessBook) -> list[int]:
+        if self.curriculum.name in ("uniform", "dynamic"):
+            indices = self._in_passes(count)
+        else:
+            rng = np.random.default_rng([self.seed, self.iteration, _CHOICE, *([self._wave] if self._wave else [])])
+            weights = self._gaussian() if self.curriculum.measures_angles else self._learnabilities(book, rng)
+            indices = self._by_weight(count, weights, rng)
+        self._taken += indices
+        return indices
 
-    def _drawn(self, rule: Choose, count: int, book: SuccessBook) -> list[int]:
-        view = View(
-            size=self.pool.size,
-            position=self.position,
-            seed=self.seed,
-            iteration=self.iteration,
-            wave=self._wave,
-            taken=frozenset(self._taken),
-            counts=lambda: self.counts(book),
-            memory=self.memory,
-        )
-        chosen = rule(view, count, self.curriculum.settings)
-        self.position = chosen.position
-        self._taken += chosen.indices
-        return chosen.indices
+    def _in_passes(self, count: int) -> list[int]:
+        """The next items of the present pass. Where a pass ends within an iteration, an item that comes again at once
+        is passed over. Items without end come in their order.
+        """
+        if self.size is None:
+            self.position += count
+            return list(range(self.position - count, self.position))
+        chosen: list[int] = []
+        while len(chosen) < count and len(self._taken) + len(chosen) < self.size:
+            order = np.random.default_rng([self.seed, self.position // self.size, _CHOICE]).permutation(self.size)
+            index = int(order[self.position % self.size])
+            if index not in self._taken and index not in chosen:
+                chosen.append(index)
+            self.position += 1
+        return chosen
+
+    def _by_weight(self, count: int, weights: np.ndarray, rng: np.random.Generator) -> list[int]:
+        """Different items in proportion to weights, [size] float64, one after another. An item of weight 0 comes after
+        all others; among those the draw is even.
+        """
+        free = np.setdiff1d(np.arange(self.size or 0), self._taken)
+        weights = weights[free]
+        positive, rest = free[weights > 0], free[weights <= 0]
+        share = weights[weights > 0] / weights[weights > 0].sum() if len(positive) else None
+        chosen = rng.choice(positive, size=min(count, len(positive)), replace=False, p=share).tolist() if count else []
+        if len(chosen) < count:
+            chosen += rng.choice(rest, size=min(count - len(chosen), len(rest)), replace=False).tolist()
+        return [int(index) for index in chosen]
+
+    def _learnabilities(self, book: SuccessBook, rng: np.random.Generator) -> np.ndarray:
+        """[size] float64, p (1 - p) of each item."""
+        counts = np.array([book.counts(self.key_of(index)) for index in range(self.size or 0)]).reshape(-1, 2)
+        thompson = self.curriculum.settings.thompson
+        rates = rng.beta(counts[:, 0], counts[:, 1]) if thompson else counts[:, 0] / counts.sum(-1)
+        return np.asarray(rates * (1 - rates))
+
+    def _gaussian(self) -> np.ndarray:
+        """[size] float64, the Gaussian over ranks."""
+        scores: list[float] = self.memory.get("scores", [])
+        if len(scores) != self.size:
+            found = len(scores) or "none"
+            raise ConfigError(f"gain needs the angle concentration of all {self.size} items, found {found}.")
+        is_control = self.curriculum.name == "gain_shuffled"
+        ranks = shuffled_ranks(len(scores), self.seed) if is_control else ranks_by_angle(scores)
+        width = self.curriculum.settings.width * len(ranks)
+        exponent = -0.5 * ((ranks - self.memory.get("mean", 0.0)) / width) ** 2
+        # Up to a factor that is the same for all, so that far from the mean not all of them underflow.
+        return np.asarray(np.exp(exponent - exponent.max()))
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, between two iterations; `load_state_dict` goes on from them."""
-        return {
-            "format": FORMAT,
-            "curriculum": self.curriculum.name,
-            "iteration": self.iteration,
-            "position": self.position,
-            "memory": self.memory,
-        }
+        own = {name: getattr(self, name) for name in ("iteration", "position", "memory")}
+        return {"format": FORMAT, "curriculum": self.curriculum.name, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a saved state over.
@@ -129,3 +270,21 @@ class TaskSampler:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a curriculum: {type(error).__name__}: {error}.") from None
         self._taken, self._wave = [], 0
+
+
+def ranks_by_angle(scores: Sequence[float]) -> np.ndarray:
+    """[N] int64, the rank of each item: 0 for the highest score; equal ones in their order.
+
+    Raises:
+        DataError: a score that is not finite; sorted, it would come first.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        raise DataError(f"item {wrong[0]}: its angle concentration is {values[wrong[0]]}; it cannot be ranked.")
+    return np.argsort(np.argsort(-values, kind="stable"), kind="stable")
+
+
+def shuffled_ranks(size: int, seed: int) -> np.ndarray:
+    """[N] int64, ranks that have nothing to do with the items."""
+    return np.random.default_rng([seed, _SHUFFLE]).permutation(size)

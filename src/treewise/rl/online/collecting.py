@@ -15,7 +15,7 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import Branch, RolloutTree
-from treewise.rl.curriculum import Outcome, Pool, TaskSampler
+from treewise.rl.curriculum import Outcome, TaskSampler
 from treewise.rl.node_values import node_values
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree, check_failures, grow_trees, rewards_of
@@ -72,7 +72,6 @@ class Collected:
                     rewards=known,
                     success=prompt.value,
                     trials=prompt.num_draws,
-                    num_successes=sum(reward >= success_at for reward in known),
                     angle=self.angles[position] if self.angles else None,
                 )
             )
@@ -188,7 +187,7 @@ class Collector:
         for number, (index, budget, item, first) in enumerate(begun, start=first_number):
             seed = (*stream, number)
             tree = RolloutTree(first.token_ids, group=item.key)
-            key, rng = self._book_key(index), np.random.default_rng(seed)
+            key, rng = self.book_key(index), np.random.default_rng(seed)
             trees.append(GrowingTree(number, item, key, tree, first, budget, seed, rng))
         return trees
 
@@ -200,8 +199,8 @@ class Collector:
         self.sampler.update(whole)
         ranks.on_first_rank(lambda: None)  # the others wait until a server has them
 
-    def pool(self) -> Pool:
-        """The items that a run practises.
+    def num_items(self) -> int | None:
+        """The items that a run practises; None: without end.
 
         Raises:
             ConfigError: fewer items than trees.
@@ -213,7 +212,7 @@ class Collector:
                 f"{self.task.name} has {num(total, 'training item')}, fewer than trees_per_iteration={num_trees}, and "
                 f"the trees of an iteration are of different items; give trees_per_iteration: {total}, or more items."
             )
-        return Pool(total, self._book_key)
+        return total
 
     def example(self) -> list[Trajectory]:
         """A tree of two rollouts of the first training item, of the prompt's own tokens."""
@@ -228,7 +227,8 @@ class Collector:
         """Token ids of a training item's prompt."""
         return self._start([self.task.item("train", index)])[0].token_ids
 
-    def _book_key(self, index: int) -> str:
+    def book_key(self, index: int) -> str:
+        """How the book calls an item."""
         return f"{self.task.name}/{index}"
 
     def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:

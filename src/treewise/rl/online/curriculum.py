@@ -66,8 +66,8 @@ class CurriculumCheck:
             ConfigError: a signal that is useless here, of a curriculum that is then refused.
         """
         settings, curriculum = self.rollouts.settings, self.items.curriculum
-        if curriculum.kind.measures_angles:
-            found = angles_of(self.engine, list(map(self.rollouts.prompt_of, range(self.items.pool.size or 0))))
+        if curriculum.measures_angles:
+            found = angles_of(self.engine, list(map(self.rollouts.prompt_of, range(self.items.size or 0))))
             self.items.begin(found.total.tolist(), found.num_shared)
         if curriculum.name not in SIGNAL_OF or not settings.check_items:
             return None
@@ -96,7 +96,7 @@ class CurriculumCheck:
         return self._run(num_items, num_rollouts)[0]
 
     def _run(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
-        size, success_at = self.items.pool.size, self.rollouts.settings.success_at
+        size, success_at = self.items.size, self.rollouts.settings.success_at
         rng = np.random.default_rng([self.seed, _CHECK])
         chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
         trees = self.rollouts.new_trees((self.seed, 0, _CHECK), chosen.tolist(), 0, [0] * len(chosen))

@@ -36,7 +36,7 @@ def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> N
     if not args.is_parted and args.ranks_per_batch == 1:
         return
     curriculum = settings.chosen_curriculum()
-    if curriculum.kind.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
+    if curriculum.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
         raise ConfigError(
             f"curriculum {curriculum.name!r} measures angles or checks itself with the model, which fsdp, tp_size, "
             "ep_size or context_size spread over processes; leave one of the two out."
@@ -64,7 +64,7 @@ def check_staleness(settings: "OnlineSettings", objective: "Objective", world_si
             f"max_staleness={settings.max_staleness}: rollouts are sampled by an older policy than the one that trains "
             "on them; give the objective sampler_correction: truncate (or mask), or old_logprobs: sampler."
         )
-    if settings.chosen_curriculum().kind.measures_angles:
+    if settings.chosen_curriculum().measures_angles:
         raise ConfigError(
             f"curriculum {settings.curriculum!r} measures angles with the model that trains, so it cannot draw items "
             "meanwhile; leave max_staleness out."

@@ -148,7 +148,9 @@ class OnlineTrainer(TreeTrainer):
         self._ahead: Ahead[Sampled] | None = None
         self._journals = Journals(self.folder)
         self._ended = time.perf_counter()  # the last iteration
-        self.items = TaskSampler(self.settings.chosen_curriculum(), self.rollouts.pool(), args.seed)
+        self.items = TaskSampler(
+            self.settings.chosen_curriculum(), self.rollouts.num_items(), self.rollouts.book_key, args.seed
+        )
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
 
@@ -319,7 +321,7 @@ class OnlineTrainer(TreeTrainer):
         collected = rollouts.collect(self.items, self._budget(loop), stream, rounds)
         tally, most = rounds.rewards.tally, self.settings.max_failed
         check_failures(tally, most, f"iteration {iteration + 1}", rounds.journal)
-        if self.items.curriculum.kind.measures_angles:
+        if self.items.curriculum.measures_angles:
             prompts = [each.tree.prompt_ids for each in collected.trees]
             collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
         return collected
