@@ -61,6 +61,12 @@ class ToySampler:
         return float(tree.path(index, "token_ids").sum() % 2 == 0) if self.constant is None else self.constant
 
 
+def facts(tree: RolloutTree) -> list[object]:
+    """Every bit of a tree."""
+    values = [getattr(node, name) for node in tree.nodes for name in RolloutNode.__slots__]
+    return [(each.dtype, each.tobytes()) if isinstance(each, np.ndarray) else each for each in values]
+
+
 def grow(
     branching: Branching,
     budget: int,

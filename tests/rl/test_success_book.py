@@ -149,8 +149,6 @@ def test_a_tree_counts_by_children() -> None:
     signals = book.signals("a", tree, points="tokens")
     assert (signals.success, list(signals.node_success)) == (pytest.approx(task), [(0, 1), (3, 1)])  # one prefix
     assert book.signals("a", tree).node_success == {}
-    with pytest.raises(ConfigError, match="points='words'"):
-        book.signals("a", tree, points="words")
 
 
 def test_lcr_takes_the_books_word() -> None:

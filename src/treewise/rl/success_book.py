@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from treewise.errors import ConfigError, DataError, check_choice
-from treewise.rl.branching.protocol import KINDS, Signals, points_of
+from treewise.errors import ConfigError, DataError
+from treewise.rl.branching.protocol import Kind, Signals, points_of
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.node_values import node_values
 
@@ -103,15 +103,13 @@ class SuccessBook:
         counts = self._nodes.get(_node_key(task, prefix_ids))
         return self.success(task) if counts is None else counts[0] / sum(counts)
 
-    def signals(self, task: str, tree: RolloutTree, points: str = "turns") -> Signals:
+    def signals(self, task: str, tree: RolloutTree, points: Kind = "turns") -> Signals:
         """What a branching policy gets of a growing tree: the task, and the branch points met before.
 
         The book must not have observed the tree's own rollouts: `lcr` counts these itself.
 
-        Parameters:
-            points: `turns` or `tokens`, the branch points that are looked up.
+        points: the branch points that are looked up.
         """
-        check_choice("points", points, KINDS)
         known = {}
         for root in tree.roots if self._nodes else ():
             for node, position, _ in points_of(tree, root, points):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rl.growing_trees import ToySampler, grow
+from tests.rl.growing_trees import ToySampler, facts, grow
 from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import BRANCHINGS, PROMPT, Branch, RolloutNode, RolloutTree, Signals, branching_named
 from treewise.rl.branching.lcr import LcrBranching, change_rates
@@ -52,11 +52,11 @@ def test_a_spent_budget_asks_for_nothing(name: str) -> None:
 def test_policies_are_pure(name: str, seed: int) -> None:
     """The same tree and generator give the same requests, and the tree is left alone."""
     tree, _ = grow(policy(name), 50, ToySampler(seed), np.random.default_rng(seed))
-    before = tree.to_json()
+    before = facts(tree)
     asked = [policy(name).next_requests(tree, Signals(), 100, np.random.default_rng(seed)) for _ in range(2)]
     assert asked[0] == asked[1]
     assert asked[0]
-    assert tree.to_json() == before
+    assert facts(tree) == before
 
 
 @given(seed=seeds, variations=st.integers(1, 6))
@@ -73,7 +73,7 @@ def test_one_variation_is_none_bit_for_bit(name: str, seed: int, roots: int) -> 
     alone, rounds_alone = grow(policy("none", roots=roots), 90, ToySampler(seed), rngs[0])
     varied, rounds = grow(policy(name, variations=1, roots=roots), 90, ToySampler(seed), rngs[1])
     assert rounds == rounds_alone
-    assert varied.to_json() == alone.to_json()
+    assert facts(varied) == facts(alone)
     assert rngs[0].bit_generator.state == rngs[1].bit_generator.state
 
 
@@ -92,7 +92,7 @@ def test_unknown_names_and_settings() -> None:
         (lambda: branching_named("lcr", treshold=0.4), "unknown setting 'treshold' of branching 'lcr'. Did you mean"),
         (lambda: branching_named("lcr", variations="10"), r"variations='10' must be an integer"),
         (lambda: branching_named("lcr", variations=True), r"variations=True must be an integer"),
-        (lambda: branching_named("lcr", threshold=1.5), "threshold=1.5 must lie in 0..1"),
+        (lambda: branching_named("lcr", threshold=1.5), "threshold=1.5 must be 0 or positive and at most 1"),
         (lambda: branching_named("lcr", points="words"), "points='words' is unknown; choose one of tokens, turns"),
         (lambda: branching_named("none", roots=0), "roots=0 must be at least 1"),
         (lambda: branching_named("turns", order="best"), "order='best' is unknown"),

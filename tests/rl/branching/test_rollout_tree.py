@@ -1,6 +1,4 @@
-"""Rollout trees: paths, rows and accounts against plain loops; JSON bit for bit."""
-
-import json
+"""Rollout trees: paths, rows and accounts against plain loops."""
 
 import numpy as np
 import pytest
@@ -63,32 +61,6 @@ def test_every_generated_token_is_recorded_and_trained_once(name, seed, budget, 
     places = {(tuple(row.token_ids[: at + 1])) for row in rows for at in np.flatnonzero(row.loss_weights)}
     forest = Forest.from_trajectories(rows)
     assert int((forest.token_weights("once") > 0).sum()) == len(places) <= account.trained
-
-
-@given(seed=st.integers(0, MAX_SEED), with_top=st.booleans())
-def test_json_is_bit_exact(seed: int, with_top: bool) -> None:
-    tree, _ = grow(branching_named("lcr"), 60, ToySampler(seed, with_top=with_top), np.random.default_rng(seed))
-    tree.judge(tree.leaves[0], error="NaN")
-    text = json.dumps(tree.to_json(), allow_nan=False)
-    again = RolloutTree.from_json(json.loads(text))
-    assert json.dumps(again.to_json(), allow_nan=False) == text
-    for one, other in zip(tree.nodes, again.nodes, strict=True):
-        for name in RolloutNode.__slots__:
-            value, copy = getattr(one, name), getattr(other, name)
-            if isinstance(value, np.ndarray):
-                assert value.dtype == copy.dtype
-                assert value.tobytes() == copy.tobytes()
-            else:
-                assert value == copy
-
-
-def test_unused_candidates_survive_json() -> None:
-    tree = RolloutTree([1])
-    tree.add(RolloutNode([2], [-1], top_ids=[[2, 0]], top_logprobs=[[-1.0, -np.inf]], finish="stop"))
-    again = RolloutTree.from_json(json.loads(json.dumps(tree.to_json(), allow_nan=False)))
-    assert again[0].top_logprobs.tolist() == [[-1.0, -np.inf]]
-    with pytest.raises(DataError, match="format 7; this version reads 1"):
-        RolloutTree.from_json({**tree.to_json(), "format": 7})
 
 
 def test_nodes_cannot_be_written_to() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.rl.online.helpers import TOKENIZER, new_trainer
 from treewise.rl.branching import Branch, RolloutTree
-from treewise.rl.online.report import IterationAccount
+from treewise.rl.online.report import few_recorded
 from treewise.rl.online.rollout import Continuation, Limits, SingleTurn, start
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask, TaskItem
@@ -150,7 +150,6 @@ def test_segments_finish_what_they_began(longest, tmp_path):
 
 
 def test_a_run_warns_where_less_than_half_is_recorded():
-    facts = {"chosen": 0, "trained": 40, "left_out": 0, "failed": 8}
-    few = IterationAccount(sampled=1208, generated=1208, recorded=40, unfinished=1160, **facts)
-    assert "40 of 1,208 generated tokens are recorded (8 of rollouts without a reward, 1,160" in few.warning()
-    assert IterationAccount(sampled=80, generated=80, recorded=40, unfinished=32, **facts).warning() is None
+    few = {"sampled": 1208, "candidate": 0, "recorded": 40, "unfinished": 1160, "failed": 8}
+    assert "40 of 1,208 generated tokens are recorded (8 of rollouts without a reward, 1,160" in few_recorded(few)
+    assert few_recorded({**few, "sampled": 80}) is None

@@ -16,20 +16,20 @@ others, and its log-prob is the one among the others: `log p - log(sum of p over
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from treewise.errors import check_choice
 from treewise.rl.branching.protocol import (
-    KINDS,
     Branch,
+    Count,
+    Kind,
     Point,
     Signals,
     children_at,
     next_variations,
     points_of,
-    require,
-    require_counts,
 )
 from treewise.rl.branching.rollout_tree import RolloutNode, RolloutTree
 
@@ -45,20 +45,14 @@ class LcrBranching:
     successes. points: `tokens` or `turns` (their ends).
     """
 
-    roots: int = 1
-    variations: int = 10
-    per_round: int = 1
-    threshold: float = 0.48
-    strength: float = 10.0
+    roots: Count = 1
+    variations: Count = 10
+    per_round: Count = 1
+    threshold: Annotated[float, Ge(0), Le(1), "above 0.5 takes many pairs"] = 0.48
+    strength: Annotated[float, Ge(0)] = 10.0
     weight_by_depth: bool = True
     success_at: float = 0.5
-    points: str = "tokens"
-
-    def __post_init__(self) -> None:
-        require_counts(self, "roots", "variations", "per_round")
-        require(0 <= self.threshold <= 1, f"threshold={self.threshold} must lie in 0..1; above 0.5 takes many pairs.")
-        require(self.strength >= 0, f"strength={self.strength} must not be negative.")
-        check_choice("points", self.points, KINDS)
+    points: Kind = "tokens"
 
     def ask(self, tree: RolloutTree, signals: Signals, rng: np.random.Generator) -> list[Branch]:
         """Branches at points beyond the threshold, drawn in proportion to their depth; an action that was taken already
@@ -126,16 +120,10 @@ class LcrBranching:
         return [action for action in actions if action]
 
 
-def label_change_rate(success: float, num_changes: int, num_pairs: int, strength: float = 10.0) -> float:
-    """`(k 2v(1 - v) + s) / (k + m)`; without pairs and prior, `2v(1 - v)`."""
-    prior = 2 * success * (1 - success)
-    if strength + num_pairs == 0:
-        return prior
-    return (strength * prior + num_changes) / (strength + num_pairs)
-
-
 def change_rates(tree: RolloutTree, points: Sequence[Point], signals: Signals, settings: LcrBranching) -> np.ndarray:
-    """[P] float64, the label change rate of each point."""
+    """[P] float64, the label change rate of each point: `(k 2v(1 - v) + s) / (k + m)`; without pairs and prior,
+    `2v(1 - v)`.
+    """
     counts: dict[tuple[int, int], tuple[int, int]] = {}
     rates = np.empty(len(points))
     for number, point in enumerate(points):
@@ -144,7 +132,9 @@ def change_rates(tree: RolloutTree, points: Sequence[Point], signals: Signals, s
         if key not in counts:
             counts[key] = _disagreements(tree, point, settings.success_at)
         success = signals.node_success.get((point.node, point.position), signals.success)
-        rates[number] = label_change_rate(success, *counts[key], settings.strength)
+        prior, (num_changes, num_pairs) = 2 * success * (1 - success), counts[key]
+        weight = settings.strength + num_pairs
+        rates[number] = (settings.strength * prior + num_changes) / weight if weight else prior
     return rates
 
 

@@ -13,15 +13,18 @@ the policy wrote is the highest, less a penalty for each further branch (AT2PO, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge
 
-from treewise.errors import ConfigError, DataError, check_choice, check_setting_types, did_you_mean
+from treewise.errors import DataError, settings_named
 from treewise.rl.branching.lcr import LcrBranching
 from treewise.rl.branching.protocol import (
-    KINDS,
     Branch,
+    Count,
+    Kind,
     Point,
     Policy,
     Signals,
@@ -29,24 +32,16 @@ from treewise.rl.branching.protocol import (
     next_variations,
     open_ends,
     points_of,
-    require,
-    require_counts,
 )
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.branching.segments import SegmentBranching
-
-DEFINITIONS = ("shannon", "surprisal")
-ORDERS = ("random", "uncertain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoBranching:
     """roots: rollouts that start at the prompt in one round."""
 
-    roots: int = 8
-
-    def __post_init__(self) -> None:
-        require_counts(self, "roots")
+    roots: Count = 8
 
     def ask(self, _tree: RolloutTree, _signals: Signals, _rng: np.random.Generator) -> list[Branch]:
         """Always `roots` more rollouts from the prompt."""
@@ -59,14 +54,10 @@ class RandomBranching:
     most branches below one root in one round. points: `tokens` or `turns` (their ends).
     """
 
-    roots: int = 1
-    variations: int = 10
-    per_round: int = 1
-    points: str = "tokens"
-
-    def __post_init__(self) -> None:
-        require_counts(self, "roots", "variations", "per_round")
-        check_choice("points", self.points, KINDS)
+    roots: Count = 1
+    variations: Count = 10
+    per_round: Count = 1
+    points: Kind = "tokens"
 
     def ask(self, tree: RolloutTree, _signals: Signals, rng: np.random.Generator) -> list[Branch]:
         """Branches at points of all variations so far, each as likely as another; without replacement in a round."""
@@ -85,15 +76,11 @@ class EntropyBranching:
     repeats: branches at one point, in one round.
     """
 
-    roots: int = 1
-    variations: int = 10
-    per_round: int = 1
-    repeats: int = 1
-    definition: str = "shannon"
-
-    def __post_init__(self) -> None:
-        require_counts(self, "roots", "variations", "per_round", "repeats")
-        check_choice("definition", self.definition, DEFINITIONS)
+    roots: Count = 1
+    variations: Count = 10
+    per_round: Count = 1
+    repeats: Count = 1
+    definition: Literal["shannon", "surprisal"] = "shannon"
 
     def ask(self, tree: RolloutTree, _signals: Signals, _rng: np.random.Generator) -> list[Branch]:
         """Branches before the tokens of the highest entropy, at points that have none yet; of equal ones the first.
@@ -131,16 +118,11 @@ class TurnBranching:
     `uncertain`, for each branch that a turn has besides the first continuation, in nats.
     """
 
-    roots: int = 2
-    variations: int = 5
-    per_round: int = 2
-    order: str = "random"
-    penalty: float = 0.05
-
-    def __post_init__(self) -> None:
-        require_counts(self, "roots", "variations", "per_round")
-        check_choice("order", self.order, ORDERS)
-        require(self.penalty >= 0, f"penalty={self.penalty} must not be negative.")
+    roots: Count = 2
+    variations: Count = 5
+    per_round: Count = 2
+    order: Literal["random", "uncertain"] = "random"
+    penalty: Annotated[float, Ge(0)] = 0.05
 
     def ask(self, tree: RolloutTree, _signals: Signals, rng: np.random.Generator) -> list[Branch]:
         """One branch at each chosen turn, which then goes on differently; turns that end a rollout are left out."""
@@ -213,19 +195,8 @@ class Branching:
 
 
 def branching_named(name: str, **settings: object) -> Branching:
-    """The policy of a configuration: `branching_named("lcr", variations=5)`.
-
-    Raises:
-        ConfigError: an unknown name or setting, or a value that is out of range or of another type.
-    """
-    if name in GONE:
-        raise ConfigError(f"branching {name!r} is gone; use {GONE[name]}.")
-    if name not in BRANCHINGS:
-        hint = did_you_mean(name, BRANCHINGS)
-        raise ConfigError(f"unknown branching {name!r}.{hint} Known: {', '.join(BRANCHINGS)}.")
-    make = BRANCHINGS[name]
-    check_setting_types(f"branching {name!r}", settings, {each.name: each.type for each in fields(make)})
-    return Branching(name, make(**settings))
+    """The policy of a configuration: `branching_named("lcr", variations=5)`. Raises as `settings_named`."""
+    return Branching(name, settings_named("branching", name, BRANCHINGS, GONE, settings))
 
 
 def _within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signals, budget_left: int) -> list[Branch]:

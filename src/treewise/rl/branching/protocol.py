@@ -9,14 +9,16 @@ tree has one name: what a node shares with its parent is a point of the parent.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
+from annotated_types import Ge
 
 from treewise.errors import ConfigError
 from treewise.rl.branching.rollout_tree import PROMPT, RolloutTree
 
-KINDS = ("tokens", "turns")
+Count = Annotated[int, Ge(1)]
+Kind = Literal["tokens", "turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +68,6 @@ class Policy(Protocol):
     def ask(self, tree: RolloutTree, signals: Signals, rng: np.random.Generator, /) -> list[Branch]:
         """The requests of the next round, however long they may get."""
         ...
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `ConfigError` where a setting is out of range."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def require_counts(policy: Policy, *names: str) -> None:
-    """Raises `ConfigError` where one of these settings is below 1."""
-    for name in names:
-        require(getattr(policy, name) >= 1, f"{name}={getattr(policy, name)} must be at least 1.")
 
 
 class Point(NamedTuple):

@@ -7,9 +7,9 @@ it (and the observations between them), and nothing that was sampled stands in t
 Letters: n own tokens of a node, k candidates, P nodes.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 from treewise.errors import DataError
 from treewise.tree.trajectory import Trajectory
 
-FORMAT = 1
 PROMPT = -1  # the parent of a rollout's first node
 STREAM_TYPES = {
     "token_ids": np.int32,
@@ -29,10 +28,6 @@ STREAM_TYPES = {
     "turn_ends": np.int64,
     "versions": np.int32,
 }
-
-
-def _not_given() -> np.ndarray:
-    return np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,34 +62,15 @@ class RolloutNode:
     logprobs: np.ndarray
     parent: int = PROMPT
     cut: int = 0
-    is_sampled: np.ndarray = field(default_factory=_not_given)
+    is_sampled: np.ndarray = field(default_factory=lambda: np.zeros(0))
     entropies: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
-    turn_ends: np.ndarray = field(default_factory=_not_given)
+    turn_ends: np.ndarray = field(default_factory=lambda: np.zeros(0))
     finish: str | None = None
     reward: float | None = None
     error: str | None = None
     versions: np.ndarray | None = None
-
-    if TYPE_CHECKING:  # what is taken is wider than what is kept
-
-        def __init__(
-            self,
-            token_ids: ArrayLike,
-            logprobs: ArrayLike,
-            parent: int = PROMPT,
-            cut: int = 0,
-            is_sampled: ArrayLike = ...,
-            entropies: ArrayLike | None = None,
-            top_ids: ArrayLike | None = None,
-            top_logprobs: ArrayLike | None = None,
-            turn_ends: ArrayLike = ...,
-            finish: str | None = None,
-            reward: float | None = None,
-            error: str | None = None,
-            versions: ArrayLike | None = None,
-        ) -> None: ...
 
     def __post_init__(self) -> None:
         num_tokens = np.size(self.token_ids)
@@ -382,41 +358,3 @@ class RolloutTree:
         )
         masks = (own, own & in_row, own & in_loss, own & ~in_row & has_failed, own & ~in_row & ~has_failed)
         return TokenAccount(*(int(mask.sum()) for mask in masks))
-
-    # -- JSON ---------------------------------------------------------------------------------------------------------
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; `from_json` gives an equal tree, bit for bit. `group` must be a JSON value itself."""
-        return {
-            "format": FORMAT,
-            "prompt_ids": self.prompt_ids.tolist(),
-            "group": self.group,
-            "nodes": [dict(_node_items(node)) for node in self._nodes],
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RolloutTree":
-        """A tree as `to_json` wrote it.
-
-        Raises:
-            DataError: another format, or values that are not a tree.
-        """
-        if values.get("format") != FORMAT:
-            raise DataError(f"a rollout tree of format {values.get('format')!r}; this version reads {FORMAT}.")
-        tree = cls(values["prompt_ids"], values["group"])
-        for item in values["nodes"]:
-            tops = item.get("top_logprobs")
-            if tops is not None:
-                item = {**item, "top_logprobs": [[-np.inf if x is None else x for x in row] for row in tops]}
-            tree.add(RolloutNode(**item))
-        return tree
-
-
-def _node_items(node: RolloutNode) -> Iterator[tuple[str, Any]]:
-    for name in RolloutNode.__slots__:
-        value = getattr(node, name)
-        if value is None:
-            continue
-        if name == "top_logprobs":  # JSON has no infinity
-            value = [[None if np.isneginf(x) else float(x) for x in row] for row in value]
-        yield name, value.tolist() if isinstance(value, np.ndarray) else value

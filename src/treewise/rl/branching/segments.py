@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.rl.branching.protocol import Branch, Signals, open_ends, require_counts
+from treewise.rl.branching.protocol import Branch, Count, Signals, open_ends
 from treewise.rl.branching.rollout_tree import PROMPT, RolloutTree
 
 
@@ -24,14 +24,11 @@ class SegmentBranching:
     prompt. branches: the most that continue one segment. fallback: whether to go back where all have ended.
     """
 
-    segment_tokens: int = 512
-    width: int = 16
-    first: int = 8
-    branches: int = 2
+    segment_tokens: Count = 512
+    width: Count = 16
+    first: Count = 8
+    branches: Count = 2
     fallback: bool = True
-
-    def __post_init__(self) -> None:
-        require_counts(self, "segment_tokens", "width", "first", "branches")
 
     def ask(self, tree: RolloutTree, signals: Signals, rng: np.random.Generator) -> list[Branch]:
         """Continues every segment that has not ended; once `width` rollouts ended, starts anew at the prompt.

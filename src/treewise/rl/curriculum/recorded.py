@@ -15,9 +15,9 @@ from treewise.distributed import ranks as processes
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.objectives import Objective
-from treewise.rl.curriculum.task_sampler import Curriculum, ranks_by_angle, shuffled_ranks
 from treewise.rl.curriculum.self_check import CheckReport, check_signals, require_tasks
 from treewise.rl.curriculum.signals import angles_of, gradient_norms
+from treewise.rl.curriculum.task_sampler import Curriculum, ranks_by_angle, shuffled_ranks
 from treewise.rl.success_book import BookSettings, SuccessBook
 from treewise.tree.trajectory import Trajectory, number_rollouts
 

@@ -28,7 +28,7 @@ from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
 
-_COUNTS = ("num_started", "num_sampled", "num_chosen", "num_refused", "is_complete")
+_GROWN = ("tree", "num_started", "num_sampled", "num_chosen", "num_refused", "is_complete")  # what processes exchange
 
 
 @dataclass(eq=False, slots=True)
@@ -92,16 +92,6 @@ class GrowingTree:
         self.num_chosen += continuation.num_chosen
         return index
 
-    def grown(self) -> dict[str, Any]:
-        """What came of it, as plain JSON values."""
-        return {"tree": self.tree.to_json(), **{name: getattr(self, name) for name in _COUNTS}}
-
-    def take_grown(self, values: dict[str, Any]) -> None:
-        """Becomes what another process has grown."""
-        self.tree = RolloutTree.from_json(values["tree"])
-        for name in _COUNTS:
-            setattr(self, name, values[name])
-
 
 @cache
 def _say_once(text: str) -> None:
@@ -124,14 +114,14 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
     def work() -> Any:
         _grow(own, rounds)
         failures = rounds.rewards.failures - before
-        return [(each.number, each.grown()) for each in own], failures, rounds.seconds, rounds.rewards.tally
+        grown = {each.number: {name: getattr(each, name) for name in _GROWN} for each in own}
+        return grown, failures, rounds.seconds, rounds.rewards.tally
 
     parts = ranks.on_every_rank(work)
-    grown = {number: values for found, *_ in parts for number, values in found}
-    mine = {each.number for each in own}
     for each in trees:
-        if each.number not in mine:
-            each.take_grown(grown[each.number])
+        found = parts[each.number % ranks.count()][0][each.number]
+        for name in _GROWN if each not in own else ():
+            setattr(each, name, found[name])
     rounds.rewards.failures = sum((failures for _, failures, *_ in parts), Counter(before))
     for *_, part in parts:
         tally.add(part)

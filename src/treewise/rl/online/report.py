@@ -7,7 +7,6 @@ left out. Both are checked at every iteration, from the rows that the engine is 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -45,73 +44,51 @@ _ONLY_IF_SET = ("failed_rollouts",)
 # -- the account of tokens --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class IterationAccount:
-    """Generated tokens of an iteration.
-
-    sampled: as they came from the sampler. chosen: from recorded candidates. generated: both, as they are in the nodes
-    of the trees. recorded: in rows. trained: in the rows of the update. failed: below rollouts without a reward.
-    unfinished: never continued to an end. left_out: recorded, in trees that the update leaves out.
-    """
-
-    sampled: int
-    chosen: int
-    generated: int
-    recorded: int
-    trained: int
-    failed: int
-    unfinished: int
-    left_out: int
-
-    def warning(self) -> str | None:
-        """A sentence where less than half of the generated tokens are in rows, so that figures are of few rollouts."""
-        if 2 * self.recorded >= self.generated:
-            return None
-        return (
-            f"{self.recorded:,} of {self.generated:,} generated tokens are recorded ({self.failed:,} of rollouts "
-            f"without a reward, {self.unfinished:,} of rollouts that did not end): the figures are of few rollouts. "
-            "Raise tokens_per_iteration, lower max_new_tokens, or mend the rewards."
-        )
-
-    def check(self, iteration: int) -> None:
-        """Raises `DataError` where a token is missing or counted twice."""
-        if self.sampled + self.chosen != self.generated:
-            raise DataError(
-                f"iteration {iteration}: the sampler gave {self.sampled} tokens and {self.chosen} were drawn from "
-                f"candidates, but {self.generated} are in the trees."
-            )
-        if self.generated != self.recorded + self.failed + self.unfinished:
-            raise DataError(
-                f"iteration {iteration}: {self.generated} generated tokens, but {self.recorded} recorded, "
-                f"{self.failed} of failed rollouts and {self.unfinished} unfinished."
-            )
-        if self.recorded != self.trained + self.left_out:
-            raise DataError(
-                f"iteration {iteration}: {self.recorded} recorded tokens, but {self.trained} in the update and "
-                f"{self.left_out} left out of it."
-            )
-
-
 def account_of(
     trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]], update: Update | None, iteration: int
-) -> IterationAccount:
-    """Counts where every generated token went, from the rows of the update themselves.
+) -> dict[str, int]:
+    """Where every generated token went, by the names of the log, from the rows of the update themselves.
+
+    sampled: as they came from the sampler. candidate: drawn from recorded candidates. recorded: in rows. trained: in
+    the rows of the update. failed: below rollouts without a reward. unfinished: never continued to an end. left_out:
+    recorded, in trees that the update leaves out.
 
     Raises:
         DataError: a token that is missing or counted twice, or rows that are not those of the trees.
     """
     in_update = {} if update is None else {own[0].group: own for own in update.trees}
-    totals = dict.fromkeys(("generated", "recorded", "trained", "failed", "unfinished", "left_out"), 0)
+    sampled, chosen = (sum(getattr(each, name) for each in trees) for name in ("num_sampled", "num_chosen"))
+    totals = {"sampled": sampled, "candidate": chosen}
+    totals |= dict.fromkeys(("recorded", "trained", "failed", "unfinished", "left_out"), 0)
+    generated = 0
     for each, own in zip(trees, rows, strict=True):
         is_trained = each.tree.group in in_update
         account = each.tree.account(in_update.get(each.tree.group, own))
-        for name in ("generated", "recorded", "failed", "unfinished"):
+        generated += account.generated
+        for name in ("recorded", "failed", "unfinished"):
             totals[name] += getattr(account, name)
         totals["trained" if is_trained else "left_out"] += account.trained if is_trained else account.recorded
-    from_sampler = sum(each.num_sampled for each in trees)
-    result = IterationAccount(sampled=from_sampler, chosen=sum(each.num_chosen for each in trees), **totals)
-    result.check(iteration)
-    return result
+    what = f"iteration {iteration}: "
+    if sampled + chosen != generated:
+        what += f"the sampler gave {sampled} tokens and {chosen} were drawn from candidates, but {generated} are in the"
+        raise DataError(f"{what} trees.")
+    if generated != totals["recorded"] + totals["failed"] + totals["unfinished"]:
+        raise DataError(f"{what}{generated} generated tokens do not add up: {totals}.")
+    if totals["recorded"] != totals["trained"] + totals["left_out"]:
+        raise DataError(f"{what}the recorded tokens are not those of the update and those left out of it: {totals}.")
+    return totals
+
+
+def few_recorded(account: Mapping[str, int]) -> str | None:
+    """A sentence where less than half of the generated tokens are in rows, so that figures are of few rollouts."""
+    generated = account["sampled"] + account["candidate"]
+    if 2 * account["recorded"] >= generated:
+        return None
+    return (
+        f"{account['recorded']:,} of {generated:,} generated tokens are recorded ({account['failed']:,} of rollouts "
+        f"without a reward, {account['unfinished']:,} of rollouts that did not end): the figures are of few rollouts. "
+        "Raise tokens_per_iteration, lower max_new_tokens, or mend the rewards."
+    )
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -119,7 +96,7 @@ def account_of(
 
 def figures(
     trees: Sequence[GrowingTree],
-    account: IterationAccount,
+    account: Mapping[str, int],
     book: SuccessBook,
     seconds: Mapping[str, float],
     success_at: float,
@@ -129,24 +106,21 @@ def figures(
     known = np.array([reward for reward in rewards if reward is not None])
     leaves = [(each.tree, leaf) for each in trees for leaf in each.tree.leaves]
     lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for tree, leaf in leaves]
-    depths = _branch_depths(trees)
+    depths = [  # generated tokens before each branch that does not start at the prompt
+        each.tree.num_sampled_before(node.parent, node.cut)
+        for each in trees
+        for node in each.tree.nodes
+        if node.parent != PROMPT
+    ]
     values: dict[str, float] = {
         "num_rollouts": float(len(leaves)),
         "failed_rollouts": float(len(leaves) - len(known)),
         "refused_branches": float(sum(each.num_refused for each in trees)),
         "rollout_length": float(np.mean(lengths)) if lengths else 0.0,
         "num_branches": float(len(depths)),
-        "sampled_tokens": float(account.sampled),
-        "candidate_tokens": float(account.chosen),
-        "recorded_tokens": float(account.recorded),
-        "trained_tokens": float(account.trained),
-        "failed_tokens": float(account.failed),
-        "unfinished_tokens": float(account.unfinished),
-        "left_out_tokens": float(account.left_out),
-        "seconds_sampling": seconds.get("sampling", 0.0),
-        "seconds_environments": seconds.get("environments", 0.0),
-        "seconds_reward": seconds.get("reward", 0.0),
-        "sampled_tokens_per_second": account.sampled / max(seconds.get("sampling", 0.0), 1e-9),
+        **{f"{name}_tokens": float(count) for name, count in account.items()},
+        **{f"seconds_{name}": spent for name, spent in seconds.items()},
+        "sampled_tokens_per_second": account["sampled"] / max(seconds["sampling"], 1e-9),
     }
     if len(known):
         values |= {"reward": float(known.mean()), "success": float((known >= success_at).mean())}
@@ -182,16 +156,6 @@ def staleness_of(update: Update | None, version: int) -> float:
         if row.policy_versions is not None:
             ages.append(version - row.policy_versions[(row.loss_weights > 0) & (row.policy_versions >= 0)])
     return float(np.mean(np.concatenate(ages))) if ages else 0.0
-
-
-def _branch_depths(trees: Sequence[GrowingTree]) -> list[int]:
-    """Generated tokens before each branch that does not start at the prompt."""
-    return [
-        each.tree.num_sampled_before(node.parent, node.cut)
-        for each in trees
-        for node in each.tree.nodes
-        if node.parent != PROMPT
-    ]
 
 
 # -- the line ---------------------------------------------------------------------------------------------------------

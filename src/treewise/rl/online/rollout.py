@@ -278,8 +278,8 @@ class Continuation:
             **self._streams,
             parent=self.branch.node,
             cut=0 if self.branch.node == PROMPT else self.branch.position,
-            is_sampled=self._is_sampled,
-            turn_ends=ends,
+            is_sampled=np.array(self._is_sampled),
+            turn_ends=np.array(ends),
             finish=self._finish,
         )
 

@@ -46,7 +46,7 @@ from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import CurriculumCheck
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import Journals, LoopState, journals
-from treewise.rl.online.report import PrintedLine, account_of, figures, nothing_learned, staleness_of
+from treewise.rl.online.report import PrintedLine, account_of, few_recorded, figures, nothing_learned, staleness_of
 from treewise.rl.online.settings import (
     OnlineSettings,
     check_parted,
@@ -264,7 +264,7 @@ class OnlineTrainer(TreeTrainer):
         self._show("held out", held_out)
         if getattr(self.loss_objective, "sampler_correction", None) is None:
             self._warn(number, gap_warning(logs.get("logprob_gap", 1.0), settings.logprob_gap_limit))
-        self._warn(number, account.warning())
+        self._warn(number, few_recorded(account))
         self._journals.pop(number)
         return logs
 
