@@ -7,7 +7,7 @@ each token, which TRL's loss takes. `share_prefixes` then computes every shared 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,14 @@ import torch
 
 from treewise.errors import ConfigError, DataError, num
 from treewise.integrations.trl import Sharing, share_prefixes
-from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
+from treewise.rl.branching import PROMPT, Branching, RolloutTree, branching_named
 from treewise.rl.online.continuing import Rounds, continue_all
+from treewise.rl.online.growing import GrowingTree
 from treewise.rl.online.journal import Unrecorded
 from treewise.rl.online.rollout import Continuation, Limits, OneTurn
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
+from treewise.rl.tasks import TaskItem
 from treewise.rl.update import credit
 
 if TYPE_CHECKING:
@@ -50,37 +52,6 @@ class RolloutCounts:
         return self.num_completion_tokens / self.num_sampled_tokens if self.num_sampled_tokens else 1.0
 
 
-@dataclass(eq=False, slots=True)
-class _Grown:
-    """The tree of one prompt. first_row: the row of the batch that its first leaf is. rewards: by leaf, float32 [F], of
-    those rewarded while it grew.
-    """
-
-    tree: RolloutTree
-    first_row: int
-    prompt: Any
-    key: str
-    seed: tuple[int, ...]
-    rng: np.random.Generator
-    num_started: int = 0
-    rewards: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def completion_ids(self, leaf: int) -> list[int]:
-        ids: list[int] = self.tree.path(leaf, "token_ids").tolist()
-        return ids
-
-    def started(self, branches: Sequence[Branch], room: int, limits: Limits) -> list[Continuation]:
-        """Continuations of the first `room` of what the branches ask for."""
-        found: list[Continuation] = []
-        for branch in branches:
-            for _ in range(min(branch.count, room - len(found))):
-                self.num_started += 1
-                position = 0 if branch.node == PROMPT else branch.position
-                text = OneTurn(self.tree.prefix_ids(branch.node, position).tolist())
-                found.append(Continuation(self.tree, branch, text, limits, (*self.seed, self.num_started)))
-        return found
-
-
 class TreeRollouts:
     """What `tree_rollouts` installs. `counts` are its statistics, `sharing` those of the update."""
 
@@ -97,7 +68,8 @@ class TreeRollouts:
         self.counts = RolloutCounts()
         self.sharing: Sharing | None = None
         self.book = SuccessBook()
-        self._grown: list[_Grown] = []
+        self._grown: list[GrowingTree] = []  # the number of each: of the row of the batch that its first leaf is
+        self._known: dict[tuple[int, int], torch.Tensor] = {}  # [F], by tree and leaf: rewards while trees grew
         self._inputs: Sequence[Mapping[str, Any]] = ()
         self._rewards: torch.Tensor | None = None  # [rows of all processes, F]
         self._last_step, self._calls = -1, 0
@@ -120,9 +92,9 @@ class TreeRollouts:
         def calculate(
             _: object, inputs: object, prompts: object, completions: object, completion_ids: object
         ) -> torch.Tensor:
-            known = [each.rewards.get(leaf) for each in self._grown for leaf in each.tree.leaves]
-            if known and all(each is not None for each in known):
-                self._rewards = torch.stack(known)  # type: ignore[arg-type]
+            leaves = [(each.number, leaf) for each in self._grown for leaf in each.tree.leaves]
+            if leaves and self._known.keys() >= set(leaves):
+                self._rewards = torch.stack([self._known[leaf] for leaf in leaves])
             else:
                 self._rewards = self._calculate(inputs, prompts, completions, completion_ids)
             return self._rewards
@@ -132,7 +104,7 @@ class TreeRollouts:
             output: dict[str, Any] = self._generate(inputs)
             if self.trainer.model.training:
                 self._credit(output)
-            self._grown, self._rewards = [], None
+            self._grown, self._known, self._rewards = [], {}, None
             return output
 
         trainer.rollout_func = self.rollouts
@@ -158,19 +130,19 @@ class TreeRollouts:
         rounds = self._rounds(trainer, policy)
         while batch := [(each, one) for each in self._grown for one in self._next_round(each, size, rounds)]:
             continue_all([one for _, one in batch], rounds)
-            ended = [(each, each.tree.add(one.node())) for each, one in batch]
+            ended = [(each, each.add(one)) for each, one in batch]
             if policy.name in _NEEDS_REWARDS:
-                self._judge(ended)
+                self._judge([(each, leaf) for each, leaf in ended if leaf is not None])
         rows = [(each, leaf) for each in self._grown for leaf in each.tree.leaves]
         if is_training:
             self._count(rows)
         return {
             "prompt_ids": [list(ids) for ids in prompt_ids],
-            "completion_ids": [each.completion_ids(leaf) for each, leaf in rows],
+            "completion_ids": [_completion_ids(each, leaf) for each, leaf in rows],
             "logprobs": [each.tree.path(leaf, "logprobs").tolist() for each, leaf in rows],
         }
 
-    def _new_trees(self, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], size: int) -> list[_Grown]:
+    def _new_trees(self, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], size: int) -> list[GrowingTree]:
         step = int(self.trainer.state.global_step)
         self._calls = self._calls + 1 if step == self._last_step else 0
         self._last_step = step
@@ -180,7 +152,9 @@ class TreeRollouts:
             seed = (self.trainer.args.seed, step, self._calls, rank, first)
             tree = RolloutTree(prompt_ids[first], group=first)
             key = " ".join(map(str, prompt_ids[first]))
-            found.append(_Grown(tree, first, prompts[first], key, seed, np.random.default_rng(seed)))
+            item, begin = TaskItem(key, prompts[first]), OneTurn(list(prompt_ids[first]))
+            rng = np.random.default_rng(seed)
+            found.append(GrowingTree(first, item, key, tree, begin, _WITHOUT_LIMIT, seed, rng))
         return found
 
     def _rounds(self, trainer: "GRPOTrainer", policy: Branching) -> Rounds:
@@ -204,31 +178,30 @@ class TreeRollouts:
             request=request,
         )
 
-    def _next_round(self, each: _Grown, size: int, rounds: Rounds) -> list[Continuation]:
+    def _next_round(self, each: GrowingTree, size: int, rounds: Rounds) -> list[Continuation]:
+        """As many as the tree has room for."""
         room = size - len(each.tree.leaves)
-        if room <= 0:
-            return []
-        signals = self.book.signals(each.key, each.tree)
-        branches = rounds.branching.next_requests(each.tree, signals, _WITHOUT_LIMIT, each.rng)
-        return each.started(branches, room, rounds.limits)
+        started = each.next_round(rounds) if room > 0 else []
+        each.num_started -= len(started[room:])
+        return started[:room]
 
-    def _judge(self, ended: Sequence[tuple[_Grown, int]]) -> None:
+    def _judge(self, ended: Sequence[tuple[GrowingTree, int]]) -> None:
         """Rewards of completions while their trees grow, by the trainer's own functions, which are not called again."""
         texts = self._completions(ended)
-        inputs = [dict(self._inputs[each.first_row]) for each, _ in ended]
-        prompts = [each.prompt for each, _ in ended]
-        rewards = self._calculate(inputs, prompts, texts, [each.completion_ids(leaf) for each, leaf in ended])
+        inputs = [dict(self._inputs[each.number]) for each, _ in ended]
+        prompts = [each.item.prompt for each, _ in ended]
+        rewards = self._calculate(inputs, prompts, texts, [_completion_ids(each, leaf) for each, leaf in ended])
         for (each, leaf), row, total in zip(ended, rewards, _totals(self.trainer, rewards), strict=True):
-            each.rewards[leaf] = row
+            self._known[each.number, leaf] = row
             _give(each.tree, leaf, total)
 
-    def _completions(self, ended: Sequence[tuple[_Grown, int]]) -> list[Any]:
+    def _completions(self, ended: Sequence[tuple[GrowingTree, int]]) -> list[Any]:
         """As TRL decodes them for reward functions."""
         from trl.chat_template_utils import parse_response
 
         tokenizer = self.trainer._tokenizer
-        ids = [each.completion_ids(leaf) for each, leaf in ended]
-        if isinstance(ended[0][0].prompt, str):
+        ids = [_completion_ids(each, leaf) for each, leaf in ended]
+        if isinstance(ended[0][0].item.prompt, str):
             texts: list[Any] = self.trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
             return texts
         names = ("response_template", "response_schema")
@@ -238,12 +211,12 @@ class TreeRollouts:
         contents = self.trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
         return [[{"role": "assistant", "content": content}] for content in contents]
 
-    def _count(self, rows: Sequence[tuple[_Grown, int]]) -> None:
+    def _count(self, rows: Sequence[tuple[GrowingTree, int]]) -> None:
         counts = self.counts
         counts.num_batches += 1
         counts.num_trees += len(self._grown)
         counts.num_branches += sum(node.parent != PROMPT for each in self._grown for node in each.tree.nodes)
-        counts.num_completion_tokens += sum(len(each.completion_ids(leaf)) for each, leaf in rows)
+        counts.num_completion_tokens += sum(len(_completion_ids(each, leaf)) for each, leaf in rows)
         counts.num_sampled_tokens += sum(each.tree.num_sampled_tokens for each in self._grown)
 
     # -- advantages ---------------------------------------------------------------------------------------------------
@@ -314,6 +287,11 @@ def tree_rollouts(
     installed.install()
     installed.sharing = share_prefixes(trainer.model, max_tokens)
     return installed
+
+
+def _completion_ids(each: GrowingTree, leaf: int) -> list[int]:
+    ids: list[int] = each.tree.path(leaf, "token_ids").tolist()
+    return ids
 
 
 def _check_trainer(trainer: "GRPOTrainer", policy: Branching, advantages: str | None) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
-from tests.rl.tasks.test_episode import byte_tokenizer, call, reward_of, take_turn
+from tests.rl.tasks.test_episode import branch_of, byte_tokenizer, call, reward_of, start_episode, take_turn
 from treewise.errors import TaskError
 from treewise.rl.online.tasks_by_name import task_named
-from treewise.rl.tasks import Calls, ChatTokens, RewardRequest, RewardRunner, RowsTask, start_episode
+from treewise.rl.tasks import Calls, ChatTokens, RewardRequest, RewardRunner, RowsTask
 from treewise.rl.tasks.calls import described, place_of
 
 pytest.importorskip("pebble")
@@ -66,7 +66,7 @@ def test_environments_live_in_workers(calls: Calls) -> None:
     chat = ChatTokens(byte_tokenizer(), "chatml")
     episode = start_episode(task, task.item("train", 3), chat, calls)
     take_turn(episode, call("add", number=5))
-    branch = episode.branch(1)
+    branch = branch_of(episode, 1)
     take_turn(branch, call("add", number=2))
     assert (reward_of(episode, RewardRunner(calls)), reward_of(branch, RewardRunner(calls))) == (12.0, 14.0)
     take_turn(episode, call("stop"))

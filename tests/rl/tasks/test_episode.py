@@ -22,10 +22,10 @@ from treewise.rl.tasks import (
     RewardFailure,
     RewardRunner,
     TurnTask,
-    start_episode,
 )
 from treewise.rl.tasks.chat_tokens import ToolCall, hermes_calls, parse_tool_calls
 from treewise.rl.tasks.environment import opening, state_method, tool_schemas, tools_of
+from treewise.rl.tasks.episode import start_episodes
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 QWEN3 = Path(__file__).parents[2] / "data" / "fixtures" / "qwen3" / "tokenizer_config.json"
@@ -131,7 +131,18 @@ def call(name: str, **arguments: Any) -> str:
 
 def take_turn(episode: Episode, text: str, finish_reason: str = "stop") -> None:
     ids = episode.chat.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
-    episode.step(ids, finish_reason)
+    episode.begin_turn(ids, finish_reason)()
+    episode.end_turn()
+
+
+def start_episode(task: TurnTask, item: Any, chat: ChatTokens, calls: Calls | None = None) -> Episode:
+    return start_episodes(task, [item], chat, calls or Calls())[0]
+
+
+def branch_of(episode: Episode, turn: int) -> Episode:
+    branch = episode.begin_branch(turn)
+    branch.open()
+    return branch
 
 
 def begin(chat: ChatTokens, factory: Any, **settings: Any) -> Episode:
@@ -158,8 +169,8 @@ def test_ids_grow_and_equal_what_the_template_renders(chat: ChatTokens) -> None:
         seen.append(list(episode.token_ids))
     rendered = chat.template.render([[*episode.messages]], episode.schemas, "test", generation=True)[0]
     assert text_of(episode) == rendered + turns[-1] + "<|im_end|>"
-    trained = [i for i, sampled in zip(episode.token_ids, episode.sampled, strict=True) if sampled]
-    assert chat.tokenizer.decode(trained) == "".join(text + "<|im_end|>" for text in turns)
+    for text, start in zip(turns, episode.turn_starts, strict=True):
+        assert chat.tokenizer.decode(episode.token_ids[start:]).startswith(text + "<|im_end|>")
     assert (episode.end_reason, episode.num_turns) == ("answered", 3)
     assert "You cannot go left" in text_of(episode) or "You are in room" in text_of(episode)
 
@@ -185,17 +196,17 @@ def test_a_branch_is_the_episode_at_that_turn(chat: ChatTokens, factory: Any, me
         take_turn(episode, text)
     before = (list(episode.token_ids), reward_of(episode), vars(episode.environment).copy())
     for turn in range(4):
-        branch = episode.branch(turn)
+        branch = branch_of(episode, turn)
         assert branch.token_ids == episode.token_ids[: len(branch.token_ids)]
         for text in actions[turn:]:
             take_turn(branch, text)
         assert branch.token_ids == episode.token_ids
-        assert branch.sampled == episode.sampled
+        assert branch.turn_starts == episode.turn_starts
         assert branch.messages == episode.messages
         assert reward_of(branch) == before[1]
-        other = episode.branch(turn)
+        other = branch_of(episode, turn)
         take_turn(other, actions[0])
-        other.branch(other.num_turns)
+        branch_of(other, other.num_turns)
     assert (episode.token_ids, reward_of(episode), vars(episode.environment)) == before
 
 
@@ -203,9 +214,9 @@ def test_a_replay_that_differs_refuses_the_branch(chat: ChatTokens) -> None:
     episode = begin(chat, Forgetful, name="forgetful")
     take_turn(episode, call("add", number=1))
     take_turn(episode, call("add", number=1))
-    assert episode.branch(0).num_turns == 0  # nothing to compare yet
+    assert branch_of(episode, 0).num_turns == 0  # nothing to compare yet
     with pytest.raises(TaskError, match=r"forgetful/train/3, episode 0, turn 0: call 0 \(add\)"):
-        episode.branch(2)
+        branch_of(episode, 2)
 
 
 def test_endings(chat: ChatTokens) -> None:
@@ -215,11 +226,10 @@ def test_endings(chat: ChatTokens) -> None:
     turns = begin(chat, Counting, max_turns=1)
     take_turn(turns, call("add", number=1))
     assert (turns.end_reason, turns.environment.total) == ("max_turns", 7)
-    assert turns.sampled[-1]
     with pytest.raises(ConfigError, match="has ended"):
         take_turn(turns, "more")
     with pytest.raises(ConfigError, match="and no turn 1"):
-        turns.branch(1)
+        branch_of(turns, 1)
     guess = begin(chat, GuessNumber)
     take_turn(guess, call("guess", number=str(guess.environment.secret)))
     assert (guess.end_reason, reward_of(guess)) == ("done", 1.0)

@@ -30,7 +30,6 @@ _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_to
 _ARRAYS = {
     "token_ids": np.int32,
     "logprobs": np.float32,
-    "log_kept_mass": np.float32,
     "entropies": np.float32,
     "top_ids": np.int32,
     "top_logprobs": np.float32,
@@ -220,12 +219,10 @@ class Unrecorded(Journal):
 
 def question_of(request: SampleRequest) -> list[Any]:
     """Everything that decides the answer to a request, but the weights."""
-    return [list(getattr(request, name)) if name in _TUPLES else getattr(request, name) for name in _FIELDS]
+    return [getattr(request, name) for name in SampleRequest.__slots__ if name != "tree"]
 
 
-_FIELDS = tuple(name for name in SampleRequest.__slots__ if name != "tree")
-_TUPLES = ("prefix_ids", "stop_ids", "stop_sequences")
-_SCALARS = ("finish_reason", "continuation", "version")
+_SCALARS = ("finish_reason", "version")
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:

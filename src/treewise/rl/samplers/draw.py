@@ -27,13 +27,12 @@ ROWS_AT_ONCE = 16  # bounds the memory of the random numbers: float64 and int64 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """token_ids int64 [R]; logprobs, log_kept_mass and entropies float32 [R]; top_ids int64 and top_logprobs float32
-    [R, k], of what could have been drawn, `-inf` where that is less than k.
+    """token_ids int64 [R]; logprobs and entropies float32 [R]; top_ids int64 and top_logprobs float32 [R, k], of what
+    could have been drawn, `-inf` where that is less than k.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
-    log_kept_mass: torch.Tensor
     entropies: torch.Tensor | None
     top_ids: torch.Tensor | None
     top_logprobs: torch.Tensor | None
@@ -64,7 +63,7 @@ def draw_tokens(
     temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
     is_greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
-    kept, mass = _truncated(logprobs, rules)
+    kept = _truncated(logprobs, rules)
     best = logprobs.argmax(-1)
     ids = torch.empty_like(best)
     for low in range(0, len(rules), ROWS_AT_ONCE):
@@ -79,18 +78,16 @@ def draw_tokens(
     return DrawnTokens(
         token_ids=ids,
         logprobs=logprobs.gather(1, ids[:, None])[:, 0],
-        log_kept_mass=mass,
         entropies=torch.special.entr(logprobs.exp()).sum(-1) if want_entropy else None,  # 0 where a logit is -inf
         top_ids=None if top is None else top.indices,
         top_logprobs=None if top is None else top.values,
     )
 
 
-def _truncated(logprobs: torch.Tensor, rules: Sequence[SampleRequest]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs with what top-k, then top-p leave out at -inf, and the log of the mass that stays."""
-    mass = logprobs.new_zeros(len(rules))
+def _truncated(logprobs: torch.Tensor, rules: Sequence[SampleRequest]) -> torch.Tensor:
+    """Log-probs with what top-k, then top-p leave out at -inf."""
     if not any(rule.truncates for rule in rules):
-        return logprobs, mass
+        return logprobs
     kept = logprobs.clone()
     for row, rule in enumerate(rules):
         if not rule.truncates:
@@ -103,8 +100,7 @@ def _truncated(logprobs: torch.Tensor, rules: Sequence[SampleRequest]) -> tuple[
         ordered, order = ordered[: max(size, 1)], order[: max(size, 1)]
         kept[row] = float("-inf")
         kept[row, order] = ordered
-        mass[row] = ordered.logsumexp(0)
-    return kept, mass
+    return kept
 
 
 def can_be_drawn(request: SampleRequest, top_logprobs: np.ndarray) -> np.ndarray:

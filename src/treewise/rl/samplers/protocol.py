@@ -6,9 +6,7 @@ the log-probs belong to is fixed here, for every sampler:
 * `Completion.logprobs` are log-softmax(logits / temperature), before top-k and top-p. This is what the engine computes
   for the same tokens at the same temperature (and what TRL and prime-rl train on), so the two may be compared and
   their ratio is an importance weight.
-* Where top-k or top-p cut the distribution, tokens were drawn from what was left, renormalised. `log_kept_mass` is the
-  log of the mass that was left, and `behavior_logprobs` = `logprobs - log_kept_mass` are the log-probs under the
-  distribution that was really drawn from.
+* Where top-k or top-p cut the distribution, tokens were drawn from what was left, renormalised.
 * Temperature 0 is greedy: the most likely token, its log-prob at temperature 1.
 """
 
@@ -32,11 +30,10 @@ class SampleRequest:
 
     prefix_ids: what the model sees, at least one id. max_new_tokens: the most tokens of one continuation.
     temperature: 0 is greedy. top_k: 0 keeps all. stop_ids: a continuation ends with the first of these (it is part of
-    the completion). stop_sequences: likewise, of several ids. seed, first_continuation: continuation `i` draws from
-    the random stream (seed, first_continuation + i), so asking for 4 and then for 4 more gives what asking for 8 gives.
-    want_entropy: the entropy of each distribution. num_top: how many of the most likely ids to return per token, of
-    those that can be drawn. tree: a number that the rollouts of a tree have in common, which share prefixes; decides no
-    answer, but on which of several servers it is computed.
+    the completion). seed: continuation `i` draws from the random stream (seed, i). want_entropy: the entropy of each
+    distribution. num_top: how many of the most likely ids to return per token, of those that can be drawn. tree: a
+    number that the rollouts of a tree have in common, which share prefixes; decides no answer, but on which of several
+    servers it is computed.
     """
 
     prefix_ids: tuple[int, ...]
@@ -46,9 +43,7 @@ class SampleRequest:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    first_continuation: int = 0
     stop_ids: tuple[int, ...] = ()
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
     want_entropy: bool = False
     num_top: int = 0
     tree: int = 0
@@ -57,21 +52,13 @@ class SampleRequest:
         object.__setattr__(self, "prefix_ids", tuple(int(i) for i in self.prefix_ids))
         if not self.prefix_ids:
             raise ConfigError("a sample request has an empty prefix; the model needs at least one token before.")
-        for name, low in (
-            ("num_continuations", 1),
-            ("max_new_tokens", 1),
-            ("top_k", 0),
-            ("num_top", 0),
-            ("first_continuation", 0),
-        ):
+        for name, low in (("num_continuations", 1), ("max_new_tokens", 1), ("top_k", 0), ("num_top", 0)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} of a sample request is {getattr(self, name)}; it must be at least {low}.")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p of a sample request is {self.top_p}; it must be in (0, 1].")
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature of a sample request is {self.temperature}; it must be 0 or more.")
-        if any(not sequence for sequence in self.stop_sequences):
-            raise ConfigError("a stop sequence of a sample request is empty; it would stop before the first token.")
 
     @property
     def truncates(self) -> bool:
@@ -80,36 +67,26 @@ class SampleRequest:
 
     def is_stopped(self, token_ids: Sequence[int]) -> bool:
         """Whether these sampled ids end the continuation."""
-        if token_ids[-1] in self.stop_ids:
-            return True
-        return any(tuple(token_ids[-len(stop) :]) == tuple(stop) for stop in self.stop_sequences)
+        return token_ids[-1] in self.stop_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One continuation of T tokens. See the module for which distribution `logprobs` belong to.
 
-    token_ids: int32 [T]. logprobs: float32 [T]. log_kept_mass: float32 [T] where top-k or top-p were set.
-    entropies: float32 [T], in nats, of the distribution that `logprobs` belong to. top_ids: int32 [T, num_top] and
-    top_logprobs: float32 [T, num_top], of the distribution that `logprobs` belong to, most likely first; `-inf` where
-    top-k, top-p or a temperature of 0 leave fewer to draw from. continuation: its number in the random stream. version:
-    of the policy, as an online loop counts it; None where nobody counts.
+    token_ids: int32 [T]. logprobs: float32 [T]. entropies: float32 [T], in nats, of the distribution that `logprobs`
+    belong to. top_ids: int32 [T, num_top] and top_logprobs: float32 [T, num_top], of the distribution that `logprobs`
+    belong to, most likely first; `-inf` where top-k, top-p or a temperature of 0 leave fewer to draw from. version: of
+    the policy, as an online loop counts it; None where nobody counts.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
-    continuation: int = 0
-    log_kept_mass: np.ndarray | None = None
     entropies: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     version: int | None = None
-
-    @property
-    def behavior_logprobs(self) -> np.ndarray:
-        """float32 [T], under what was drawn from: temperature, then top-k, then top-p, renormalised."""
-        return self.logprobs if self.log_kept_mass is None else self.logprobs - self.log_kept_mass
 
     @property
     def num_tokens(self) -> int:

@@ -46,16 +46,6 @@ def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
         )
 
 
-def server_seed(request: SampleRequest, continuation: int) -> int:
-    """The seed of one continuation, 31 bits: servers take one seed per call."""
-    return stream_key(request.seed, continuation, 0) & 0x7FFFFFFF
-
-
-def num_asked(request: SampleRequest, num_entropy_top: int) -> int:
-    """The most likely log-probs to ask for at each token."""
-    return max(request.num_top, num_entropy_top if request.want_entropy else 0)
-
-
 def question(protocol: str, request: SampleRequest, continuation: int, model: str, num_top: int) -> dict[str, Any]:
     """The JSON of one continuation. model: the name of the model, or of the adapter on it."""
     common = {
@@ -66,7 +56,7 @@ def question(protocol: str, request: SampleRequest, continuation: int, model: st
         "ignore_eos": True,  # the request alone says where to stop
         "skip_special_tokens": False,
     }
-    seed, prompt = server_seed(request, continuation), list(request.prefix_ids)
+    seed, prompt = stream_key(request.seed, continuation, 0) & 0x7FFFFFFF, list(request.prefix_ids)  # 31 bits
     if protocol == "sglang":
         sampling = {**common, "max_new_tokens": request.max_new_tokens, "sampling_seed": seed, "no_stop_trim": True}
         asked = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": num_top}
@@ -82,19 +72,6 @@ def question(protocol: str, request: SampleRequest, continuation: int, model: st
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-
-
-def answered(
-    protocol: str, answer: Any, request: SampleRequest, continuation: int, num_top: int, location: str
-) -> Completion:
-    """A completion from the JSON of a server, cut after the first stop condition.
-
-    Raises:
-        SamplerError: fields are missing; the message says which and what to start the server with.
-    """
-    parse = _sglang_answer if protocol == "sglang" else _openai_answer
-    ids, logprobs, tops = parse(answer, num_top, location)
-    return checked_completion(request, continuation, ids, logprobs, tops, num_top, location)
 
 
 def _openai_answer(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
@@ -144,20 +121,15 @@ def _token_id(name: object) -> int | None:
     return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
 
 
-def checked_completion(
-    request: SampleRequest,
-    continuation: int,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    tops: Tops | None,
-    num_top: int,
-    location: str,
-) -> Completion:
-    """A completion of what a server answered.
+def answered(protocol: str, answer: Any, request: SampleRequest, num_top: int, location: str) -> Completion:
+    """A completion from the JSON of a server, cut after the first stop condition.
 
     Raises:
-        SamplerError: no tokens, other counts of ids and log-probs, or a log-prob that is not a number.
+        SamplerError: fields are missing (the message says which and what to start the server with); no tokens, other
+            counts of ids and log-probs, or a log-prob that is not a number.
     """
+    parse = _sglang_answer if protocol == "sglang" else _openai_answer
+    token_ids, logprobs, tops = parse(answer, num_top, location)
     if not token_ids:
         raise SamplerError(
             f"{location}: the server returned no tokens for a request of up to {request.max_new_tokens}."
@@ -175,17 +147,20 @@ def checked_completion(
             f"{location}: the server ended after {size} of {request.max_new_tokens} tokens with id {ids[-1]}, which is "
             "no stop id of the request; add it to stop_ids, or raise the server's length limit."
         )
-    top_ids, top_logprobs = _most_likely(tops, num_top, size, location)
-    kept = slice(None, request.num_top)
-    has_tops = request.num_top > 0 and top_ids is not None and top_logprobs is not None
+    top_ids = top_logprobs = entropies = None
+    if num_top:
+        top_ids, top_logprobs = _most_likely(tops, num_top, size, location)
+        entropies = entropy_bound(top_logprobs) if request.want_entropy else None
+        top_ids, top_logprobs = top_ids[:, : request.num_top], top_logprobs[:, : request.num_top]
+        can_be = can_be_drawn(request, top_logprobs)
+        top_logprobs = np.where(can_be, top_logprobs, -np.inf).astype(np.float32)
     return Completion(
         token_ids=np.array(ids, dtype=np.int32),
         logprobs=values,
         finish_reason="stop" if request.is_stopped(ids) else "length",
-        continuation=continuation,
-        entropies=entropy_bound(top_logprobs) if request.want_entropy and top_logprobs is not None else None,
-        top_ids=top_ids[:, kept] if has_tops else None,  # type: ignore[index]
-        top_logprobs=_drawable(request, top_logprobs[:, kept]) if has_tops else None,  # type: ignore[index]
+        entropies=entropies,
+        top_ids=top_ids if request.num_top else None,
+        top_logprobs=top_logprobs if request.num_top else None,
     )
 
 
@@ -204,12 +179,8 @@ def entropy_bound(top_logprobs: np.ndarray) -> np.ndarray:
     return (own + tail).astype(np.float32)
 
 
-def _most_likely(
-    tops: Tops | None, num_top: int, size: int, location: str
-) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _most_likely(tops: Tops | None, num_top: int, size: int, location: str) -> tuple[np.ndarray, np.ndarray]:
     """int32 and float32 [T, num_top], most likely first."""
-    if not num_top:
-        return None, None
     if tops is None or len(tops) < size or any(len(top) < num_top for top in tops[:size]):
         raise SamplerError(
             f"{location}: the server gave fewer than {num_top} log-probs a token; raise its --max-logprobs, or ask for "
@@ -219,7 +190,3 @@ def _most_likely(
     ids = [[token for token, _ in top] for top in ordered]
     values = np.array([[value for _, value in top] for top in ordered], dtype=np.float32)
     return np.array(ids, dtype=np.int32), values
-
-
-def _drawable(request: SampleRequest, values: np.ndarray) -> np.ndarray:
-    return np.where(can_be_drawn(request, values), values, -np.inf).astype(np.float32)

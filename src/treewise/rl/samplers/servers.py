@@ -27,7 +27,6 @@ from treewise.rl.samplers.server_answers import (
     LOGPROBS_MODES,
     PROTOCOLS,
     answered,
-    num_asked,
     question,
     refuse_unanswerable,
 )
@@ -211,7 +210,7 @@ class ServerSampler:
             refuse_unanswerable(request, self.logprobs_mode)
         homes = [self._home(request) for request in requests]
         jobs = [
-            (server, request, request.first_continuation + i)
+            (server, request, i)
             for server, request in zip(homes, requests, strict=True)
             for i in range(request.num_continuations)
         ]
@@ -269,12 +268,12 @@ class ServerSampler:
             self.model = names[0]
 
     def _complete(self, server: Server, request: SampleRequest, continuation: int) -> Completion:
-        num_top = num_asked(request, self.num_entropy_top)
+        num_top = max(request.num_top, self.num_entropy_top if request.want_entropy else 0)
         name = self._held.adapter or ("" if self.protocol == "sglang" else str(self.model))
         payload = question(self.protocol, request, continuation, name, num_top)
         path = _PATHS[self.protocol]
         answer = server.call(path, payload, before=lambda: self._restore(server))
-        return answered(self.protocol, answer, request, continuation, num_top, server.url + path)
+        return answered(self.protocol, answer, request, num_top, server.url + path)
 
     def _restore(self, server: Server) -> None:
         """Gives a server that was away what it should hold, if it was started anew or does not say."""

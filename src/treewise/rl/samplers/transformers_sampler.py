@@ -37,7 +37,6 @@ class _Row:
     continuation: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
@@ -100,9 +99,7 @@ class TransformersSampler:
         what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
         refuse_lengths(self.model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
         rows = [
-            _Row(index, request, request.first_continuation + i)
-            for index, request in enumerate(requests)
-            for i in range(request.num_continuations)
+            _Row(index, request, i) for index, request in enumerate(requests) for i in range(request.num_continuations)
         ]
         with sampling_mode(self.model):
             if self._decoder is None:
@@ -206,7 +203,7 @@ def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _write(rows: list[_Row], draw: DrawnTokens) -> None:
-    ids, logprobs, kept = draw.token_ids.tolist(), draw.logprobs.tolist(), draw.log_kept_mass.tolist()
+    ids, logprobs = draw.token_ids.tolist(), draw.logprobs.tolist()
     for index, row in enumerate(rows):
         if not np.isfinite(logprobs[index]):
             raise NonFiniteError(
@@ -215,7 +212,6 @@ def _write(rows: list[_Row], draw: DrawnTokens) -> None:
             )
         row.token_ids.append(ids[index])
         row.logprobs.append(logprobs[index])
-        row.kept.append(kept[index])
     if draw.entropies is not None:
         for row, value in zip(rows, draw.entropies.tolist(), strict=True):
             row.entropies.append(value)
@@ -245,8 +241,6 @@ def _completion(row: _Row) -> Completion:
         token_ids=np.array(row.token_ids, dtype=np.int32),
         logprobs=np.array(row.logprobs, dtype=np.float32),
         finish_reason="stop" if request.is_stopped(row.token_ids) else "length",
-        continuation=row.continuation,
-        log_kept_mass=np.array(row.kept, dtype=np.float32) if request.truncates else None,
         entropies=np.array(row.entropies, dtype=np.float32) if request.want_entropy else None,
         top_ids=np.array(row.top_ids, dtype=np.int32) if request.num_top else None,
         top_logprobs=np.array(row.top_logprobs, dtype=np.float32) if request.num_top else None,

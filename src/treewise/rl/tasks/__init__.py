@@ -3,7 +3,7 @@
 from treewise.rl.tasks.calls import Calls
 from treewise.rl.tasks.chat_tokens import ChatTokens
 from treewise.rl.tasks.environment import EnvironmentTask, GuessNumber
-from treewise.rl.tasks.episode import Episode, start_episode
+from treewise.rl.tasks.episode import Episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TaskItem, TurnTask
 from treewise.rl.tasks.reward_functions import math_reward
 from treewise.rl.tasks.rewards import RewardFailure, RewardRunner
@@ -26,5 +26,4 @@ __all__ = [
     "TaskItem",
     "TurnTask",
     "math_reward",
-    "start_episode",
 ]

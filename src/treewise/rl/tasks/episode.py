@@ -35,11 +35,10 @@ class _Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """One episode, from `start_episode`.
+    """One episode, from `start_episodes`.
 
-    token_ids: the prompt and all that followed; what the next turn is sampled from. sampled: for each of them, whether
-    the model sampled it; only these are trained, all others have weight 0. turn_starts: where each turn's sampled ids
-    begin. end_reason: None while it goes on. last: the turn that ended it.
+    token_ids: the prompt and all that followed; what the next turn is sampled from. turn_starts: where each turn's
+    sampled ids begin. end_reason: None while it goes on. last: the turn that ended it.
     """
 
     task: TurnTask
@@ -52,7 +51,6 @@ class Episode:
     schemas: list[dict[str, Any]]
     messages: list[Message]
     token_ids: list[int]
-    sampled: list[bool]
     calls: Calls
     turn_starts: list[int] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
@@ -69,13 +67,6 @@ class Episode:
         """Turns that were sampled."""
         return len(self.turn_starts)
 
-    def step(self, token_ids: Sequence[int], finish_reason: str) -> None:
-        """Takes a sampled turn, carries its calls out, and appends what the environment answers, or ends. Raises as
-        `begin_turn` and `end_turn`.
-        """
-        self.begin_turn(token_ids, finish_reason)()
-        self.end_turn()
-
     def begin_turn(self, token_ids: Sequence[int], finish_reason: str) -> Callable[[], None]:
         """Takes a sampled turn; what its environment has to do then, before `end_turn`.
 
@@ -88,7 +79,6 @@ class Episode:
         text, calls = self._calls(ids)
         self.turn_starts.append(len(self.token_ids))
         self.token_ids += ids
-        self.sampled += [True] * len(ids)
         self._turn = _Turn(text, () if finish_reason == "length" else calls, ids[-1], finish_reason)
         return partial(self._carry_out, self._turn)
 
@@ -118,16 +108,9 @@ class Episode:
             return
         self.last = _message(turn)
 
-    def branch(self, turn: int) -> "Episode":
-        """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Raises
-        as `begin_branch` and `open`.
-        """
-        copy = self.begin_branch(turn)
-        copy.open()
-        return copy
-
     def begin_branch(self, turn: int) -> "Episode":
-        """The same; its environment is there once it was opened.
+        """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Its
+        environment is there once it was opened.
 
         Raises:
             ConfigError: there is no such turn.
@@ -149,7 +132,6 @@ class Episode:
             self.schemas,
             self.messages[: written[turn]] if turn < len(written) else list(self.messages),
             self.token_ids[:end],
-            self.sampled[:end],
             self.calls,
             self.turn_starts[:turn],
             self.records[:turn],
@@ -218,7 +200,6 @@ class Episode:
         ids = self.chat.answer_ids(self.messages, turn.text, turn.end_id, replies, shown, location).tolist()
         self.messages += [{"role": "assistant", "content": turn.text}, *replies]
         self.token_ids += ids
-        self.sampled += [False] * len(ids)
 
     def _state(self, turn: int) -> object:
         if self.method in ("fork", "deepcopy"):
@@ -238,11 +219,6 @@ def _message(turn: _Turn) -> Message:
     return {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
 
 
-def start_episode(task: TurnTask, item: TaskItem, chat: ChatTokens, calls: Calls | None = None) -> Episode:
-    """A new episode; see `start_episodes`."""
-    return start_episodes(task, [item], chat, Calls() if calls is None else calls)[0]
-
-
 def start_episodes(task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> list[Episode]:
     """New episodes: environments are reset, and their text joins the last message of each prompt.
 
@@ -253,28 +229,13 @@ def start_episodes(task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, 
         TaskError: `reset` fails.
     """
     results = calls.run_together([Job(env.opened, (task.environment, item), task.environment) for item in items])
-    return [_started(task, item, chat, calls, found) for item, found in zip(items, results, strict=True)]
-
-
-def _started(task: TurnTask, item: TaskItem, chat: ChatTokens, calls: Calls, found: Any) -> Episode:
-    if isinstance(found, FailedCall):
-        raise TaskError(f"{item.key}: the environment cannot be reset: {found.message}") from found.cause
-    environment, first = found
-    schemas = env.tool_schemas(environment, item.key)
-    messages = env.opening(item.prompt, first)  # type: ignore[arg-type]  # of environments always messages
-    shown = schemas if task.text_tool is None else None
-    ids = list(chat.prompt_ids(messages, shown, item.key))
-    return Episode(
-        task,
-        item,
-        chat,
-        "0",
-        environment,
-        env.state_method(environment),
-        first,
-        schemas,
-        messages,
-        ids,
-        [False] * len(ids),
-        calls,
-    )
+    episodes = []
+    for item, found in zip(items, results, strict=True):
+        if isinstance(found, FailedCall):
+            raise TaskError(f"{item.key}: the environment cannot be reset: {found.message}") from found.cause
+        environment, first = found
+        schemas, method = env.tool_schemas(environment, item.key), env.state_method(environment)
+        messages = env.opening(item.prompt, first)  # type: ignore[arg-type]  # of environments always messages
+        ids = list(chat.prompt_ids(messages, schemas if task.text_tool is None else None, item.key))
+        episodes.append(Episode(task, item, chat, "0", environment, method, first, schemas, messages, ids, calls))
+    return episodes

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.rl.online.helpers import TOKENIZER
+from tests.rl.tasks.test_episode import branch_of, start_episode, take_turn
 from treewise.errors import ConfigError
 from treewise.rl.online.tasks_by_name import task_named
-from treewise.rl.tasks import ChatTokens, RewardRunner, start_episode
+from treewise.rl.tasks import ChatTokens, RewardRunner
 
 vf = pytest.importorskip("verifiers.v1", reason="pip install 'verifiers>=0.4,<0.5'")
 HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ def test_a_taskset_of_one_turn_has_its_own_rewards():
     assert items[2].prompt == ({"role": "user", "content": "Say 2"},)
     episodes = [start_episode(task, item, ChatTokens(TOKENIZER, "chatml")) for item in items]
     for episode, text in zip(episodes, ["0", "nothing", "it is 2"], strict=True):
-        episode.step(TOKENIZER(text + "<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
+        take_turn(episode, text)
     assert RewardRunner().of_episodes(episodes) == [2.0, 0.0, 2.0]  # weight 2; the metric counts nothing
 
 
@@ -42,11 +43,11 @@ def test_tools_are_called_and_seen_by_the_rewards():
     assert "Adds two numbers." in text
     call = json.dumps({"name": "add", "arguments": {"a": 4, "b": 1}})
     for turn in (f"<tool_call>{call}</tool_call>", "It is 5."):
-        branch = episode.branch(episode.num_turns)  # played again
-        episode.step(TOKENIZER(turn + "<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
+        branch = branch_of(episode, episode.num_turns)  # played again
+        take_turn(episode, turn)
     assert "<tool_response>\n5\n" in TOKENIZER.decode(episode.token_ids)
     assert branch.token_ids == episode.token_ids[: len(branch.token_ids)]
-    branch.step(TOKENIZER("6<|im_end|>", add_special_tokens=False)["input_ids"], "stop")
+    take_turn(branch, "6")
     assert RewardRunner().of_episodes([episode, branch]) == [1.5, 0.5]
 
 
