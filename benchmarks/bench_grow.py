@@ -30,8 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from treewise import SFT, Forest, Trajectory, TreeEngine, testing
 from treewise.grow import grow, operators
-from treewise.grow.configuration import Target
-from treewise.grow.growth import LEARNED, OPERATORS, load_whole
+from treewise.grow.configuration import LEARNED, OPERATORS, Growth
+from treewise.grow.growth import load_whole
 from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.nn.model_flops import flop_model
 
@@ -140,9 +140,6 @@ def grown_run(
     """The large model that an operator makes, trained on; operator training is counted and takes the first batches."""
     num_fitted = args.operator_steps if name in LEARNED else 0
     used = [forest for batch in batches[:num_fitted] for forest in batch]
-    settings = operators.OperatorSettings(
-        steps=max(num_fitted, 1), learning_rate=args.operator_rate, trees_per_step=BATCH
-    )
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / name
         grow(
@@ -153,14 +150,16 @@ def grown_run(
             operator=name,
             seed=seed,
             check=False,
-            forests=used or None,
-            settings=settings,
+            forests=used,
+            steps=max(num_fitted, 1),
+            learning_rate=args.operator_rate,
+            trees_per_step=BATCH,
         )
         model = load_whole(output)
     run = Run(model, held_out, args.rate)
     if num_fitted:
         small = load_whole(folder)
-        plan = plan_of(small.config, Target(WIDTH, LAYERS), name, 0.0, 0)
+        plan = plan_of(small.config, Growth(WIDTH, num_layers=LAYERS, operator=name, noise=0.0))
         per_step = BATCH * run.flops_per_window + map_flops(name, small, model, plan)
         run.flops = num_fitted * per_step
     return run.train(batches[num_fitted : args.grown_steps], args.eval_every)

@@ -177,7 +177,7 @@ def test_a_configuration_that_does_not_fit_the_weights_is_named(field: str, valu
         ({"width": 0}, "width is 0"),
         ({"width": 1.5}, "width is 1.5; give a whole factor"),
         ({"inner": -1}, "inner is -1"),
-        ({"noise": float("nan"), "width": 2}, "noise is nan"),
+        ({"noise": float("nan"), "width": 2}, "noise=nan must be"),
         ({"num_layers": 1}, "fewer than the 2"),
         ({"experts": 2}, "llama has no experts"),
         ({"width": 2, "operator": "net2net"}, "choose one of copy"),

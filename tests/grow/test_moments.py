@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.grow.test_families import save_random
 from treewise.errors import CheckpointError, ConfigError
 from treewise.grow import grow
-from treewise.grow.configuration import Target
+from treewise.grow.configuration import Growth
 from treewise.grow.growth import grown_entry, load_whole
 from treewise.grow.growth_plan import plan_of, shapes_of
 from treewise.trainer.checkpoint import optimizer_state
@@ -30,25 +30,25 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "changes", "target"),
     [
-        ("llama", {"tie_word_embeddings": False, "attention_bias": True}, Target(2, inner=3)),
-        ("qwen2", {"tie_word_embeddings": True}, Target(3)),
-        ("gemma3_text", {"tie_word_embeddings": True}, Target(2)),
-        ("gemma3_text", {"tie_word_embeddings": False}, Target(2)),
-        ("opt", {"tie_word_embeddings": True}, Target(2)),
-        ("phi3", {}, Target(2)),
-        ("qwen3_moe", {"norm_topk_prob": True}, Target(2, experts=3)),
-        ("olmo2", {}, Target(2)),
+        ("llama", {"tie_word_embeddings": False, "attention_bias": True}, Growth(2, inner=3)),
+        ("qwen2", {"tie_word_embeddings": True}, Growth(3)),
+        ("gemma3_text", {"tie_word_embeddings": True}, Growth(2)),
+        ("gemma3_text", {"tie_word_embeddings": False}, Growth(2)),
+        ("opt", {"tie_word_embeddings": True}, Growth(2)),
+        ("phi3", {}, Growth(2)),
+        ("qwen3_moe", {"norm_topk_prob": True}, Growth(2, experts=3)),
+        ("olmo2", {}, Growth(2)),
     ],
 )
 def test_grown_gradients_are_those_of_the_grown_model(
-    family: str, changes: dict[str, bool], target: Target, tmp_path: Path
+    family: str, changes: dict[str, bool], target: Growth, tmp_path: Path
 ) -> None:
     save_random(tmp_path / "small", family, **changes)
     grow(
         tmp_path / "small", tmp_path / "big", width=target.width, inner=target.inner, experts=target.experts, noise=0.0
     )
     small = load_whole(tmp_path / "small")
-    plan = plan_of(small.config, target, "copy", noise=0.0, seed=0)
+    plan = plan_of(small.config, target)
     expected = gradients(load_whole(tmp_path / "big"))
     shapes = shapes_of(plan.grown_config)
     own = gradients(small)

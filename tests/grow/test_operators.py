@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from tests.grow.test_families import save_random
 from treewise.errors import ConfigError
 from treewise.grow import grow, operators
-from treewise.grow.configuration import Target
+from treewise.grow.configuration import Growth
 from treewise.grow.growth_plan import plan_of
-from treewise.grow.operators import Mango, Operator, OperatorSettings, trained_operator
+from treewise.grow.operators import Mango, Operator, trained_operator
 from treewise.grow.widening import Widening, role_of, widened
 from treewise.tree import Forest, Trajectory
 
@@ -21,7 +21,7 @@ def begin(
     name: str, folder: Path, family: str = "qwen2", rank: int = 1, layers: int = 3
 ) -> tuple[Operator, object, object, Widening]:
     model = save_random(folder, family)
-    plan = plan_of(model.config, Target(2, layers), name, noise=0.0, seed=0)
+    plan = plan_of(model.config, Growth(2, num_layers=layers, operator=name, noise=0.0))
     grown = AutoModelForCausalLM.from_config(plan.grown_config)
     return operators.OPERATORS[name](model, grown, plan, rank), model, grown, plan.widening
 
@@ -72,12 +72,11 @@ def trees() -> list[Forest]:
 @pytest.mark.parametrize(("name", "rank"), [("ligo", 1), ("mango", 1), ("mango", 2)])
 def test_fitting_lowers_the_loss_and_moves_every_map(name: str, rank: int, tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen2")
-    plan = plan_of(model.config, Target(2, 3), name, noise=0.0, seed=0)
-    settings = OperatorSettings(rank=rank, steps=12, learning_rate=3e-3)
-    fit = trained_operator(name, model, plan, trees(), settings, seed=0)
-    assert fit.losses[-1] < fit.losses[0] - 0.05
-    assert fit.model.config.num_hidden_layers == 3
-    assert len(fit.losses) == 12
+    growth = Growth(2, None, 3, operator=name, noise=0.0, forests=trees(), rank=rank, steps=12, learning_rate=3e-3)
+    grown, losses, _ = trained_operator(model, plan_of(model.config, growth), growth)
+    assert losses[-1] < losses[0] - 0.05
+    assert grown.config.num_hidden_layers == 3
+    assert len(losses) == 12
 
 
 @pytest.mark.representatives("mango-qwen3_moe-target2", "ligo-gpt_neox-target3")
@@ -95,10 +94,8 @@ def test_an_operator_that_learned_nothing_keeps_the_function(
 ) -> None:
     monkeypatch.setattr(operators, "MAP_NOISE", 0.0)
     save_random(tmp_path / "small", family)
-    settings = OperatorSettings(steps=1, learning_rate=0.0)
-    report = grow(
-        tmp_path / "small", tmp_path / "big", **target, operator=name, forests=trees(), settings=settings, noise=0.0
-    )
+    fit = {"operator": name, "forests": trees(), "steps": 1, "learning_rate": 0.0, "noise": 0.0}
+    report = grow(tmp_path / "small", tmp_path / "big", **target, **fit)
     assert report.logit_difference < 1e-5
     assert (report.steps, report.rank) == (1, 1 if name == "mango" else None)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "big", output_loading_info=True)
@@ -146,6 +143,6 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
 
 def test_unequal_layers_are_an_error(tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen3_moe", mlp_only_layers=[0])
-    plan = plan_of(model.config, Target(2), "ligo", noise=0.0, seed=0)
+    plan = plan_of(model.config, Growth(2, operator="ligo", noise=0.0))
     with pytest.raises(NotImplementedError, match="in 1 of 2 layers"):
         operators.Ligo(model, AutoModelForCausalLM.from_config(plan.grown_config), plan)

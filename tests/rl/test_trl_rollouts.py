@@ -145,7 +145,7 @@ def test_lcr_gets_every_reward_once_while_trees_grow(build, prompts):  # noqa: F
     train(trainer)
     assert reward.num_rewards == 24  # two steps of two prompts
     assert installed.counts.num_branches > 0
-    assert installed.book.calibration().first == pytest.approx(12, abs=12)
+    assert len(installed.book.state_dict()["tasks"]) > 0
 
 
 def test_evaluation_samples_independent_completions(build, prompts):  # noqa: F811

@@ -10,12 +10,19 @@ no function.
 """
 
 import copy
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Lt
 from transformers import PreTrainedConfig
 
-from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.errors import ConfigError, UnsupportedModelError, check_choice, check_fields
+from treewise.tree import Forest
 
+OPERATORS = ("copy", "stack", "ligo", "mango")
+LEARNED = OPERATORS[2:]
 # Families whose growth is tested to keep the function (tests/grow/test_families.py).
 FAMILIES = (
     "gemma3_text",
@@ -41,20 +48,58 @@ NOT_COMPARED = ("architectures", "dtype", "transformers_version", "use_cache", "
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """How much larger the grown model is.
+class Growth:
+    """What `grow` makes.
 
     Attributes:
-        width: whole factor of hidden size, numbers of heads and, where `inner` is None, inner sizes.
-        num_layers: layers of the grown model, at least those of the small one; None: as many.
-        experts: whole factor of the number of experts and of experts per token (mixtures only).
+        width: whole factor of hidden size, heads and key heads.
         inner: whole factor of the inner sizes of MLPs and experts; None: `width`.
+        num_layers: layers of the grown model; None: as many as the small one has.
+        experts: whole factor of experts and of experts per token (mixtures only).
+        like: configuration of the wanted model, in place of width, inner, num_layers and experts.
+        operator: `copy`, `stack`, or of `LEARNED`.
+        noise: breaks the symmetry between copies, in standard deviations of each matrix; sums over copies keep their
+            value.
+        seed: of the noise and of a learned operator.
+        optimizer: `drop`, or `grow` the optimizer's state that lies in the source, a checkpoint of `treewise train`.
+        check: compare logits of both models (both are loaded in float32).
+        forests: of a learned operator: the trees that it is fitted to, in turn.
+        rank: of Mango's tensor ring. steps: of a learned operator's optimizer; the papers take 100. learning_rate: of
+            Adam, on the maps. trees_per_step: trees of one step. max_tokens: budget of a micro-batch, or None: whole
+            trees.
+
+    Raises:
+        ConfigError: a choice that is unknown, or a number out of range.
     """
 
     width: int = 1
+    inner: int | None = None
     num_layers: int | None = None
     experts: int = 1
-    inner: int | None = None
+    like: PreTrainedConfig | None = None
+    operator: str = "copy"
+    noise: Annotated[float, Ge(0), Lt(math.inf)] = 0.01
+    seed: int = 0
+    optimizer: Literal["drop", "grow"] = "drop"
+    check: bool = True
+    forests: Sequence[Forest] = ()
+    rank: Annotated[int, Ge(1)] = 1
+    steps: Annotated[int, Ge(1)] = 100
+    learning_rate: float = 1e-3
+    trees_per_step: int = 1
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_choice("operator", self.operator, OPERATORS)
+        for name in ("width", "experts", "inner"):
+            factor = getattr(self, name)
+            if factor is not None and (not isinstance(factor, int) or factor < 1):
+                raise ConfigError(
+                    f"{name} is {factor}; give a whole factor of at least 1: growing repeats whole units."
+                )
+        if self.optimizer == "grow" and self.operator in LEARNED:
+            raise ConfigError("optimizer is 'grow'; choose drop, or grow with operator copy or stack.")
 
     @property
     def inner_factor(self) -> int:
@@ -62,12 +107,12 @@ class Target:
         return self.width if self.inner is None else self.inner
 
 
-def refuse_configuration(config: PreTrainedConfig, target: Target) -> None:
+def refuse_configuration(config: PreTrainedConfig, growth: Growth) -> None:
     """Checks that a model can be grown by the rules of this package.
 
     Raises:
         UnsupportedModelError: a family or a field (named) that no rule covers.
-        ConfigError: a target that is no growth, or names experts where there are none.
+        ConfigError: no growth, or experts where there are none.
     """
     family = config.model_type
     if family not in FAMILIES:
@@ -76,20 +121,12 @@ def refuse_configuration(config: PreTrainedConfig, target: Target) -> None:
         raise UnsupportedModelError(f"{family}: quantised weights cannot be grown; load and save dense weights first.")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         raise UnsupportedModelError(f"{family}: word_embed_proj_dim differs from hidden_size; no rule covers that.")
-    _refuse_target(config, target)
-
-
-def _refuse_target(config: PreTrainedConfig, target: Target) -> None:
-    for name in ("width", "experts", "inner"):
-        factor = getattr(target, name)
-        if factor is not None and (not isinstance(factor, int) or factor < 1):
-            raise ConfigError(f"{name} is {factor}; give a whole factor of at least 1: growing repeats whole units.")
-    layers = config.num_hidden_layers if target.num_layers is None else target.num_layers
+    layers = config.num_hidden_layers if growth.num_layers is None else growth.num_layers
     if layers < config.num_hidden_layers:
         raise ConfigError(f"layers is {layers}, fewer than the {config.num_hidden_layers} of the model; growing adds.")
-    if target.experts > 1 and count_experts(config) is None:
-        raise ConfigError(f"experts is {target.experts}, but {config.model_type} has no experts; leave it out.")
-    if target.width == target.experts == target.inner_factor == 1 and layers == config.num_hidden_layers:
+    if growth.experts > 1 and count_experts(config) is None:
+        raise ConfigError(f"experts is {growth.experts}, but {family} has no experts; leave it out.")
+    if growth.width == growth.experts == growth.inner_factor == 1 and layers == config.num_hidden_layers:
         raise ConfigError("nothing grows: give --width, --inner, --layers or --experts beyond what the model has.")
 
 
@@ -107,7 +144,7 @@ def identity_layers(sources: list[int], depth: str) -> set[int]:
     return {layer for layer in range(1, len(sources)) if sources[layer] == sources[layer - 1]}
 
 
-def grown_configuration(config: PreTrainedConfig, target: Target, sources: list[int]) -> PreTrainedConfig:
+def grown_configuration(config: PreTrainedConfig, target: Growth, sources: list[int]) -> PreTrainedConfig:
     """The configuration of the larger model. sources: for each new layer the layer that it comes from."""
     grown = copy.deepcopy(config)
     if getattr(config, "head_dim", None) is None and "head_dim" in config.to_dict():
@@ -131,8 +168,8 @@ def grown_configuration(config: PreTrainedConfig, target: Target, sources: list[
     return grown
 
 
-def target_like(config: PreTrainedConfig, wanted: PreTrainedConfig) -> Target:
-    """The growth from one configuration to another.
+def growth_like(growth: Growth, config: PreTrainedConfig, wanted: PreTrainedConfig) -> Growth:
+    """The growth with the factors from one configuration to another.
 
     Raises:
         ConfigError: a field (named) of the wanted model that no growth of this one has.
@@ -143,7 +180,8 @@ def target_like(config: PreTrainedConfig, wanted: PreTrainedConfig) -> Target:
         next((name for name in names if isinstance(getattr(config, name, None), int)), None)
         for names in (INNER_FIELDS[::-1], EXPERT_FIELDS)
     )
-    return Target(
+    return replace(
+        growth,
         width=_factor("hidden_size", config, wanted),
         num_layers=wanted.num_hidden_layers,
         experts=_factor(experts, config, wanted),

@@ -7,8 +7,6 @@ to the noise that parts the copies). Layers that begin as the identity have no e
 
 import json
 import logging
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,66 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
-from treewise.grow.configuration import Target, check_like, target_like
+from treewise.grow.configuration import LEARNED, Growth, check_like, growth_like
 from treewise.grow.growth_plan import GrowthPlan, plan_of, shapes_of
-from treewise.grow.operators import OperatorSettings, trained_operator
-from treewise.grow.widening import LAYER, Role, TensorRole, repeat_blocks, role_of
+from treewise.grow.operators import trained_operator
+from treewise.grow.widening import Role, TensorRole, repeat_blocks, role_of
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, read_optimizer, save_optimizer
-from treewise.tree import Forest
 
 logger = logging.getLogger("treewise")
-OPERATORS = ("copy", "stack", "ligo", "mango")
-LEARNED = ("ligo", "mango")
-OPTIMIZER_CHOICES = ("drop", "grow")
 TOLERANCE = 1e-5  # of logits before and after, in float32, of the largest one
 NUM_ROWS, LENGTH = 2, 24  # of the tokens on which they are compared
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What `grow` makes.
-
-    Attributes:
-        width: whole factor of hidden size, heads and key heads.
-        inner: whole factor of the inner sizes of MLPs and experts; None: `width`.
-        num_layers: layers of the grown model; None: as many as the small one has.
-        experts: whole factor of experts and of experts per token.
-        like: configuration of the wanted model, in place of width, inner, num_layers and experts.
-        operator: one of `OPERATORS`.
-        noise: breaks the symmetry between copies, in standard deviations of each matrix; sums over copies keep their
-            value.
-        seed: of the noise and of a learned operator.
-        optimizer: `drop`, or `grow` the optimizer's state that lies in the source, a checkpoint of `treewise train`.
-        check: compare logits of both models (both are loaded in float32).
-        forests: `ligo` and `mango`: the trees that the operator is fitted to.
-        settings: `ligo` and `mango`: rank, steps, learning rate, budget.
-
-    Raises:
-        ConfigError: an unknown operator, noise that is no number, or a learned operator without data.
-    """
-
-    width: int = 1
-    inner: int | None = None
-    num_layers: int | None = None
-    experts: int = 1
-    like: PreTrainedConfig | None = None
-    operator: str = "copy"
-    noise: float = 0.01
-    seed: int = 0
-    optimizer: str = "drop"
-    check: bool = True
-    forests: Sequence[Forest] | None = None
-    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009  # frozen
-
-    def __post_init__(self) -> None:
-        if self.operator not in OPERATORS:
-            raise ConfigError(f"operator is {self.operator!r}; choose one of {', '.join(OPERATORS)}.")
-        if self.optimizer not in OPTIMIZER_CHOICES or (self.optimizer == "grow" and self.operator in LEARNED):
-            raise ConfigError(f"optimizer is {self.optimizer!r}; choose drop, or grow with operator copy or stack.")
-        if not 0 <= self.noise < math.inf:
-            raise ConfigError(f"noise is {self.noise}; give a finite number that is not negative.")
-        if self.operator in LEARNED and not self.forests:
-            raise ConfigError(f"operator {self.operator!r} is fitted to trees: give data.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +78,7 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     fitted to the task loss for some steps, the small model frozen, before the large weights are made from them;
     logits change.
 
-    growth: fields of `Growth`.
+    growth: fields of `treewise.grow.configuration.Growth`.
 
     Raises:
         UnsupportedModelError: a family, field or tensor that no rule covers (named), or logits that did not stay.
@@ -143,8 +90,14 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source}: no config.json, so this is not a model; name a folder of save_pretrained.")
-    target, plan = _planned(source, wanted)
-    config, small = plan.config, SmallCheckpoint(source)
+    if wanted.operator in LEARNED and not wanted.forests:
+        raise ConfigError(f"operator {wanted.operator!r} is fitted to trees: give data.")
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if wanted.like is not None:
+        wanted = growth_like(wanted, config, wanted.like)
+    plan, small = plan_of(config, wanted), SmallCheckpoint(source)
+    if wanted.like is not None:
+        check_like(config, plan.grown_config, wanted.like)
     has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
@@ -168,10 +121,10 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
             output=str(output),
             operator=wanted.operator,
             depth=plan.depth,
-            width=target.width,
-            inner=target.inner_factor,
+            width=wanted.width,
+            inner=wanted.inner_factor,
             num_layers=len(plan.layer_sources),
-            experts=target.experts,
+            experts=wanted.experts,
             noise=wanted.noise,
             seed=wanted.seed,
             optimizer=wanted.optimizer,
@@ -185,30 +138,17 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     return report
 
 
-def _planned(source: Path, wanted: Growth) -> tuple[Target, GrowthPlan]:
-    """How much larger, and what is made of what."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    target = Target(wanted.width, wanted.num_layers, wanted.experts, wanted.inner)
-    if wanted.like is not None:
-        target = target_like(config, wanted.like)
-    plan = plan_of(config, target, wanted.operator, wanted.noise, wanted.seed)
-    if wanted.like is not None:
-        check_like(config, plan.grown_config, wanted.like)
-    return target, plan
-
-
 def _write_learned(plan: GrowthPlan, small: SmallCheckpoint, folder: Path, wanted: Growth) -> dict[str, Any]:
     """Fits an operator and writes what it makes; returns what the report says of it."""
     plan.roles(small.shapes)  # refuses before anything is loaded
-    settings, model = wanted.settings, load_whole(small.folder)
-    fit = trained_operator(wanted.operator, model, plan, wanted.forests or (), settings, wanted.seed)
-    fit.model.save_pretrained(folder)
+    model, losses, data_sha256 = trained_operator(load_whole(small.folder), plan, wanted)
+    model.save_pretrained(folder)
     return {
-        "rank": settings.rank if wanted.operator == "mango" else None,
-        "steps": settings.steps,
-        "learning_rate": settings.learning_rate,
-        "data_sha256": fit.data_sha256,
-        "operator_losses": tuple(fit.losses),
+        "rank": wanted.rank if wanted.operator == "mango" else None,
+        "steps": wanted.steps,
+        "learning_rate": wanted.learning_rate,
+        "data_sha256": data_sha256,
+        "operator_losses": tuple(losses),
     }
 
 
@@ -267,28 +207,14 @@ def grow_optimizer(source: Path, output: Path, plan: GrowthPlan) -> None:
     grown = {
         grown_name: {entry: grown_entry(name, entry, value, plan, shapes) for entry, value in entries.items()}
         for name, entries in small.entries.items()
-        for grown_name in grown_names(name, plan, with_identities=False)
+        for grown_name, _, layer in plan.names(name)
+        if layer not in plan.identities
     }
     groups = [
-        {
-            **group,
-            "params": [each for name in group["params"] for each in grown_names(name, plan, with_identities=True)],
-        }
+        {**group, "params": [each for name in group["params"] for each, *_ in plan.names(name)]}
         for group in small.groups
     ]
     save_optimizer(output, replace(small, entries=grown, groups=groups))
-
-
-def grown_names(name: str, plan: GrowthPlan, *, with_identities: bool) -> list[str]:
-    """Names of the grown model's parameters that come from one of the small model's."""
-    match = LAYER.fullmatch(name)
-    if match is None:
-        return [name]
-    return [
-        f"{match['head']}{layer}{match['tail']}"
-        for layer, source in enumerate(plan.layer_sources)
-        if source == int(match["layer"]) and (with_identities or layer not in plan.identities)
-    ]
 
 
 def grown_entry(name: str, entry: str, value: object, plan: GrowthPlan, shapes: dict[str, tuple[int, ...]]) -> object:

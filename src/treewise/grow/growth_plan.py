@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import GrownTensor, SmallCheckpoint
 from treewise.grow.configuration import (
-    Target,
+    Growth,
     count_experts,
     grown_configuration,
     identity_layers,
@@ -75,19 +75,19 @@ class GrowthPlan:
         found = []
         for name, role in roles.items():
             shape, dtype = small.kinds[name]
-            for grown_name, copy, layer in self.names(name, role):
+            for grown_name, copy, layer in self.names(name):
                 value = self._silence(role, layer, is_post_norm=is_post_norm)
                 blocks = partial(self._blocks, small.read, name, role, copy, layer, value)
                 found.append(GrownTensor(grown_name, dtype, self.widening.grown_shape(role, shape), blocks))
         return sorted(found, key=lambda each: _layer_of(each.name))
 
-    def names(self, name: str, role: TensorRole) -> Iterator[tuple[str, int, int]]:
+    def names(self, name: str) -> Iterator[tuple[str, int, int]]:
         """Names that a tensor gets in the grown model, with the index of the expert's copy and of the layer (or -1)."""
-        for layer, source in enumerate(self.layer_sources) if role.layer is not None else ((-1, None),):
-            if source != role.layer:
+        match = LAYER.fullmatch(name)
+        for layer, source in enumerate(self.layer_sources) if match else ((-1, -1),):
+            if match and source != int(match["layer"]):
                 continue
-            match = LAYER.fullmatch(name)
-            grown = name if match is None else f"{match['head']}{layer}{match['tail']}"
+            grown = f"{match['head']}{layer}{match['tail']}" if match else name
             part = EXPERT.fullmatch(grown)
             if part is None:
                 yield grown, 0, layer
@@ -131,35 +131,30 @@ def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def plan_of(config: PreTrainedConfig, target: Target, operator: str, noise: float, seed: int) -> GrowthPlan:
+def plan_of(config: PreTrainedConfig, growth: Growth) -> GrowthPlan:
     """What a growth makes, without reading any weights. Same errors as `grow`."""
-    refuse_configuration(config, target)
-    depth = "stack" if operator == "stack" else "zero"
-    sources = layer_sources(config.num_hidden_layers, target.num_layers or config.num_hidden_layers, depth)
-    grown = grown_configuration(config, target, sources)
-    plan = GrowthPlan(config, grown, sources, depth, widening_of(config, grown, target, noise, seed))
+    refuse_configuration(config, growth)
+    depth = "stack" if growth.operator == "stack" else "zero"
+    sources = layer_sources(config.num_hidden_layers, growth.num_layers or config.num_hidden_layers, depth)
+    grown = grown_configuration(config, growth, sources)
+    scales_embedding = config.model_type.startswith("gemma")  # by the square root of the hidden size
+    embedding_scale = (config.hidden_size / grown.hidden_size) ** 0.5 if scales_embedding else 1.0
+    widening = Widening(
+        width=growth.width,
+        inner=growth.inner,
+        experts=growth.experts,
+        embedding_scale=embedding_scale,
+        final_norm_scale=1 / (growth.width * embedding_scale) if config.tie_word_embeddings else 1.0,
+        norm_offset=1.0 if scales_embedding else 0.0,
+        noise=growth.noise,
+        seed=growth.seed,
+    )
+    plan = GrowthPlan(config, grown, sources, depth, widening)
     if getattr(config, "do_layer_norm_before", True) is False and plan.identities:
         raise UnsupportedModelError(
             f"{config.model_type} with do_layer_norm_before=False has no identity layer; use operator='stack'."
         )
     return plan
-
-
-def widening_of(config: PreTrainedConfig, grown: PreTrainedConfig, target: Target, noise: float, seed: int) -> Widening:
-    """The factors of a growth, with those of a scaled embedding and a tied head."""
-    scales_embedding = config.model_type.startswith("gemma")  # by the square root of the hidden size
-    embedding_scale = (config.hidden_size / grown.hidden_size) ** 0.5 if scales_embedding else 1.0
-    is_tied = bool(config.tie_word_embeddings)
-    return Widening(
-        width=target.width,
-        inner=target.inner,
-        experts=target.experts,
-        embedding_scale=embedding_scale,
-        final_norm_scale=1 / (target.width * embedding_scale) if is_tied else 1.0,
-        norm_offset=1.0 if scales_embedding else 0.0,
-        noise=noise,
-        seed=seed,
-    )
 
 
 def _layer_of(name: str) -> int:

@@ -19,7 +19,6 @@ Letters: B matrices of a shape class, L layers, O outputs, I inputs, E experts, 
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +27,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.grow.configuration import Growth
 from treewise.grow.growth_plan import GrowthPlan
 from treewise.grow.widening import LAYER, Role, repeat_blocks, role_of, widened
 from treewise.objectives import SFT
-from treewise.tree import Forest
 
 HIDDEN = "hidden"
 MAP_NOISE = 1e-2  # of the maps, in their largest number: copies must part
@@ -186,7 +185,7 @@ class Operator(nn.Module):
                 continue
             role = role_of(name, tuple(tensor.shape), plan.config, shapes.get(name))
             wide = widened(name, tensor, role, plan.widening)
-            copies |= {grown: wide for grown, _, _ in plan.names(name, role)}
+            copies |= {grown: wide for grown, *_ in plan.names(name)}
         return copies
 
     def _starts(self) -> dict[str, torch.Tensor]:
@@ -266,71 +265,32 @@ class Mango(Operator):
 # -- fitting ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorSettings:
-    """How an operator is fitted.
-
-    Attributes:
-        rank: of Mango's tensor ring.
-        steps: optimizer steps; the papers take 100.
-        learning_rate: of Adam, on the maps.
-        trees_per_step: trees of one step.
-        max_tokens: budget of a micro-batch, or None: whole trees.
-    """
-
-    rank: int = 1
-    steps: int = 100
-    learning_rate: float = 1e-3
-    trees_per_step: int = 1
-    max_tokens: int | None = None
-
-
 OPERATORS = {"ligo": Ligo, "mango": Mango}
 
 
-@dataclass(frozen=True, slots=True)
-class FittedOperator:
-    """The large model with its weights, the loss at each step, and a hash over tokens and weights of the trees."""
-
-    model: PreTrainedModel
-    losses: list[float]
-    data_sha256: str
-
-
 def trained_operator(
-    name: str,
-    model: PreTrainedModel,
-    plan: GrowthPlan,
-    forests: Sequence[Forest],
-    settings: OperatorSettings,
-    seed: int,
-) -> FittedOperator:
-    """Fits an operator and makes the large weights.
+    model: PreTrainedModel, plan: GrowthPlan, growth: Growth
+) -> tuple[PreTrainedModel, list[float], str]:
+    """Fits an operator: the large model with its weights, the loss at each step, and a hash over tokens and weights of
+    the trees.
 
-    Parameters:
-        name: `ligo` or `mango`.
-        model: the small model, float32.
-        plan: the growth.
-        forests: trees to fit on, taken in turn.
-        settings: steps, rank, learning rate.
-        seed: of the maps' noise.
+    model: the small one, float32.
 
     Raises:
-        ConfigError: a rank or number of steps below 1, or a token beyond the model's vocabulary.
+        ConfigError: a token beyond the model's vocabulary.
     """
     from transformers import AutoModelForCausalLM
 
-    if settings.rank < 1 or settings.steps < 1:
-        raise ConfigError(f"rank is {settings.rank}, steps is {settings.steps}; both must be at least 1.")
+    forests, count = growth.forests, growth.trees_per_step
     highest = max(int(forest.token_ids.max()) for forest in forests)
     if highest >= model.config.vocab_size:
         raise ConfigError(f"the data holds token {highest}, but vocab_size is {model.config.vocab_size}.")
     grown = AutoModelForCausalLM.from_config(plan.grown_config, dtype=torch.float32)
-    operator = OPERATORS[name](model, grown, plan, settings.rank, seed)
-    optimizer = torch.optim.Adam(operator.parameters(), lr=settings.learning_rate)
-    engine, parameters = TreeEngine(grown, max_tokens=settings.max_tokens), dict(grown.named_parameters())
-    losses, digest, count = [], hashlib.sha256(), settings.trees_per_step
-    for step in range(settings.steps):
+    operator = OPERATORS[growth.operator](model, grown, plan, growth.rank, growth.seed)
+    optimizer = torch.optim.Adam(operator.parameters(), lr=growth.learning_rate)
+    engine, parameters = TreeEngine(grown, max_tokens=growth.max_tokens), dict(grown.named_parameters())
+    losses, digest = [], hashlib.sha256()
+    for step in range(growth.steps):
         tensors = _make_weights(operator, grown)
         trees = [forests[index % len(forests)] for index in range(step * count, (step + 1) * count)]
         losses.append(float(engine.step(trees, SFT()).loss))
@@ -342,7 +302,7 @@ def trained_operator(
     for forest in forests:
         for values in (forest.token_ids, forest.parent, forest.token_weights()):
             digest.update(values.tobytes())
-    return FittedOperator(grown.to(plan.grown_config.dtype or torch.float32), losses, digest.hexdigest())
+    return grown.to(plan.grown_config.dtype or torch.float32), losses, digest.hexdigest()
 
 
 def _make_weights(operator: Operator, grown: PreTrainedModel) -> dict[str, torch.Tensor]:

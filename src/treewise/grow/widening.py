@@ -54,8 +54,7 @@ class TensorRole:
         role: its shape class.
         blocks: sizes of the parts that lie side by side on the first axis (fused projections), each grown on its own.
         module: last name of the module that holds it.
-        layer: index of its layer, None outside.
-        expert: index of its expert, None outside.
+        is_expert: it is of one expert.
         adds_to_residual: its result is added to the residual stream.
         is_inner: one of its axes is of inner units, those of an MLP or an expert, and no axis of heads.
     """
@@ -63,8 +62,7 @@ class TensorRole:
     role: Role
     blocks: tuple[int, ...]
     module: str
-    layer: int | None
-    expert: int | None
+    is_expert: bool
     adds_to_residual: bool
     is_inner: bool
 
@@ -83,12 +81,9 @@ def role_of(
     Raises:
         UnsupportedModelError: no rule covers this tensor.
     """
-    in_layer, in_expert = LAYER.fullmatch(name), EXPERT.fullmatch(name)
-    layer = int(in_layer["layer"]) if in_layer else None
-    expert = int(in_expert["expert"]) if in_expert else None
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
-    role = _role(name, module, kind, shape, layer)
+    role = _role(name, module, kind, shape)
     if role is Role.VECTOR and grown_shape == shape:
         role = Role.FIXED
     if role is None:
@@ -97,20 +92,21 @@ def role_of(
     blocks = blocks or shape[:1]
     if sum(blocks) != shape[0]:
         raise UnsupportedModelError(f"{name} has {shape[0]} rows, its parts {sum(blocks)}; no rule covers it.")
-    is_inner = INNER.fullmatch(name) is not None
-    return TensorRole(role, blocks, module, layer, expert, module in RESIDUAL_OUTPUTS, is_inner)
+    is_expert, is_inner = EXPERT.fullmatch(name) is not None, INNER.fullmatch(name) is not None
+    return TensorRole(role, blocks, module, is_expert, module in RESIDUAL_OUTPUTS, is_inner)
 
 
-def _role(name: str, module: str, kind: str, shape: tuple[int, ...], layer: int | None) -> Role | None:
+def _role(name: str, module: str, kind: str, shape: tuple[int, ...]) -> Role | None:
+    in_layer = LAYER.fullmatch(name) is not None
     if kind not in ("weight", "bias"):
         return None
     if len(shape) == 1:
         if module in HEADS:
             return None  # a bias over the vocabulary
-        return Role.FINAL_NORM if layer is None and module in FINAL_NORMS else Role.VECTOR
+        return Role.FINAL_NORM if not in_layer and module in FINAL_NORMS else Role.VECTOR
     if len(shape) != 2:
         return None
-    if layer is None:
+    if not in_layer:
         for modules, role in ((EMBEDDINGS, Role.EMBEDDING), (POSITIONS, Role.POSITIONS), (HEADS, Role.HEAD)):
             if module in modules:
                 return role
@@ -242,12 +238,12 @@ def noise_of(
     It changes no sum over the `columns` copies of an input, nor, where inputs have no copies, over those of an expert;
     of a silent branch it is free.
     """
-    sums_experts = role.expert is not None and role.adds_to_residual and rule.experts > 1
+    sums_experts = role.is_expert and role.adds_to_residual and rule.experts > 1
     has_copies = max(rule.width, rule.inner or 1, rule.experts) > 1
     if rule.noise == 0 or not (columns > 1 or sums_experts or (is_silent and has_copies)):
         return torch.zeros(())
     generator = torch.Generator().manual_seed((rule.seed << 32) ^ zlib.crc32(name.encode()))
-    num_copies = rule.experts if role.expert is not None else 1
+    num_copies = rule.experts if role.is_expert else 1
     drawn = torch.randn(num_copies, shape[0], columns, shape[1] // columns, generator=generator, dtype=torch.float64)
     if not is_silent:
         drawn = drawn - drawn.mean(2 if columns > 1 else 0, keepdim=True)

@@ -1,7 +1,7 @@
 """How likely tasks, and the branch points of their rollout trees, are to end in success: Beta posteriors with decay.
 
-One book serves the branching rule `lcr` (its v), the choice of tasks (learnability, `p (1 - p)`), and a calibration
-curve of its own predictions. It is saved with every checkpoint as plain JSON.
+One book serves the branching rule `lcr` (its v) and the choice of tasks (learnability, `p (1 - p)`), and scores its own
+predictions. It is saved with every checkpoint as plain JSON.
 
 Each key holds pseudo-counts (a, b) of successes and failures. An observation of s successes in n trials makes
 `a <- decay a + (1 - decay) a0 + s`, b alike with `n - s` (MoPPS, arXiv 2507.04632, section 4): old outcomes are those
@@ -10,19 +10,21 @@ trials at the task's own mean.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 
-from treewise.errors import ConfigError, DataError
+from treewise.errors import DataError, check_fields
 from treewise.rl.branching.protocol import Kind, Signals, points_of
 from treewise.rl.branching.rollout_tree import RolloutTree
 from treewise.rl.node_values import node_values
 
 FORMAT = 1
-NUM_BINS = 10
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,40 +34,15 @@ class BookSettings:
     success_at: rewards from here on are successes. max_nodes: branch points kept; the longest unobserved go first.
     """
 
-    decay: float = 0.95
-    prior_successes: float = 1.0
-    prior_failures: float = 1.0
-    node_strength: float = 4.0
-    success_at: float = 0.5
-    max_nodes: int = 100_000
+    decay: Annotated[float, Gt(0), Le(1)] = 0.95
+    prior_successes: Positive = 1.0
+    prior_failures: Positive = 1.0
+    node_strength: Positive = 4.0
+    success_at: Annotated[float, Gt(-math.inf), Lt(math.inf)] = 0.5
+    max_nodes: Annotated[int, Ge(0)] = 100_000
 
     def __post_init__(self) -> None:
-        for name in ("prior_successes", "prior_failures", "node_strength"):
-            value = getattr(self, name)
-            if not 0 < value < np.inf:
-                raise ConfigError(f"{name}={value} must be positive and finite.")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay} must lie in 0..1, above 0.")
-        if not np.isfinite(self.success_at):
-            raise ConfigError(f"success_at={self.success_at} must be finite.")
-        if self.max_nodes < 0:
-            raise ConfigError(f"max_nodes={self.max_nodes} must not be negative.")
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Predictions of tasks that had been tried before, against what came.
-
-    predicted, observed: [10] float64, means of the trials whose prediction lay in each tenth of 0..1; NaN without any.
-    trials: [10] float64. brier: mean squared error of the predictions against outcomes of 0 or 1, NaN without trials;
-    always predicting the overall rate p gives p (1 - p). first: trials of tasks that had not been tried, left out.
-    """
-
-    predicted: np.ndarray
-    observed: np.ndarray
-    trials: np.ndarray
-    brier: float
-    first: float
+        check_fields(self)
 
 
 class SuccessBook:
@@ -79,9 +56,7 @@ class SuccessBook:
         self.settings = settings or BookSettings()
         self._tasks: dict[str, tuple[float, float]] = {}
         self._nodes: dict[str, tuple[float, float]] = {}  # in the order of their last observation
-        self._bins = np.zeros((3, NUM_BINS))  # trials, sums of predictions, successes
-        self._squared = 0.0
-        self._first = 0.0
+        self._squared = self._trials = 0.0  # errors of predictions of tasks that had been tried before, and how many
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -94,14 +69,12 @@ class SuccessBook:
         a, b = self.counts(task)
         return a / (a + b)
 
-    def learnability(self, task: str) -> float:
-        """`p (1 - p)` at the posterior mean: the variance of an outcome, 0.25 at most."""
-        return self.success(task) * (1 - self.success(task))
-
-    def node_success(self, task: str, prefix_ids: np.ndarray) -> float:
-        """The posterior mean at a branch point, given by all token ids before it; the task's where it is not known."""
-        counts = self._nodes.get(_node_key(task, prefix_ids))
-        return self.success(task) if counts is None else counts[0] / sum(counts)
+    @property
+    def brier(self) -> float:
+        """The mean squared error of predictions against outcomes of 0 or 1, of tasks that had been tried before; NaN
+        without any. Always predicting the overall rate p gives p (1 - p).
+        """
+        return self._squared / self._trials if self._trials else math.nan
 
     def signals(self, task: str, tree: RolloutTree, points: Kind = "turns") -> Signals:
         """What a branching policy gets of a growing tree: the task, and the branch points met before.
@@ -131,11 +104,8 @@ class SuccessBook:
             return
         predicted = self.success(task)
         if task in self._tasks:
-            index = min(int(predicted * NUM_BINS), NUM_BINS - 1)
-            self._bins[:, index] += (trials, predicted * trials, successes)
+            self._trials += trials
             self._squared += successes * (1 - predicted) ** 2 + (trials - successes) * predicted**2
-        else:
-            self._first += trials
         prior = (self.settings.prior_successes, self.settings.prior_failures)
         self._tasks[task] = self._decayed(self.counts(task), prior, successes, trials)
 
@@ -170,19 +140,6 @@ class SuccessBook:
                 prefix = tree.prefix_ids(each.node, each.end)
                 self.observe_node(task, prefix, each.value * each.num_draws, each.num_draws)
 
-    def calibration(self) -> Calibration:
-        """Predictions against outcomes so far."""
-        trials, predicted, observed = self._bins
-        empty = np.full(NUM_BINS, np.nan)
-        total = float(trials.sum())
-        return Calibration(
-            predicted=np.divide(predicted, trials, out=empty.copy(), where=trials > 0),
-            observed=np.divide(observed, trials, out=empty.copy(), where=trials > 0),
-            trials=trials.copy(),
-            brier=self._squared / total if total else float("nan"),
-            first=self._first,
-        )
-
     def _decayed(
         self, counts: tuple[float, float], prior: tuple[float, float], successes: float, trials: float
     ) -> tuple[float, float]:
@@ -199,9 +156,8 @@ class SuccessBook:
             "settings": asdict(self.settings),
             "tasks": {key: list(counts) for key, counts in self._tasks.items()},
             "nodes": [[key, *counts] for key, counts in self._nodes.items()],
-            "bins": self._bins.tolist(),
             "squared": self._squared,
-            "first": self._first,
+            "trials": self._trials,
         }
 
     @classmethod
@@ -217,15 +173,15 @@ class SuccessBook:
             book = cls(BookSettings(**state["settings"]))
             book._tasks = {key: (float(a), float(b)) for key, (a, b) in state["tasks"].items()}
             book._nodes = {key: (float(a), float(b)) for key, a, b in state["nodes"]}
-            book._bins = np.array(state["bins"], dtype=np.float64).reshape(3, NUM_BINS)
-            book._squared, book._first = float(state["squared"]), float(state["first"])
+            trials = state["trials"] if "trials" in state else sum(state["bins"][0])  # as earlier versions wrote them
+            book._squared, book._trials = float(state["squared"]), float(trials)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a success book: {type(error).__name__}: {error}.") from None
         for key, counts in (*book._tasks.items(), *book._nodes.items()):
             if not all(0 < count < np.inf for count in counts):
                 raise DataError(f"success book, {key!r}: counts {counts}; they must be positive and finite.")
-        if not np.isfinite([*book._bins.flat, book._squared, book._first]).all():
-            raise DataError("success book: its calibration is not finite.")
+        if not np.isfinite([book._squared, book._trials]).all():
+            raise DataError("success book: its score is not finite.")
         return book
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -100,7 +101,7 @@ def _check_servers(args: argparse.Namespace) -> int:
     model = None if args.model is None else load_weights(args.model).to(chosen_device(args.device))
     found = {url: check_server(url, model) for url in args.sampler}
     if args.json:
-        print(json.dumps({url: [each.as_json() for each in findings] for url, findings in found.items()}, indent=1))
+        print(json.dumps({url: [asdict(each) for each in findings] for url, findings in found.items()}, indent=1))
     for url, findings in {} if args.json else found.items():
         print("\n".join([url, *(each.as_line() for each in findings)]))
     for url, findings in found.items():

@@ -11,12 +11,11 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from treewise.errors import ConfigError, num
 from treewise.grow import GrowReport, grow
-from treewise.grow.growth import LEARNED, OPERATORS, OPTIMIZER_CHOICES
-from treewise.grow.operators import OperatorSettings
+from treewise.grow.configuration import LEARNED, OPERATORS, Growth
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.load_model import load_tokenizer, load_weights, locate
 
-DEFAULTS = OperatorSettings()
+DEFAULTS = Growth()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=1, help="whole factor of experts and of experts per token")
     parser.add_argument("--like", metavar="MODEL", help="grow to the sizes of this model's config.json instead")
     parser.add_argument(
-        "--operator", default="copy", choices=OPERATORS, help="copy keeps the logits; the others do not"
+        "--operator",
+        default="copy",
+        choices=OPERATORS,
+        help="copy keeps the logits; the others do not",
     )
     parser.add_argument("--noise", type=float, default=0.01, help="between copies, in standard deviations; cancels")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and of a learned operator")
     parser.add_argument(
-        "--optimizer", default="drop", choices=OPTIMIZER_CHOICES, help="state of a checkpoint's optimizer"
+        "--optimizer", default="drop", choices=("drop", "grow"), help="state of a checkpoint's optimizer"
     )
     parser.add_argument("--verify", action="store_true", help="compare logits before and after (loads both models)")
     parser.add_argument("--data", nargs="+", help="ligo, mango: rows that the operator is fitted to")
@@ -78,8 +80,11 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             optimizer=args.optimizer,
             check=args.verify,
-            forests=_forests(args) if args.data else None,
-            settings=OperatorSettings(args.rank, args.steps, args.learning_rate, max_tokens=args.max_tokens),
+            forests=_forests(args) if args.data else (),
+            rank=args.rank,
+            steps=args.steps,
+            learning_rate=args.learning_rate,
+            max_tokens=args.max_tokens,
         )
     print(json.dumps(asdict(report), indent=2) if args.json else _text(report))
     return 0

@@ -61,7 +61,8 @@ def learnabilities(trees: Sequence[Tree], success_at: float, settings: BookSetti
         if not outcomes:
             raise DataError(f"{tree[0].source or f'tree {number}'}: no reward, so its learnability is not known.")
         book.observe(str(number), sum(outcomes), len(outcomes))
-    return np.array([book.learnability(str(number)) for number in range(len(trees))])
+    rates = np.array([book.success(str(number)) for number in range(len(trees))])
+    return np.asarray(rates * (1 - rates))
 
 
 def check_on_trees(

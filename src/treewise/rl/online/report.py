@@ -126,9 +126,8 @@ def figures(
         values |= {"reward": float(known.mean()), "success": float((known >= success_at).mean())}
     if depths:
         values["branch_depth"] = float(np.mean(depths))
-    brier = book.calibration().brier
-    if brier == brier:
-        values["book_brier"] = brier
+    if book.brier == book.brier:
+        values["book_brier"] = book.brier
     return values
 
 

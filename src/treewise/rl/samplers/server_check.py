@@ -5,7 +5,7 @@ processed log-probs lie twice as far apart, raw ones as far as before.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUM_TOP = 5  # of which distances are compared
+Found = tuple[bool | None, str] | tuple[bool | None, str, str]  # what was found: `passed`, `text` and `way_out`
 _PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -32,10 +33,6 @@ class Finding:
     passed: bool | None
     text: str
     way_out: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
     def as_line(self) -> str:
         """A line for people, and a second one with the way out."""
@@ -53,20 +50,30 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
     protocol = protocol_of(url, patience_seconds)
     sampler = ServerSampler(url, protocol=protocol, weights="fixed", patience_seconds=patience_seconds)
     server = sampler.servers[0]
+    checks: dict[str, Callable[[], Found]] = {
+        "answers": lambda: _answers(server, protocol),
+        "ids": lambda: _ids(sampler),
+        "log-probs": lambda: _logprobs(sampler),
+        "seeds": lambda: _seeds(sampler),
+        "lengths": lambda: _lengths(server, model),
+        "weights": lambda: _weights(sampler, model),
+        "candidates": lambda: _candidates(sampler),
+        "restarts": lambda: _restarts(server),
+        "handing over": lambda: _handing_over(server),
+    }
+    if model is None:
+        del checks["weights"]
+    if protocol != "openai":
+        del checks["handing over"]
+    found: list[Finding] = []
     try:
-        found = [_guarded("answers", lambda: _answers(server, protocol))]
-        if found[0].passed:
-            found += [
-                _guarded("ids", lambda: _ids(sampler)),
-                _guarded("log-probs", lambda: _logprobs(sampler)),
-                _guarded("seeds", lambda: _seeds(sampler)),
-                _guarded("lengths", lambda: _lengths(server, model)),
-                *([] if model is None else [_guarded("weights", lambda: _weights(sampler, model))]),
-                _guarded("candidates", lambda: _candidates(sampler)),
-                _guarded("restarts", lambda: _restarts(server)),
-            ]
-            if protocol == "openai":
-                found.append(_guarded("handing over", lambda: _handing_over(server)))
+        for name, check in checks.items():
+            try:
+                found.append(Finding(name, *check()))
+            except TreewiseError as error:
+                found.append(Finding(name, passed=False, text=str(error)))
+            if not found[0].passed:
+                break
     finally:
         sampler.close()
     return found
@@ -84,46 +91,37 @@ def protocol_of(url: str, patience_seconds: float) -> str:
     return "sglang" if isinstance(answer, dict) and "model_path" in answer else "openai"
 
 
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except TreewiseError as error:
-        return Finding(name, passed=False, text=str(error))
-
-
-def _answers(server: Server, protocol: str) -> Finding:
+def _answers(server: Server, protocol: str) -> Found:
     if protocol == "sglang":
-        return Finding("answers", passed=True, text=f"SGLang with {server.call('/model_info')['model_path']}")
+        return True, f"SGLang with {server.call('/model_info')['model_path']}"
     models = [each["id"] for each in server.call("/v1/models")["data"]]
     try:
         version = f"vLLM {server.call('/version', retried=())['version']}"
     except (SamplerError, KeyError, TypeError):
         version = "a server of OpenAI's protocol"
-    return Finding("answers", passed=True, text=f"{version} with {', '.join(models)}")
+    return True, f"{version} with {', '.join(models)}"
 
 
-def _ids(sampler: ServerSampler) -> Finding:
+def _ids(sampler: ServerSampler) -> Found:
     completion = _one(sampler, SampleRequest(_PROMPT, max_new_tokens=4))
-    return Finding("ids", passed=True, text=f"token ids in and out, with log-probs ({completion.num_tokens} of 4)")
+    return True, f"token ids in and out, with log-probs ({completion.num_tokens} of 4)"
 
 
-def _logprobs(sampler: ServerSampler) -> Finding:
+def _logprobs(sampler: ServerSampler) -> Found:
     """Distances of the most likely ids of one position, at temperature 1 and 0.5."""
     request = SampleRequest(_PROMPT, max_new_tokens=1, num_top=NUM_TOP)
     whole, half = (_distances(_one(sampler, replace(request, temperature=each))) for each in (1.0, 0.5))
     common = [token for token in whole if token in half and whole[token] < -1e-3]
     if not common:
-        return Finding("log-probs", passed=False, text="the most likely ids differ by temperature; nothing to compare")
+        return False, "the most likely ids differ by temperature; nothing to compare"
     factor = float(np.median([half[token] / whole[token] for token in common]))
     if abs(factor - 2) < 0.1:
-        return Finding("log-probs", passed=True, text="processed: after the temperature, as training computes them")
+        return True, "processed: after the temperature, as training computes them"
     text = f"raw: those of temperature 1 at every temperature (factor {factor:.2f}, not 2)"
     if abs(factor - 1) > 0.1:
         text = f"neither raw nor processed: at half the temperature their distances grow by {factor:.2f}"
-    way_out = (
-        "start vLLM with --logprobs-mode processed_logprobs, or train at temperature 1 with logprobs_mode raw_logprobs"
-    )
-    return Finding("log-probs", passed=False, text=text, way_out=way_out)
+    way_out = "start vLLM with --logprobs-mode processed_logprobs, or train at temperature 1 with logprobs_mode"
+    return False, text, f"{way_out} raw_logprobs"
 
 
 def _distances(completion: Completion) -> dict[int, float]:
@@ -133,33 +131,28 @@ def _distances(completion: Completion) -> dict[int, float]:
     return dict(zip(completion.top_ids[0].tolist(), (values - values[0]).tolist(), strict=True))
 
 
-def _seeds(sampler: ServerSampler) -> Finding:
+def _seeds(sampler: ServerSampler) -> Found:
     request = SampleRequest(_PROMPT, 4, 8, seed=1)
     first, again = ([each.token_ids.tolist() for each in sampler.sample([request])[0]] for _ in range(2))
     if len({tuple(ids) for ids in first}) == 1:
-        return Finding("seeds", passed=False, text="four seeds gave the same tokens", way_out="seeds are not honoured")
+        return False, "four seeds gave the same tokens", "seeds are not honoured"
     if first != again:
-        text = "the same seed gives other tokens: resumed runs sample again what was not yet in the journal"
-        return Finding("seeds", passed=None, text=text)
-    return Finding("seeds", passed=True, text="the same seed gives the same tokens")
+        return None, "the same seed gives other tokens: resumed runs sample again what was not yet in the journal"
+    return True, "the same seed gives the same tokens"
 
 
-def _lengths(server: Server, model: "PreTrainedModel | None") -> Finding:
-    listed = server.call("/v1/models")["data"][0]
-    served = listed.get("max_model_len")
+def _lengths(server: Server, model: "PreTrainedModel | None") -> Found:
+    served = server.call("/v1/models")["data"][0].get("max_model_len")
     own = None if model is None else getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if served is None:
-        return Finding("lengths", passed=None, text="the server does not say how long a row may get")
+        return None, "the server does not say how long a row may get"
+    text = f"up to {served:,} tokens" + ("" if own is None else f"; the model's positions reach {own:,}")
     if own is not None and served < own:
-        text = f"up to {served:,} tokens; the model's positions reach {own:,}"
-        return Finding(
-            "lengths", passed=False, text=text, way_out=f"give the run max_length: {served}, or raise --max-model-len"
-        )
-    more = "" if own is None else f"; the model's positions reach {own:,}"
-    return Finding("lengths", passed=True, text=f"up to {served:,} tokens{more}")
+        return False, text, f"give the run max_length: {served}, or raise --max-model-len"
+    return True, text
 
 
-def _weights(sampler: ServerSampler, model: Any) -> Finding:
+def _weights(sampler: ServerSampler, model: Any) -> Found:
     """At temperature 1, where raw and processed log-probs are the same."""
     from treewise.engine.engine import TreeEngine
 
@@ -177,45 +170,39 @@ def _weights(sampler: ServerSampler, model: Any) -> Finding:
     pairs: list[tuple[Any, Any]] = [(each.old_logprobs, each.sampler_logprobs) for each in scored]
     most = max(float(np.abs(own - served).max()) for own, served in pairs)
     text = f"log-probs differ from the model's by {most:.1e} at most (logprob_gap {gap:.6f}; 1: none)"
-    if gap <= MAX_GAP:
-        return Finding("weights", passed=True, text=text)
     way_out = "other weights, or a coarser dtype; start it from the model's folder (a run hands them over at its start)"
-    return Finding("weights", passed=False, text=text, way_out=way_out)
+    return (True, text) if gap <= MAX_GAP else (False, text, way_out)
 
 
-def _candidates(sampler: ServerSampler) -> Finding:
+def _candidates(sampler: ServerSampler) -> Found:
     for count in (sampler.num_entropy_top, NUM_TOP):
         try:
             _one(sampler, SampleRequest(_PROMPT, max_new_tokens=1, num_top=count))
         except SamplerError:
             continue
-        return Finding(
-            "candidates", passed=True, text=f"{count} or more log-probs a token: branching by lcr and entropy"
-        )
+        return True, f"{count} or more log-probs a token: branching by lcr and entropy"
     way_out = "branching by lcr and entropy needs them: start vLLM with --max-logprobs 20"
-    return Finding("candidates", passed=False, text=f"fewer than {NUM_TOP} log-probs a token", way_out=way_out)
+    return False, f"fewer than {NUM_TOP} log-probs a token", way_out
 
 
-def _restarts(server: Server) -> Finding:
+def _restarts(server: Server) -> Found:
     if server.start() is not None:
-        return Finding(
-            "restarts", passed=True, text="a server that is started anew is noticed, and gets the weights again"
-        )
-    text = "the server does not tell one start from another: weights are handed over again after a lost connection only"
-    return Finding("restarts", passed=None, text=text)
+        return True, "a server that is started anew is noticed, and gets the weights again"
+    return (
+        None,
+        "the server does not tell one start from another: only a lost connection makes it get the weights again",
+    )
 
 
-def _handing_over(server: Server) -> Finding:
+def _handing_over(server: Server) -> Found:
     """Which ways are open."""
     ways = {"reload": "/collective_rpc", "adapter": "/v1/load_lora_adapter"}
     found = [way for way, path in ways.items() if server.has(path)]
-    if "reload" in found:
-        return Finding("handing over", passed=True, text=f"weights: {' or '.join(found)}")
     way_out = "start vLLM with VLLM_SERVER_DEV_MODE=1 for weights: reload"
     if not found:
         way_out += ", or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora for weights: adapter"
-        return Finding("handing over", passed=False, text="the server takes no weights from a folder", way_out=way_out)
-    return Finding("handing over", passed=True, text="weights: adapter", way_out=way_out)
+        return False, "the server takes no weights from a folder", way_out
+    return True, f"weights: {' or '.join(found)}", "" if "reload" in found else way_out
 
 
 def _one(sampler: ServerSampler, request: SampleRequest) -> Completion:
