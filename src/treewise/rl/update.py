@@ -4,6 +4,8 @@
     update = with_streams(update, objective, num_updates=4)
     update = scored(update, engine, batch_size=8)
 
+or, of rollouts that the policy itself has sampled, `own_update`.
+
 Computed log-probs are saved beside the run (`save_scores`), so that a resumed run trains against the same, bit for bit.
 """
 
@@ -325,6 +327,29 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
             with nullcontext() if adapters_off is None else adapters_off():
                 trees = with_logprobs(engine, trees, "ref_logprobs", batch_size)
     return replace(update, trees=trees)
+
+
+def own_update(
+    trees: Trees,
+    objective: Objective,
+    engine: TreeEngine,
+    *,
+    num_updates: int = 1,
+    old_logprobs: str = "auto",
+    reference: TreeEngine | None = None,
+    **advantages: Any,
+) -> Update:
+    """Rollouts with all that an update of the policy that sampled them needs; there may be none, or nothing to learn.
+
+    Parameters:
+        engine, reference: as of `scored`. num_updates, old_logprobs: as of `with_streams`.
+        advantages: method, settings, drop_flat_groups of `credited`, which raises of these.
+    """
+    update = credited(trees, objective, may_be_empty=True, **advantages) if trees else Update([])
+    if not update.trees:
+        return update
+    update = with_streams(update, objective, num_updates=num_updates, old_logprobs=old_logprobs)
+    return scored(update, engine, batch_size=len(update.trees), reference=reference)
 
 
 # -- log-probs of a run that is resumed -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import argparse
 import json
 import tempfile
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +11,6 @@ from treewise.cli.values import read_mapping
 from treewise.nn.load_model import load_tokenizer, load_weights
 
 if TYPE_CHECKING:
-    from treewise.engine.engine import TreeEngine
-    from treewise.objectives import Objective
     from treewise.rl.curriculum.self_check import CheckReport
 
 
@@ -101,6 +98,7 @@ def _on_data(args: argparse.Namespace) -> "CheckReport":
     from treewise.engine.engine import TreeEngine
     from treewise.objectives.registry import objective_named
     from treewise.rl.curriculum.recorded import check_on_trees
+    from treewise.rl.update import own_update
 
     tokenizer = load_tokenizer(args.model, args.gguf_file, required=False)
     dataset = load_trees(args.source, tokenizer, options=RenderOptions(chat_template=args.chat_template))
@@ -112,13 +110,8 @@ def _on_data(args: argparse.Namespace) -> "CheckReport":
     model = load_weights(args.model, args.gguf_file, args.dtype)
     dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     engine = TreeEngine(model, args.max_tokens, temperature=args.temperature)
-    prepared = partial(_prepared, objective=objective, method=args.advantages, engine=engine)
+
+    def prepared(rows: list[Any]) -> list[Any]:
+        return own_update([rows], objective, engine, method=args.advantages).trees[0]
+
     return check_on_trees(trees, engine, objective, prepared, args.success_at)
-
-
-def _prepared(rows: list[Any], *, objective: "Objective", method: str | None, engine: "TreeEngine") -> list[Any]:
-    from treewise.rl.update import credited, scored, with_streams
-
-    update = credited([rows], objective, method=method, may_be_empty=True)
-    update = with_streams(update, objective, num_updates=1)
-    return list(scored(update, engine, batch_size=1).trees[0])

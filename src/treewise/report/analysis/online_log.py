@@ -330,7 +330,7 @@ def _windows(draws: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
         if not trials.sum():
             continue
         has_correlation = len(inside) >= 3
-        found = float(spearman(predicted * (1 - predicted), observed * (1 - observed))) if has_correlation else None
+        found = spearman(predicted * (1 - predicted), observed * (1 - observed)) if has_correlation else None
         window = {"first": int(part[0]), "last": int(part[-1]), "num_draws": len(inside), "correlation": found}
         means = {"predicted": np.average(predicted, weights=trials), "observed": np.average(observed, weights=trials)}
         windows.append(window | {name: float(value) for name, value in means.items()})

@@ -5,6 +5,7 @@ the rollouts that it was made of would look good on noise. A signal predicts by 
 one whose bootstrap interval is not above zero is useless here.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,33 +53,19 @@ class Correlation:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """[..., n] float64, ranks from 0 along the last axis; equal values share the mean of theirs."""
+    """[n] float64, ranks from 0; equal values share the mean of theirs."""
     values = np.asarray(values, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise DataError(
-            f"{int((~np.isfinite(values)).sum())} of {values.size} values are not finite; they cannot be ranked."
-        )
-    order = np.argsort(values, axis=-1, kind="stable")
-    ordered = np.take_along_axis(values, order, axis=-1)
-    size = values.shape[-1]
-    index = np.broadcast_to(np.arange(size), values.shape)
-    is_first = np.ones(values.shape, dtype=bool)
-    is_first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    is_last = np.ones(values.shape, dtype=bool)
-    is_last[..., :-1] = is_first[..., 1:]
-    first = np.maximum.accumulate(np.where(is_first, index, 0), axis=-1)
-    last = np.minimum.accumulate(np.where(is_last, index, size - 1)[..., ::-1], axis=-1)[..., ::-1]
-    result = np.empty(values.shape)
-    np.put_along_axis(result, order, (first + last) / 2, axis=-1)
-    return result
+    if num_wrong := int((~np.isfinite(values)).sum()):
+        raise DataError(f"{num_wrong} of {values.size} values are not finite; they cannot be ranked.")
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts + 1) / 2)[group])
 
 
-def spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """[...] float64, the correlation of ranks along the last axis; 0 where one of them is constant."""
-    a, b = ranks(first), ranks(second)
-    a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
-    scale = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
-    return np.divide((a * b).sum(-1), scale, out=np.zeros(scale.shape), where=scale > 0)
+def spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """The correlation of ranks of two [n]; 0 where one of them is constant."""
+    a, b = (each - each.mean() for each in (ranks(first), ranks(second)))
+    scale = math.sqrt((a**2).sum() * (b**2).sum())
+    return float((a * b).sum()) / scale if scale else 0.0
 
 
 def require_tasks(num_signals: int, num_targets: int) -> None:
@@ -99,9 +86,9 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
     signal, target = np.asarray(signal, dtype=np.float64), np.asarray(target, dtype=np.float64)
     require_tasks(len(signal), len(target))
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
-    value = float(spearman(signal, target))
-    low, high = np.quantile(spearman(signal[drawn], target[drawn]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Correlation(value, float(low), float(high), len(signal))
+    resampled = [spearman(signal[each], target[each]) for each in drawn]
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Correlation(spearman(signal, target), float(low), float(high), len(signal))
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,18 +192,6 @@ def _hash(kind: str, question: object) -> str:
     return hashlib.sha256(json.dumps([kind, question], sort_keys=True).encode()).hexdigest()
 
 
-class Journals(dict[int, Journal]):
-    """The journals of a run by iteration, one for all that writes into it; 0: of what comes before the first."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self.run_dir = run_dir
-
-    def __missing__(self, iteration: int) -> Journal:
-        self[iteration] = Journal(journal_file(self.run_dir, iteration))
-        return self[iteration]
-
-
 class Unrecorded(Journal):
     """The place of a journal where nothing is resumed: every answer is computed."""
 

@@ -43,9 +43,9 @@ from treewise.rl.online import records
 from treewise.rl.online.ahead import Ahead
 from treewise.rl.online.collecting import Collected, Collector, Sampled, token_progress
 from treewise.rl.online.continuing import Rounds
-from treewise.rl.online.curriculum import CurriculumCheck
+from treewise.rl.online.curriculum import begin_curriculum, check_items
 from treewise.rl.online.growing import check_failures
-from treewise.rl.online.journal import Journals, LoopState, journals
+from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, account_of, few_recorded, figures, nothing_learned, staleness_of
 from treewise.rl.online.settings import (
     OnlineSettings,
@@ -60,7 +60,7 @@ from treewise.rl.samplers.copied_weights import samplers_of
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.update import Update, credited, method_of, scored, with_streams
+from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.data_loader import collate
@@ -146,7 +146,7 @@ class OnlineTrainer(TreeTrainer):
             whole=whole,
         )
         self._ahead: Ahead[Sampled] | None = None
-        self._journals = Journals(self.folder)
+        self._journals: dict[int, Journal] = {}
         self._ended = time.perf_counter()  # the last iteration
         self.items = TaskSampler(
             self.settings.chosen_curriculum(), self.rollouts.num_items(), self.rollouts.book_key, args.seed
@@ -178,7 +178,7 @@ class OnlineTrainer(TreeTrainer):
             stack.enter_context(entered_run(self.args, self._signals))
             stack.callback(self.sampler.close)
             stack.callback(self.rewards.close)
-            stack.callback(self._end_ahead)
+            stack.callback(lambda: self._ahead and self._ahead.close())
             self._begin(resume_from_checkpoint)
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             for iteration in range(self.loop.iteration, self.settings.iterations):
@@ -206,8 +206,10 @@ class OnlineTrainer(TreeTrainer):
         before = deepcopy(self.items.state_dict()), self.rewards.failures.copy(), self._num_begun
         try:
             with self._signals.computing():
-                if iteration == 0:
-                    self._begin_curriculum()
+                num_tokens = begin_curriculum(self) if iteration == 0 else None
+                if num_tokens is not None:
+                    self.loop.num_sampled += num_tokens
+                    self._log({"check_tokens": float(num_tokens)})
                 return self._iteration(iteration)
         except StepAbandoned:
             clear_gradients(self.model.parameters())
@@ -222,7 +224,7 @@ class OnlineTrainer(TreeTrainer):
     def _iteration(self, iteration: int) -> dict[str, float]:
         """Collects rollouts, credits them, trains on them; its figures, which it logs."""
         settings, number, tokenizer = self.settings, iteration + 1, self.rollouts.chat.tokenizer
-        rounds = self.rollouts.rounds(self.loop, self._journals[number], self.loop.iteration)
+        rounds = self.rollouts.rounds(self.loop, self.journal(number), self.loop.iteration)
         if iteration == 0 and settings.eval_every:
             found, held_out = self._evaluation(0, rounds)
             self._log({"iteration": 0.0, **found})
@@ -268,9 +270,11 @@ class OnlineTrainer(TreeTrainer):
         self._journals.pop(number)
         return logs
 
-    def _end_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+    def journal(self, iteration: int) -> Journal:
+        """Of an iteration, one for all that writes into it; 0: of what comes before the first."""
+        if iteration not in self._journals:
+            self._journals[iteration] = Journal(journal_file(self.folder, iteration))
+        return self._journals[iteration]
 
     # -- its parts ----------------------------------------------------------------------------------------------------
 
@@ -301,7 +305,7 @@ class OnlineTrainer(TreeTrainer):
             state = copy(self.state)
             state.global_step = iteration
             rewards.begin(state)
-            rounds = rollouts.rounds(loop, self._journals[iteration + 1], version)
+            rounds = rollouts.rounds(loop, self.journal(iteration + 1), version)
             rounds = replace(rounds, progress=ahead.check)
             collected = self._collected(rollouts, loop, iteration, rounds)
             self._observe(loop, collected)
@@ -328,23 +332,20 @@ class OnlineTrainer(TreeTrainer):
 
     def _credited(self, rows: Sequence[list[Trajectory]]) -> Update | None:
         """The rows with advantages and the log-probs that the objective needs; None where nothing is left to train."""
-        settings, objective, kept = self.settings, self.loss_objective, [own for own in rows if own]
-        if not kept:
-            return None
-        update = credited(
-            kept,
-            objective,
-            method=settings.advantages,
-            settings=settings.advantages_settings,
-            drop_flat_groups=settings.drop_flat_groups,
-            may_be_empty=True,
-        )
-        if not update.trees:
-            return None
-        updates = settings.updates_per_iteration
-        update = with_streams(update, objective, num_updates=updates, old_logprobs=settings.old_logprobs)
+        settings = self.settings
         with self.runner.scoring():
-            return scored(update, self.engine, batch_size=len(update.trees), reference=self._reference_engine)
+            update = own_update(
+                [own for own in rows if own],
+                self.loss_objective,
+                self.engine,
+                num_updates=settings.updates_per_iteration,
+                old_logprobs=settings.old_logprobs,
+                reference=self.reference_engine,
+                method=settings.advantages,
+                settings=settings.advantages_settings,
+                drop_flat_groups=settings.drop_flat_groups,
+            )
+        return update if update.trees else None
 
     def _train_on(self, update: Update, iteration: int) -> dict[str, float]:
         """The optimizer steps of an iteration, and what is logged of them. Of several processes each trains its part of
@@ -418,7 +419,8 @@ class OnlineTrainer(TreeTrainer):
         return found, samples[: records.NUM_SHOWN]
 
     @cached_property
-    def _reference_engine(self) -> TreeEngine | None:
+    def reference_engine(self) -> TreeEngine | None:
+        """Of the model that a KL term is measured against, where one was given."""
         if self.reference is None:
             return None
         args = self.args
@@ -447,24 +449,7 @@ class OnlineTrainer(TreeTrainer):
         Raises:
             DataError: fewer than 3 items have rewards.
         """
-        return self._curriculum_check().run(num_items, num_rollouts)
-
-    def _curriculum_check(self) -> CurriculumCheck:
-        return CurriculumCheck(
-            items=self.items,
-            rollouts=self.rollouts,
-            rounds=self.rollouts.rounds(self.loop, self._journals[0]),
-            engine=self.engine,
-            objective=self.loss_objective,
-            reference=self._reference_engine,
-            seed=self.args.seed,
-        )
-
-    def _begin_curriculum(self) -> None:
-        num_tokens = self._curriculum_check().begin(self.folder, is_writer=bool(self.args.should_save))
-        if num_tokens is not None:
-            self.loop.num_sampled += num_tokens
-            self._log({"check_tokens": float(num_tokens)})
+        return check_items(self, num_items, num_rollouts)[0]
 
     # -- begin, save, stop --------------------------------------------------------------------------------------------
 
