@@ -10,6 +10,7 @@ from tests.rl.online.test_collecting import Odd, draws_of
 from tests.rl.online.test_trainer import Killed, counted
 from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum.self_check import CheckReport
+from treewise.rl.online.curriculum import check_items
 from treewise.rl.online.records import CHECK, DRAWS
 
 RUN = {
@@ -70,4 +71,4 @@ def test_what_cannot_be_checked(tmp_path):
         new_trainer(tmp_path / "run", **RUN | {"check_items": 2})
     trainer = new_trainer(tmp_path / "run", **RUN)
     with pytest.raises(DataError, match="2 and 2 tasks"):
-        trainer.check_curriculum(2, 4)
+        check_items(trainer, 2, 4)

@@ -64,6 +64,7 @@ def _is_task(args: argparse.Namespace) -> bool:
 
 def _on_tasks(args: argparse.Namespace) -> "CheckReport":
     from treewise.rl.online import OnlineSettings, OnlineTrainer
+    from treewise.rl.online.curriculum import check_items
     from treewise.rl.online.tasks_by_name import task_named
     from treewise.trainer import TreeTrainingArguments
 
@@ -90,7 +91,7 @@ def _on_tasks(args: argparse.Namespace) -> "CheckReport":
         model = load_weights(args.model, args.gguf_file, args.dtype)
         tokenizer = load_tokenizer(args.model, args.gguf_file)
         trainer = OnlineTrainer(model, task, tokenizer, settings, arguments, objective=objective)
-        return trainer.check_curriculum(args.items, args.rollouts)
+        return check_items(trainer, args.items, args.rollouts)[0]
 
 
 def _on_data(args: argparse.Namespace) -> "CheckReport":

@@ -11,7 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from copy import copy, deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from treewise.rl.online.collecting import Sampled
+from treewise.rl.tasks import RewardRunner
+
+if TYPE_CHECKING:
+    from treewise.rl.online.trainer import OnlineTrainer
 
 T = TypeVar("T")
 JOIN_SECONDS = 10.0
@@ -141,3 +149,25 @@ class Ahead(Generic[T]):
             self._is_over = True
             self._changed.notify_all()
         self._thread.join(JOIN_SECONDS)
+
+
+def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead[Sampled]:
+    """The thread of a run, from an iteration on, with a state, a sampler and a count of rewards of its own."""
+    loop, settings = deepcopy(trainer.loop), trainer.settings
+    rewards = RewardRunner(trainer.rewards.calls, trainer.rewards.on_reward_error, trainer.rewards.extras)
+    rewards.failures.update(trainer.rewards.failures)
+    rollouts = replace(trainer.rollouts, sampler=trainer.sampler, rewards=rewards)
+
+    def collect(iteration: int, version: int) -> Sampled:
+        state = copy(trainer.state)
+        state.global_step = iteration
+        rewards.begin(state)
+        rounds = replace(rollouts.rounds(loop, trainer.journal(iteration + 1), version), progress=ahead.check)
+        collected = trainer.collected(rollouts, loop, iteration, rounds)
+        trainer.observe(loop, collected)
+        loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(trainer.items.state_dict())
+        return Sampled(collected, rewards.tally, rounds, deepcopy(loop))
+
+    ahead = Ahead(collect, rollouts.hand_over, first, settings.iterations, settings.max_staleness)
+    ahead.start()
+    return ahead

@@ -144,6 +144,10 @@ class Collector:
             version=version,
         )
 
+    def budget(self, loop: LoopState) -> int:
+        """Generated tokens of the next iteration: less what earlier ones took too many."""
+        return max(self.settings.tokens_per_iteration - loop.overshoot, self.settings.trees_per_iteration)
+
     def collect(self, items: TaskSampler, budget: int, stream: tuple[int, ...], rounds: Rounds) -> Collected:
         """Draws and grows the trees of an iteration.
 

@@ -22,13 +22,6 @@ Count = Annotated[int, Ge(1)]
 CountOrNone = Annotated[int, Ge(0)]  # 0: none, or never
 
 
-def refuse_settings(args: "TreeTrainingArguments") -> None:
-    """Raises `ConfigError` for settings of a training run that an online run does not have."""
-    for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
-        if getattr(args, name):
-            raise ConfigError(f"{name}: an online run {why}; leave it out.")
-
-
 def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> None:
     """Raises `ConfigError` for a curriculum that computes with the model beside its steps, where several processes
     compute one batch together, or hold its parameters in parts.
@@ -43,38 +36,46 @@ def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> N
         )
 
 
-def own_objective(name: str, max_staleness: int = 0) -> "Objective":
-    """An objective that is given by its name, with the settings of online runs."""
+def checked_objective(
+    objective: "Objective | str",
+    settings: "OnlineSettings",
+    args: "TreeTrainingArguments",
+    reference: object,
+    model: object,
+) -> "Objective":
+    """The objective of a run; one that is given by its name has the settings of online runs.
+
+    Raises:
+        ConfigError: settings of a training run that an online run does not have; older weights sample than a loss, a
+            curriculum or several processes allow; a KL without a reference that stays where it is, or a reference
+            without a KL.
+    """
     from treewise.objectives.registry import objective_named
 
-    is_policy_gradient = name not in ("sft", "distillation")
-    more: dict[str, Any] = {"measure_entropy": True} if is_policy_gradient else {}
-    if max_staleness and is_policy_gradient:
-        more["sampler_correction"] = "truncate"
-    return objective_named(name, weighting="per_rollout", **more)
-
-
-def check_staleness(settings: "OnlineSettings", objective: "Objective", world_size: int) -> None:
-    """Raises `ConfigError` where older weights sample than a loss, a curriculum or several processes allow."""
-    if not settings.max_staleness:
-        return
+    for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
+        if getattr(args, name):
+            raise ConfigError(f"{name}: an online run {why}; leave it out.")
+    check_parted(settings, args)
+    staleness = settings.max_staleness
+    if isinstance(objective, str):
+        is_policy_gradient = objective not in ("sft", "distillation")
+        more: dict[str, Any] = {"measure_entropy": True} if is_policy_gradient else {}
+        if staleness and is_policy_gradient:
+            more["sampler_correction"] = "truncate"
+        objective = objective_named(objective, weighting="per_rollout", **more)
     has_ratio = settings.old_logprobs == "sampler" and getattr(objective, "surrogate", None) != "reinforce"
-    if getattr(objective, "sampler_correction", "none needed") is None and not has_ratio:
+    if staleness and getattr(objective, "sampler_correction", "none needed") is None and not has_ratio:
         raise ConfigError(
-            f"max_staleness={settings.max_staleness}: rollouts are sampled by an older policy than the one that trains "
-            "on them; give the objective sampler_correction: truncate (or mask), or old_logprobs: sampler."
+            f"max_staleness={staleness}: rollouts are sampled by an older policy than the one that trains on them; "
+            "give the objective sampler_correction: truncate (or mask), or old_logprobs: sampler."
         )
-    if settings.chosen_curriculum().measures_angles:
+    if staleness and settings.chosen_curriculum().measures_angles:
         raise ConfigError(
             f"curriculum {settings.curriculum!r} measures angles with the model that trains, so it cannot draw items "
             "meanwhile; leave max_staleness out."
         )
-    if world_size > 1:
+    if staleness and int(args.world_size) > 1:
         raise ConfigError("max_staleness: runs of several processes sample and train in turns; leave it out.")
-
-
-def check_reference(objective: "Objective", reference: object, model: object) -> None:
-    """Raises `ConfigError` for a KL without a reference that stays where it is, and for a reference without a KL."""
     beta = getattr(objective, "beta", 0.0)
     if beta and reference is None and not hasattr(model, "peft_config"):
         raise ConfigError(
@@ -83,6 +84,7 @@ def check_reference(objective: "Objective", reference: object, model: object) ->
         )
     if reference is not None and not beta:
         raise ConfigError("reference is given, but the objective has no KL to it (beta); leave one of them out.")
+    return objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -37,24 +37,16 @@ from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
-from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
-from treewise.rl.online.ahead import Ahead
+from treewise.rl.online.ahead import Ahead, start_ahead
 from treewise.rl.online.collecting import Collected, Collector, Sampled, token_progress
 from treewise.rl.online.continuing import Rounds
-from treewise.rl.online.curriculum import begin_curriculum, check_items
+from treewise.rl.online.curriculum import begin_curriculum
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, account_of, few_recorded, figures, nothing_learned, staleness_of
-from treewise.rl.online.settings import (
-    OnlineSettings,
-    check_parted,
-    check_reference,
-    check_staleness,
-    own_objective,
-    refuse_settings,
-)
+from treewise.rl.online.settings import OnlineSettings, checked_objective
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.samplers.copied_weights import samplers_of
 from treewise.rl.success_book import SuccessBook
@@ -114,12 +106,8 @@ class OnlineTrainer(TreeTrainer):
     ) -> None:
         self.task, self.settings = task, settings or OnlineSettings()
         args = TreeTrainingArguments() if args is None else args
-        refuse_settings(args)
-        staleness = self.settings.max_staleness
-        objective = own_objective(objective, staleness) if isinstance(objective, str) else objective
-        check_staleness(self.settings, objective, int(args.world_size))
+        objective = checked_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages)
-        check_reference(objective, reference, model)
         self.reference = reference
         super().__init__(model, args, objective=objective, processing_class=tokenizer, callbacks=list(callbacks))
         for callback in (PrinterCallback, ProgressCallback):
@@ -127,9 +115,10 @@ class OnlineTrainer(TreeTrainer):
         if args.process_index == 0:
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
-        check_parted(self.settings, args)
         given: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.sampler, own, whole = samplers_of(given, self.model, is_ahead=staleness > 0, is_parted=args.is_parted)
+        self.sampler, own, whole = samplers_of(
+            given, self.model, is_ahead=self.settings.max_staleness > 0, is_parted=args.is_parted
+        )
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
             self.settings.on_reward_error,  # type: ignore[arg-type]
@@ -244,7 +233,12 @@ class OnlineTrainer(TreeTrainer):
         # Train.
         with nullcontext() if self._ahead is None else self._ahead.training(iteration):
             trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
-        self._take_state(sampled, int(trained["optimizer_steps"]))
+        num_updates = self.loop.num_updates + int(trained["optimizer_steps"])
+        if sampled.state is None:
+            self.observe(self.loop, collected)
+        else:
+            self.loop = sampled.state
+        self.loop.num_updates, self.state.global_step = num_updates, self.loop.iteration
         # Log.
         logs = {"iteration": float(number)} | figures(
             trees, account, self.loop.book, sampled.rounds.seconds, settings.success_at
@@ -286,45 +280,17 @@ class OnlineTrainer(TreeTrainer):
         """
         if self.settings.max_staleness:
             if self._ahead is None:
-                self._ahead = self._new_ahead(iteration)
+                self._ahead = start_ahead(self, iteration)
             return self._ahead.take(iteration)
         self.rewards.begin(self.state)
         name = f"iteration {iteration + 1}"
-        with token_progress(name, self._budget(self.loop), hidden=bool(self.args.disable_tqdm)) as advance:
-            collected = self._collected(self.rollouts, self.loop, iteration, replace(rounds, progress=advance))
+        with token_progress(name, self.rollouts.budget(self.loop), hidden=bool(self.args.disable_tqdm)) as advance:
+            collected = self.collected(self.rollouts, self.loop, iteration, replace(rounds, progress=advance))
         return Sampled(collected, self.rewards.tally, rounds)
 
-    def _new_ahead(self, first: int) -> Ahead[Sampled]:
-        """The thread, with a state, a sampler and a count of rewards of its own."""
-        loop = LoopState.from_json(self.loop.state())
-        rewards = RewardRunner(self.rewards.calls, self.rewards.on_reward_error, self.rewards.extras)
-        rewards.failures.update(self.rewards.failures)
-        rollouts = replace(self.rollouts, sampler=self.sampler, rewards=rewards)
-
-        def collect(iteration: int, version: int) -> Sampled:
-            state = copy(self.state)
-            state.global_step = iteration
-            rewards.begin(state)
-            rounds = rollouts.rounds(loop, self.journal(iteration + 1), version)
-            rounds = replace(rounds, progress=ahead.check)
-            collected = self._collected(rollouts, loop, iteration, rounds)
-            self._observe(loop, collected)
-            loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(self.items.state_dict())
-            return Sampled(collected, rewards.tally, rounds, LoopState.from_json(deepcopy(loop.state())))
-
-        ahead = Ahead(collect, rollouts.hand_over, first, self.settings.iterations, self.settings.max_staleness)
-        ahead.start()
-        return ahead
-
-    def _budget(self, loop: LoopState) -> int:
-        """Generated tokens of the next iteration: less what earlier ones took too many."""
-        return max(self.settings.tokens_per_iteration - loop.overshoot, self.settings.trees_per_iteration)
-
-    def _collected(self, rollouts: Collector, loop: LoopState, iteration: int, rounds: Rounds) -> Collected:
-        stream = (self.args.seed, iteration, _TREES)
-        collected = rollouts.collect(self.items, self._budget(loop), stream, rounds)
-        tally, most = rounds.rewards.tally, self.settings.max_failed
-        check_failures(tally, most, f"iteration {iteration + 1}", rounds.journal)
+    def collected(self, rollouts: Collector, loop: LoopState, iteration: int, rounds: Rounds) -> Collected:
+        collected = rollouts.collect(self.items, rollouts.budget(loop), (self.args.seed, iteration, _TREES), rounds)
+        check_failures(rounds.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         if self.items.curriculum.measures_angles:
             prompts = [each.tree.prompt_ids for each in collected.trees]
             collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
@@ -390,17 +356,7 @@ class OnlineTrainer(TreeTrainer):
             self.rollouts.hand_over()
         return logs | gap
 
-    def _take_state(self, sampled: Sampled, num_updates: int) -> None:
-        """Takes an iteration that has trained into the state."""
-        num_updates += self.loop.num_updates
-        if sampled.state is None:
-            self._observe(self.loop, sampled.collected)
-        else:
-            self.loop = sampled.state
-        self.loop.num_updates = num_updates
-        self.state.global_step = self.loop.iteration
-
-    def _observe(self, loop: LoopState, collected: Collected) -> None:
+    def observe(self, loop: LoopState, collected: Collected) -> None:
         """Takes what an iteration sampled into a state."""
         outcomes = collected.outcomes(loop.book, self.settings.success_at)
         if self.args.should_save:
@@ -440,16 +396,6 @@ class OnlineTrainer(TreeTrainer):
     def _warn(self, iteration: int, line: str | None) -> None:
         if line is not None and self.args.should_log:
             logger.warning("iteration %d: %s", iteration, line)
-
-    # -- the curriculum -----------------------------------------------------------------------------------------------
-
-    def check_curriculum(self, num_items: int, num_rollouts: int) -> CheckReport:
-        """The self-check on a sample of the items: which signal predicts what, under the model as it is.
-
-        Raises:
-            DataError: fewer than 3 items have rewards.
-        """
-        return check_items(self, num_items, num_rollouts)[0]
 
     # -- begin, save, stop --------------------------------------------------------------------------------------------
 
