@@ -53,13 +53,13 @@ def test_equal_rewards_give_exactly_nothing(method, items: list[Trajectory], rew
 def test_unknown_settings() -> None:
     items = forked()
     for call, message in (
-        (lambda: tree_path_mean(items, average="leaf"), "average='leaf' must be one of equal, size"),
-        (lambda: tree_path_mean(items, scale="group"), "scale='group' one of none, batch"),
+        (lambda: tree_path_mean(items, average="leaf"), "average='leaf' is unknown; choose one of equal, size"),
+        (lambda: tree_path_mean(items, scale="group"), "scale='group' is unknown; choose one of none, batch"),
         (lambda: inter_intra(items, epsilon=-1), "epsilon=-1 must not be negative"),
         (lambda: value_steps(items, mask_above=1.5), "mask_above=1.5 must lie in 0..1"),
         (lambda: value_steps(items, mask_above=0.0), "mask_above=0.0 must lie in 0..1"),
         (lambda: value_steps(items, scale="group"), "scale='group' is unknown"),
-        (lambda: node_value(items, weights="size"), "weights='size' must be one of equal, entropy"),
+        (lambda: node_value(items, weights="size"), "weights='size' is unknown; choose one of equal, entropy"),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

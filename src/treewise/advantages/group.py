@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
+from treewise.advantages.rollout_table import Credited, Rollouts, check_epsilon, compared, credited, read_rollouts
 from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree.trajectory import Trajectory
-
-SCALES = ("group", "batch", "none")
 
 
 def group_normalized(trajectories: Sequence[Trajectory], *, scale: str = "group", epsilon: float = 1e-4) -> Credited:
@@ -24,19 +22,14 @@ def group_normalized(trajectories: Sequence[Trajectory], *, scale: str = "group"
         ConfigError: an unknown scale, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
-    check_choice("scale", scale, SCALES)
-    if not epsilon >= 0:
-        raise ConfigError(f"epsilon={epsilon} must not be negative.")
+    check_choice("scale", scale, ("group", "batch", "none"))
+    check_epsilon(epsilon)
     rollouts = read_rollouts(trajectories)
-    centred_R = _centred(rollouts)
-    if scale == "group":
-        degrees = np.maximum(rollouts.group_sizes - 1, 1)
-        deviation_G = np.sqrt(np.bincount(rollouts.group, weights=centred_R**2) / degrees)
-        centred_R = _divided(centred_R, deviation_G[rollouts.group] + epsilon)
-    elif scale == "batch":
-        deviation = float(np.std(rollouts.rewards, ddof=1)) if len(rollouts.rewards) > 1 else 0.0
-        centred_R = _divided(centred_R, np.full(len(centred_R), deviation + epsilon))
-    return _on_rollouts(rollouts, centred_R, f"group_normalized(scale={scale!r})")
+    advantages_R = compared(rollouts.rewards, rollouts.group, epsilon if scale == "group" else None)
+    if scale == "batch" and len(rollouts.rewards) > 1:
+        divisor = float(np.std(rollouts.rewards, ddof=1)) + epsilon
+        advantages_R = advantages_R / divisor if divisor else np.zeros_like(advantages_R)
+    return _on_rollouts(rollouts, advantages_R, f"group_normalized(scale={scale!r})")
 
 
 def mean_centered(trajectories: Sequence[Trajectory]) -> Credited:
@@ -46,7 +39,7 @@ def mean_centered(trajectories: Sequence[Trajectory]) -> Credited:
     too hard.
     """
     rollouts = read_rollouts(trajectories)
-    return _on_rollouts(rollouts, _centred(rollouts), "mean_centered")
+    return _on_rollouts(rollouts, compared(rollouts.rewards, rollouts.group), "mean_centered")
 
 
 def leave_one_out(trajectories: Sequence[Trajectory]) -> Credited:
@@ -57,18 +50,7 @@ def leave_one_out(trajectories: Sequence[Trajectory]) -> Credited:
     rollouts = read_rollouts(trajectories)
     sizes = rollouts.group_sizes[rollouts.group]
     factor = np.where(sizes > 1, sizes / np.maximum(sizes - 1, 1), 0.0)
-    return _on_rollouts(rollouts, _centred(rollouts) * factor, "leave_one_out")
-
-
-def _centred(rollouts: Rollouts) -> np.ndarray:
-    """[R] rewards without their group's mean; exactly 0 where a group has nothing to compare."""
-    centred = rollouts.rewards - rollouts.group_means(rollouts.rewards)[rollouts.group]
-    silent = rollouts.is_flat_group() | (rollouts.group_sizes == 1)
-    return np.where(silent[rollouts.group], 0.0, centred)
-
-
-def _divided(values: np.ndarray, by: np.ndarray) -> np.ndarray:
-    return np.divide(values, by, out=np.zeros_like(values), where=by > 0)
+    return _on_rollouts(rollouts, compared(rollouts.rewards, rollouts.group) * factor, "leave_one_out")
 
 
 def _on_rollouts(rollouts: Rollouts, advantages_R: np.ndarray, method: str) -> Credited:
@@ -76,9 +58,6 @@ def _on_rollouts(rollouts: Rollouts, advantages_R: np.ndarray, method: str) -> C
 
 
 # -- Advantages of turns: each turn of a rollout is credited with the rewards from it on ------------------------------
-
-
-BASELINES = ("turn", "group", "none")
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[int, int]]:
@@ -128,7 +107,7 @@ def per_turn(
         ConfigError: an unknown baseline, a discount outside 0..1, or scaling without a baseline.
         DataError: see `read_rollouts`; turn rewards that do not fit the turns or are not finite.
     """
-    check_choice("baseline", baseline, BASELINES)
+    check_choice("baseline", baseline, ("turn", "group", "none"))
     if not 0 <= discount <= 1:
         raise ConfigError(f"discount={discount} must lie in 0..1.")
     if scale and baseline == "none":
@@ -141,7 +120,9 @@ def per_turn(
         turn_number = np.arange(len(returns)) - np.repeat(turn_offsets[:-1], sizes)
         _, key = np.unique(np.stack([key, turn_number]), axis=1, return_inverse=True)
         key = key.reshape(-1)
-    advantages, num_alone = (returns, 0) if baseline == "none" else _compared(returns, key, scale, epsilon)
+    is_compared = baseline != "none"
+    advantages = compared(returns, key, epsilon if scale else None) if is_compared else returns
+    num_alone = int(is_compared and (np.bincount(key)[key] == 1).sum())
     method = f"per_turn(discount={discount:g}, baseline={baseline!r}, scale={scale})"
     notes = [f"{num(len(returns), 'turn')}; of them compared with no other and 0: {num_alone:,}."]
     return credited(rollouts, _on_rows(rollouts, advantages, turn_offsets), method, notes)
@@ -169,18 +150,6 @@ def _returns(
             rewards[turn] += discount * rewards[turn + 1]
     sizes = [len(rewards) for rewards in per_rollout]
     return np.concatenate([np.array(rewards) for rewards in per_rollout]), np.concatenate([[0], np.cumsum(sizes)])
-
-
-def _compared(returns: np.ndarray, key: np.ndarray, scale: bool, epsilon: float) -> tuple[np.ndarray, int]:
-    """Returns minus the mean over turns of equal key, and how many have no other."""
-    count = np.bincount(key)
-    centred = returns - (np.bincount(key, weights=returns) / np.maximum(count, 1))[key]
-    if scale:
-        deviation = np.sqrt(np.bincount(key, weights=centred**2) / np.maximum(count - 1, 1))
-        divisor = deviation[key] + epsilon
-        centred = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
-    is_alone = count[key] == 1
-    return np.where(is_alone, 0.0, centred), int(is_alone.sum())
 
 
 def _on_rows(rollouts: Rollouts, advantages: np.ndarray, turn_offsets: np.ndarray) -> list[np.ndarray]:

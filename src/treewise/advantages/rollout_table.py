@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treewise.errors import DataError, num
+from treewise.errors import ConfigError, DataError, num
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 MAX_NAMES = 8  # groups that a report spells out
@@ -30,17 +30,6 @@ class Rollouts:
     group: np.ndarray
     group_names: tuple[Hashable, ...]
     group_sizes: np.ndarray
-
-    def group_means(self, values_R: np.ndarray) -> np.ndarray:
-        """[G] mean over the rollouts of each group."""
-        return np.bincount(self.group, weights=values_R) / self.group_sizes
-
-    def is_flat_group(self) -> np.ndarray:
-        """[G] bool, groups of two or more whose rewards are all the same, so that nothing can be learnt from them."""
-        low, high = np.full(len(self.group_names), np.inf), np.full(len(self.group_names), -np.inf)
-        np.minimum.at(low, self.group, self.rewards)
-        np.maximum.at(high, self.group, self.rewards)
-        return (low == high) & (self.group_sizes > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +111,29 @@ def read_rollouts(trajectories: Sequence[Trajectory], with_rewards: bool = True)
         index = int(np.argmax(np.isnan(rewards[rollout_of])))
         raise DataError(f"{_location(items[index], index)}: no reward in any row of its rollout.")
     return Rollouts(items, rollout_of, rewards, group, tuple(names), np.bincount(group, minlength=len(names)))
+
+
+def compared(values: np.ndarray, key: np.ndarray, epsilon: float | None = None) -> np.ndarray:
+    """Values minus the mean over those of equal key; with `epsilon` divided by their unbiased deviation plus that.
+    Exactly 0 where nothing differs.
+    """
+    count = np.bincount(key)
+    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(low, key, values)
+    np.maximum.at(high, key, values)
+    centred = values - (np.bincount(key, weights=values) / np.maximum(count, 1))[key]
+    centred[(low == high)[key]] = 0.0
+    if epsilon is None:
+        return centred
+    deviation = np.sqrt(np.bincount(key, weights=centred**2) / np.maximum(count - 1, 1))
+    divisor = deviation[key] + epsilon
+    return np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises `ConfigError` for a negative one."""
+    if not epsilon >= 0:
+        raise ConfigError(f"epsilon={epsilon} must not be negative.")
 
 
 def credited(

@@ -9,15 +9,11 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from treewise.advantages.group_tree import GroupTree, exact_mean, group_trees, is_equal, on_segments
-from treewise.advantages.rollout_table import Credited, Rollouts, credited, read_rollouts
+from treewise.advantages.rollout_table import Credited, Rollouts, check_epsilon, compared, credited, read_rollouts
 from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree.trajectory import Trajectory
 
 # -- Advantages on the tree: at each fork, its children are compared with one another ---------------------------------
-
-
-SCALES = ("none", "siblings")
-BASELINES = ("fork", "others", "elsewhere")
 
 
 def sibling_relative(
@@ -47,10 +43,9 @@ def sibling_relative(
         ConfigError: an unknown `scale` or `baseline`, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
-    check_choice("scale", scale, SCALES)
-    check_choice("baseline", baseline, BASELINES)
-    if not epsilon >= 0:
-        raise ConfigError(f"epsilon={epsilon} must not be negative.")
+    check_choice("scale", scale, ("none", "siblings"))
+    check_choice("baseline", baseline, ("fork", "others", "elsewhere"))
+    check_epsilon(epsilon)
     rollouts = read_rollouts(trajectories)
     num_forks = num_equal = 0
 
@@ -117,38 +112,22 @@ def inter_intra(
         ConfigError: a negative epsilon.
         DataError: see `read_rollouts`; another number of trees than trajectories.
     """
-    if not epsilon >= 0:
-        raise ConfigError(f"epsilon={epsilon} must not be negative.")
+    check_epsilon(epsilon)
     rollouts = read_rollouts(trajectories)
     if tree_of is not None and len(tree_of) != len(rollouts.trajectories):
         raise DataError(
             f"{num(len(tree_of), 'tree')} for {num(len(rollouts.trajectories), 'trajectory', 'trajectories')}; "
             "give one for each."
         )
-    if tree_of is None and all(item.draws is not None for item in rollouts.trajectories):
-        tree_of = [_first_draw(item) for item in rollouts.trajectories]
+    draws = [item.draws for item in rollouts.trajectories if item.draws is not None]
+    if tree_of is None and len(draws) == len(rollouts.trajectories):
+        tree_of = [float(next(iter(own[own >= 0]), -1.0)) for own in draws]
     tree_R = _given_trees(rollouts, tree_of) if tree_of is not None else _first_parts(rollouts)
-    between = _z_scores(rollouts.rewards, rollouts.group, epsilon)
-    within = _z_scores(rollouts.rewards, tree_R, epsilon)
+    between = compared(rollouts.rewards, rollouts.group, epsilon)
+    within = compared(rollouts.rewards, np.unique(tree_R, return_inverse=True)[1], epsilon)
     advantages = (between + within)[rollouts.of_trajectory]
     notes = [f"{num(len(np.unique(tree_R)), 'tree')}."]
     return credited(rollouts, advantages.tolist(), "inter_intra", notes)
-
-
-def _first_draw(item: Trajectory) -> float:
-    assert item.draws is not None
-    drawn = item.draws[item.draws >= 0]
-    return float(drawn[0]) if len(drawn) else -1.0
-
-
-def _z_scores(rewards: np.ndarray, key: np.ndarray, epsilon: float) -> np.ndarray:
-    """[R] `(r - mean) / (unbiased deviation + epsilon)` among equal keys; exactly 0 where nothing differs."""
-    result = np.zeros(len(rewards))
-    for each in np.unique(key):
-        members = rewards[key == each]
-        if np.ptp(members) > 0:
-            result[key == each] = (members - members.mean()) / (members.std(ddof=1) + epsilon)
-    return result
 
 
 def _given_trees(rollouts: Rollouts, tree_of: Sequence[Hashable]) -> np.ndarray:
@@ -164,27 +143,19 @@ def _first_parts(rollouts: Rollouts) -> np.ndarray:
     tree_R = np.zeros(len(rollouts.rewards), dtype=np.int64)
     start = 0
     for tree in group_trees(rollouts):
-        start = _number_parts(tree, tree_R, start)
+        counts, everyone = tree.counts, tree.through[-1]
+        tree_R[everyone] = start + np.arange(
+            len(everyone)
+        )  # a rollout that ends where others part is a tree of its own
+        start += len(everyone)
+        tops = [s for s in range(tree.num_segments) if counts[s] < counts[-1] == counts[tree.parent[s]]]
+        for segment in reversed(tops):  # rows of one rollout may take several parts: the first one decides
+            tree_R[tree.through[segment]] = start
+            start += 1
     return tree_R
 
 
-def _number_parts(tree: GroupTree, tree_R: np.ndarray, start: int) -> int:
-    counts = tree.counts
-    everyone = tree.through[-1]
-    tree_R[everyone] = start + np.arange(len(everyone))  # a rollout that ends where others part is a tree of its own
-    start += len(everyone)
-    tops = [s for s in range(tree.num_segments) if counts[s] < counts[-1] == counts[tree.parent[s]]]
-    for segment in reversed(tops):  # rows of one rollout may take several parts: the first one decides
-        tree_R[tree.through[segment]] = start
-        start += 1
-    return start
-
-
 # -- TreePO's advantage: a rollout against every group of rollouts that it shares a prefix with -----------------------
-
-
-AVERAGES = ("equal", "size")
-BATCH_SCALES = ("none", "batch")
 
 
 def tree_path_mean(
@@ -205,11 +176,9 @@ def tree_path_mean(
         ConfigError: an unknown name, or a negative epsilon.
         DataError: see `read_rollouts`.
     """
-    if average not in AVERAGES or scale not in BATCH_SCALES or not epsilon >= 0:
-        raise ConfigError(
-            f"average={average!r} must be one of {', '.join(AVERAGES)}, "
-            f"scale={scale!r} one of {', '.join(BATCH_SCALES)}, epsilon={epsilon} not negative."
-        )
+    check_choice("average", average, ("equal", "size"))
+    check_choice("scale", scale, ("none", "batch"))
+    check_epsilon(epsilon)
     rollouts = read_rollouts(trajectories)
     total_R, weight_R = np.zeros(len(rollouts.rewards)), np.zeros(len(rollouts.rewards))
     for tree in group_trees(rollouts):
@@ -304,9 +273,6 @@ def value_steps(
 # -- AT2PO's advantage: a segment's own value, of rewards that were normalised in the group ---------------------------
 
 
-WEIGHTS = ("equal", "entropy")
-
-
 def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", epsilon: float = 1e-6) -> Credited:
     """`V(s)` for the tokens of segment s, from the leaves up: rewards as `(r - mean) / (deviation + epsilon)` in the
     group (deviation of n, not n - 1), then the mean over draws (`group_tree`).
@@ -320,8 +286,8 @@ def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", ep
         ConfigError: unknown weights, or a negative epsilon.
         DataError: see `read_rollouts`; `entropy` and a trajectory without log-probs.
     """
-    if weights not in WEIGHTS or not epsilon >= 0:
-        raise ConfigError(f"weights={weights!r} must be one of {', '.join(WEIGHTS)}, epsilon={epsilon} not negative.")
+    check_choice("weights", weights, ("equal", "entropy"))
+    check_epsilon(epsilon)
     rollouts = read_rollouts(trajectories)
 
     def values_of(tree: GroupTree) -> np.ndarray:
