@@ -4,7 +4,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,61 +19,39 @@ from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, Turn
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
-class OpenRollout(Protocol):
-    """A rollout of a task as the loop sees it. What waits for an environment is handed out as a function, which may run
-    in another thread.
-    """
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt and all that followed: what the sampler continues."""
-
-    @property
-    def can_return(self) -> bool:
-        """Whether a branch may start behind the prompt."""
-
-    @property
-    def opening(self) -> Callable[[], None] | None:
-        """What a branch waits for before its first request. Raises `TaskError` if the environment cannot be brought
-        back."""
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds sampled tokens of the present turn."""
-
-    def end_turn(self, finish: str) -> Callable[[], None] | None:
-        """Ends the turn; what `answered` waits for."""
-
-    def answered(self, finish: str) -> tuple[list[int], str | None]:
-        """The observation that follows the turn, and why the rollout ended (None where it goes on)."""
-
-    def branch(self, num_tokens: int) -> "OpenRollout":
-        """An independent conversation of the first `num_tokens` tokens."""
-
-
 @dataclass(slots=True)
 class OneTurn:
-    """A prompt and one completion."""
+    """A prompt and one completion. token_ids: the prompt and all that followed: what the sampler continues."""
 
     token_ids: list[int]
 
     @property
     def can_return(self) -> bool:
+        """Whether a branch may start behind the prompt."""
         return True
 
     @property
-    def opening(self) -> None:
+    def opening(self) -> Callable[[], None] | None:
+        """What a branch waits for before its first request, which may run in another thread. Raises `TaskError` if the
+        environment cannot be brought back.
+        """
         return None
 
     def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds sampled tokens of the present turn."""
         self.token_ids += [int(token) for token in token_ids]
 
-    def end_turn(self, finish: str) -> None:
+    def end_turn(self, finish: str) -> Callable[[], None] | None:
+        """Ends the turn; what `answered` waits for, which may run in another thread."""
         del finish
+        return None
 
     def answered(self, finish: str) -> tuple[list[int], str | None]:
+        """The observation that follows the turn, and why the rollout ended (None where it goes on)."""
         return [], finish
 
     def branch(self, num_tokens: int) -> "OneTurn":
+        """An independent conversation of the first `num_tokens` tokens."""
         return replace(self, token_ids=self.token_ids[:num_tokens])
 
 
@@ -96,7 +74,7 @@ class SingleTurn(OneTurn):
 
 @dataclass(slots=True)
 class Turns:
-    """An episode with an environment, and the tokens of the turn that has not ended."""
+    """An episode with an environment, and the tokens of the turn that has not ended; as `OneTurn` for the loop."""
 
     episode: Episode
     pending: list[int] = field(default_factory=list)
@@ -135,23 +113,24 @@ class Turns:
         return Turns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
 
 
-def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[SingleTurn | Turns]:
+OpenRollout = OneTurn | Turns
+
+
+def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[OpenRollout]:
     """A conversation for each item, which stands behind its prompt; environments are reset at the same time."""
     if isinstance(task, TurnTask):
         return [Turns(each) for each in start_episodes(task, items, chat, calls)]
-    return [_single_turn(task, item, chat) for item in items]
-
-
-def _single_turn(task: SingleTurnTask, item: TaskItem, chat: ChatTokens) -> SingleTurn:
-    prompt = item.prompt
-    if isinstance(prompt, str):
-        ids = list(chat.text_ids(prompt))
-    else:
-        talk = chat.template.prepare(clean_conversation(list(prompt), item.key, "prompt"), item.key)
-        ids = list(chat.prompt_ids(talk.messages, None, item.key))
-    if not ids:
-        raise DataError(f"{item.key}: the prompt has no tokens.")
-    return SingleTurn(ids, task, item, chat, len(ids))
+    found = []
+    for item in items:
+        if isinstance(item.prompt, str):
+            ids = list(chat.text_ids(item.prompt))
+        else:
+            talk = chat.template.prepare(clean_conversation(list(item.prompt), item.key, "prompt"), item.key)
+            ids = list(chat.prompt_ids(talk.messages, None, item.key))
+        if not ids:
+            raise DataError(f"{item.key}: the prompt has no tokens.")
+        found.append(SingleTurn(ids, task, item, chat, len(ids)))
+    return found
 
 
 # -- continuations ----------------------------------------------------------------------------------------------------
@@ -238,11 +217,12 @@ class Continuation:
 
     def request(self, common: SampleRequest) -> SampleRequest:
         """What to sample next."""
-        prefix = [*self.conversation.token_ids, *([] if self._first is None else self._first.token_ids.tolist())]
-        seed = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64)[0]
-        room = self._room() - (self._first is not None)
-        stream = int(seed >> np.uint64(1))
-        return replace(common, prefix_ids=tuple(prefix), max_new_tokens=room, seed=stream, tree=self._tree)
+        first = [] if self._first is None else self._first.token_ids.tolist()
+        prefix, room = (*self.conversation.token_ids, *first), self._room() - len(first)
+        seed = int(
+            np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+        )
+        return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=self._tree)
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""
@@ -265,7 +245,7 @@ class Continuation:
     def _take_answer(self, reason: str) -> None:
         observation, finish = self.conversation.answered(reason)
         self._observe(observation)
-        if finish is None and self._limit_reached():
+        if finish is None and self._room_in_loop() <= 0:
             finish = "length"
         self._finish, self.is_finished = finish, finish is not None or self._is_segment_full()
 
@@ -285,25 +265,19 @@ class Continuation:
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
+    def _room_in_loop(self) -> int:
+        """Tokens that may be generated before a limit of the loop is reached."""
+        left = self._limits.max_new_tokens - self._num_before - sum(self._is_sampled)
+        return min(left, self._limits.max_length - len(self.conversation.token_ids))
+
     def _room(self) -> int:
-        """Tokens that may be generated before some limit is reached."""
-        num_generated = sum(self._is_sampled)
-        rooms = [
-            self._limits.max_new_tokens - self._num_before - num_generated,
-            self._limits.max_length - len(self.conversation.token_ids),
-        ]
-        if self.branch.max_tokens is not None:
-            rooms.append(self.branch.max_tokens - num_generated)
-        return min(rooms)
+        """Tokens that may be generated before any limit is reached, that of a segment, too."""
+        most = self.branch.max_tokens
+        return self._room_in_loop() if most is None else min(self._room_in_loop(), most - sum(self._is_sampled))
 
     def _is_segment_full(self) -> bool:
         """Whether `Branch.max_tokens` ended the continuation, and no limit of the loop did."""
-        limit = self.branch.max_tokens
-        return limit is not None and sum(self._is_sampled) >= limit and not self._limit_reached()
-
-    def _limit_reached(self) -> bool:
-        generated = self._num_before + sum(self._is_sampled)
-        return generated >= self._limits.max_new_tokens or len(self.conversation.token_ids) >= self._limits.max_length
+        return self._room() <= 0 < self._room_in_loop()
 
     # -- streams ------------------------------------------------------------------------------------------------------
 

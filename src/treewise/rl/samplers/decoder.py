@@ -130,19 +130,16 @@ class Recompute:
         self.rows: list[list[int]] = []
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
-        """See `Decoder`."""
         del max_new_tokens
         self.rows = [list(prefix) for prefix, count in zip(prefixes, num_rows, strict=True) for _ in range(count)]
         return self._logits()
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `Decoder`."""
         for row, token in zip(self.rows, token_ids.tolist(), strict=True):
             row.append(token)
         return self._logits()
 
     def keep(self, rows: list[int]) -> None:
-        """See `Decoder`."""
         self.rows = [self.rows[row] for row in rows]
 
     def _logits(self) -> torch.Tensor:
@@ -165,7 +162,6 @@ class CopiedCache:
         self.length = 0
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
-        """See `Decoder`."""
         del max_new_tokens
         self.cache, self.length = _new_cache(self.model), 0
         logits = self.step(torch.tensor(prefixes, device=device_of(self.model)))

@@ -20,11 +20,11 @@ from treewise.errors import ConfigError, NonFiniteError
 from treewise.nn.compilation import uncompiled
 from treewise.nn.model_checks import refuse_lengths
 from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
-from treewise.rl.samplers.draw import DrawnTokens, draw_tokens, stream_key
+from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
-from treewise.rl.samplers.shared_prefix import Prefix
 
 METHODS = ("auto", *DECODERS)
+_STREAMS = {"logprobs": np.float32, "entropies": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
 MAX_UNPADDED_TOKENS = 1 << 15  # of prefixes of one length that one forward computes
 
 
@@ -36,10 +36,7 @@ class _Row:
     request: SampleRequest
     continuation: int
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    top_ids: list[list[int]] = field(default_factory=list)
-    top_logprobs: list[list[float]] = field(default_factory=list)
+    streams: dict[str, list[Any]] = field(default_factory=dict)  # by name in `Completion`
 
 
 class TransformersSampler:
@@ -124,13 +121,11 @@ class TransformersSampler:
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Rows in batches, those of one prefix side by side, and prefixes with a common beginning near one another."""
         assert self._decoder is not None
-        if self.isolate_requests:
-            shares = _grouped(rows, [row.request_index for row in rows])
-        elif self._decoder.needs_equal_lengths:
-            shares = _grouped(rows, [len(row.request.prefix_ids) for row in rows])
-        else:
-            shares = [rows]
-        for share in shares:
+        shares: dict[int, list[_Row]] = {}
+        for row in rows:
+            length = len(row.request.prefix_ids) if self._decoder.needs_equal_lengths else 0
+            shares.setdefault(row.request_index if self.isolate_requests else length, []).append(row)
+        for share in shares.values():
             batch: list[_Row] = []
             for row in sorted(share, key=lambda row: row.request.prefix_ids):
                 if batch and not self._fits([*batch, row]):
@@ -141,7 +136,7 @@ class TransformersSampler:
 
     def _fits(self, batch: list[_Row]) -> bool:
         assert self._decoder is not None
-        counts = _counts(batch)
+        counts = Counter(row.request.prefix_ids for row in batch)
         num_prefix, places = len(counts) * max(map(len, counts)), len(counts) * max(counts.values())
         if self._decoder.needs_equal_lengths and num_prefix > MAX_UNPADDED_TOKENS and len(counts) > 1:
             return False
@@ -151,7 +146,7 @@ class TransformersSampler:
     def _run(self, rows: list[_Row]) -> None:
         assert self._decoder is not None
         decoder = self._decoder(self.model)
-        counts = _counts(rows)
+        counts = Counter(row.request.prefix_ids for row in rows)
         limit = max(row.request.max_new_tokens for row in rows)
         logits = decoder.start(list(counts), list(counts.values()), limit)
         while True:
@@ -195,53 +190,29 @@ def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
     """Draws a token for each row and writes it down; int64 [R]."""
     rules = [row.request for row in rows]
     keys = [stream_key(row.request.seed, row.continuation, len(row.token_ids)) for row in rows]
-    want_entropy = any(row.request.want_entropy for row in rows)
-    num_top = max(row.request.num_top for row in rows)
-    draw = draw_tokens(logits, rules, keys, want_entropy=want_entropy, num_top=min(num_top, logits.shape[-1]))
-    _write(rows, draw)
-    return draw.token_ids
-
-
-def _write(rows: list[_Row], draw: DrawnTokens) -> None:
-    ids, logprobs = draw.token_ids.tolist(), draw.logprobs.tolist()
-    for index, row in enumerate(rows):
-        if not np.isfinite(logprobs[index]):
+    want_entropy = any(rule.want_entropy for rule in rules)
+    num_top = min(max(rule.num_top for rule in rules), logits.shape[-1])
+    draw = draw_tokens(logits, rules, keys, want_entropy=want_entropy, num_top=num_top)
+    drawn = {name: getattr(draw, name) for name in ("token_ids", *_STREAMS)}
+    values = {name: tensor.tolist() for name, tensor in drawn.items() if tensor is not None}
+    for index, (row, token) in enumerate(zip(rows, values.pop("token_ids"), strict=True)):
+        if not np.isfinite(values["logprobs"][index]):
             raise NonFiniteError(
                 f"request {row.request_index}, continuation {row.continuation}: the model's logits are not numbers "
                 f"after {len(row.token_ids)} new tokens; the weights are damaged, or their dtype overflows."
             )
-        row.token_ids.append(ids[index])
-        row.logprobs.append(logprobs[index])
-    if draw.entropies is not None:
-        for row, value in zip(rows, draw.entropies.tolist(), strict=True):
-            row.entropies.append(value)
-    if draw.top_ids is not None and draw.top_logprobs is not None:
-        for row, top, values in zip(rows, draw.top_ids.tolist(), draw.top_logprobs.tolist(), strict=True):
-            row.top_ids.append(top[: row.request.num_top])
-            row.top_logprobs.append(values[: row.request.num_top])
-
-
-def _grouped(rows: Sequence[_Row], keys: Sequence[int]) -> list[list[_Row]]:
-    groups: dict[int, list[_Row]] = {}
-    for row, key in zip(rows, keys, strict=True):
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
-
-
-def _counts(rows: Sequence[_Row]) -> dict[Prefix, int]:
-    counts: dict[Prefix, int] = {}
-    for row in rows:
-        counts[row.request.prefix_ids] = counts.get(row.request.prefix_ids, 0) + 1
-    return counts
+        row.token_ids.append(token)
+        for name, own in values.items():
+            row.streams.setdefault(name, []).append(own[index])
+    return draw.token_ids
 
 
 def _completion(row: _Row) -> Completion:
-    request = row.request
+    request, num_top = row.request, row.request.num_top
+    asked = ["logprobs", *["entropies"] * request.want_entropy, *["top_ids", "top_logprobs"] * bool(num_top)]
+    arrays: dict[str, Any] = {name: np.array(row.streams[name], dtype=_STREAMS[name]) for name in asked}
     return Completion(
         token_ids=np.array(row.token_ids, dtype=np.int32),
-        logprobs=np.array(row.logprobs, dtype=np.float32),
         finish_reason="stop" if request.is_stopped(row.token_ids) else "length",
-        entropies=np.array(row.entropies, dtype=np.float32) if request.want_entropy else None,
-        top_ids=np.array(row.top_ids, dtype=np.int32) if request.num_top else None,
-        top_logprobs=np.array(row.top_logprobs, dtype=np.float32) if request.num_top else None,
+        **{name: array[:, :num_top] if array.ndim == 2 else array for name, array in arrays.items()},
     )
