@@ -219,9 +219,7 @@ class Continuation:
         """What to sample next."""
         first = [] if self._first is None else self._first.token_ids.tolist()
         prefix, room = (*self.conversation.token_ids, *first), self._room() - len(first)
-        seed = int(
-            np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64)[0] >> np.uint64(1)
-        )
+        (seed,) = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64).tolist()
         return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=self._tree)
 
     def take(self, completion: Completion) -> None:
