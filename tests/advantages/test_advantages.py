@@ -1,6 +1,5 @@
-"""Advantages against plain loops over rollouts, and the same however rollouts are cut into rows."""
+"""Advantages by hand, and the same however rollouts are cut into rows; test_tree_credit loops over rollouts."""
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -106,25 +105,6 @@ def cut(items: list[Trajectory], rng: np.random.Generator) -> tuple[list[Traject
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-@given(items=rollout_lists())
-def test_groups_against_plain_loops(items: list[Trajectory]) -> None:
-    rewards = defaultdict(list)
-    for item in items:
-        rewards[item.group].append(item.reward)
-    normalized, _ = group_normalized(items)
-    centered, _ = mean_centered(items)
-    others, _ = leave_one_out(items)
-    for number, item in enumerate(items):
-        group = list(rewards[item.group])
-        mean = sum(group) / len(group)
-        deviation = (sum((r - mean) ** 2 for r in group) / (len(group) - 1)) ** 0.5 if len(group) > 1 else 0.0
-        group.remove(item.reward)
-        rest = sum(group) / len(group) if group else item.reward
-        assert advantage_of(normalized[number]) == pytest.approx((item.reward - mean) / (deviation + 1e-4), abs=1e-6)
-        assert advantage_of(centered[number]) == pytest.approx(item.reward - mean, abs=1e-6)
-        assert advantage_of(others[number]) == pytest.approx(item.reward - rest, abs=1e-6)
-
-
 def test_batch_scale_divides_by_the_deviation_of_all_rollouts() -> None:
     items = [rollout([1, 2], 0.0), rollout([1, 3], 1.0), rollout([1, 2], 4.0, "b"), rollout([1, 3], 6.0, "b")]
     for epsilon in (0.0, 0.5):
@@ -222,18 +202,26 @@ def test_refusals(method) -> None:
         method([good, rollout([1, 3], 0.5, rollout=7)])
 
 
-def test_unknown_settings() -> None:
-    items = [rollout([1, 2], 1.0)]
-    for call, message in (
-        (lambda: group_normalized(items, scale="std"), "scale='std'"),
-        (lambda: group_normalized(items, epsilon=-1), "epsilon=-1"),
-        (lambda: sibling_relative(items, scale="group"), "scale='group'"),
-        (lambda: per_turn(items, baseline="mean"), "baseline='mean'"),
-        (lambda: per_turn(items, discount=1.5), "discount=1.5"),
-        (lambda: per_turn(items, baseline="none", scale=True), "scale=True"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            call()
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        (group_normalized, {"scale": "std"}, "scale='std'"),
+        (group_normalized, {"epsilon": -1}, "epsilon=-1 must not be negative"),
+        (sibling_relative, {"scale": "group"}, "scale='group'"),
+        (per_turn, {"baseline": "mean"}, "baseline='mean'"),
+        (per_turn, {"discount": 1.5}, "discount=1.5"),
+        (per_turn, {"baseline": "none", "scale": True}, "scale=True"),
+        (tree_path_mean, {"average": "leaf"}, "average='leaf' is unknown; choose one of equal, size"),
+        (tree_path_mean, {"scale": "group"}, "scale='group' is unknown; choose one of none, batch"),
+        (inter_intra, {"epsilon": -1}, "epsilon=-1 must not be negative"),
+        (value_steps, {"mask_above": 1.5}, "mask_above=1.5 must lie in 0..1"),
+        (value_steps, {"mask_above": 0.0}, "mask_above=0.0 must lie in 0..1"),
+        (node_value, {"weights": "size"}, "weights='size' is unknown; choose one of equal, entropy"),
+    ],
+)
+def test_unknown_settings(method, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method([rollout([1, 2], 1.0)], **settings)
 
 
 # -- siblings ---------------------------------------------------------------------------------------------------------
@@ -279,43 +267,11 @@ def test_a_rollout_that_ends_at_a_fork_is_a_child() -> None:
     np.testing.assert_allclose(sibling_relative(items)[0][1].advantages, [0, 0, 0.25])
 
 
-def test_rows_of_one_rollout_that_part_are_not_compared() -> None:
-    """Rollout 1 forks into two rows by itself below [1 2 3]; both keep what [3] got against rollout 2's [9]."""
-    items = [
-        rollout([1, 2, 3, 4], 1.0, rollout=1),
-        rollout([1, 2, 3, 5], 1.0, rollout=1),
-        rollout([1, 2, 9], 0.0, rollout=2),
-    ]
-    found, report = sibling_relative(items)
-    assert [item.advantages.tolist() for item in found] == [[0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5], [0, 0, -0.5]]
-    assert report.notes[0].startswith("1 forks")
-
-
 def test_groups_are_trees_of_their_own_and_roots_are_compared() -> None:
     items = [rollout([1, 2], 1.0), rollout([5, 6], 0.0), rollout([1, 9], 7.0, "b"), rollout([1, 9], 7.0, "b")]
     found, report = sibling_relative(items)
     assert [item.advantages.tolist() for item in found] == [[0.5, 0.5], [-0.5, -0.5], [0, 0], [0, 0]]
     assert report.zero_variance_groups == ("b",)
-
-
-@given(items=rollout_lists())
-def test_siblings_against_prefix_search(items: list[Trajectory]) -> None:
-    """Every token's rollouts, and those of the nearest shorter prefix that more rollouts share, found by comparison."""
-    found, _ = sibling_relative(items)
-    for item, result in zip(items, found, strict=True):
-        mates = [each for each in items if each.group == item.group]
-        for at in range(len(item)):
-            through = [
-                each.reward for each in mates if each.token_ids[: at + 1].tolist() == item.token_ids[: at + 1].tolist()
-            ]
-            length = at
-            above = through
-            while len(above) == len(through) and length >= 0:
-                prefix = item.token_ids[:length].tolist()
-                above = [each.reward for each in mates if each.token_ids[:length].tolist() == prefix]
-                length -= 1
-            expected = 0.0 if len(above) == len(through) else np.mean(through) - np.mean(above)
-            assert result.advantages[at] == pytest.approx(expected, abs=1e-6)
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------

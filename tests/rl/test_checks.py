@@ -1,30 +1,12 @@
 """Likely mistakes of an update on rollouts are found."""
 
-import pytest
-
 import treewise as tw
-from treewise.errors import ConfigError, num
-from treewise.objectives import GRPO
+from treewise.errors import num
 from treewise.rl.checks import gap_warning, reward_like, trained_twice, warnings_of
-from treewise.rl.update import credited, describe
 
 
 def row(ids, reward=0.0, group="a", rollout=None):
     return tw.Trajectory(ids, group=group, reward=reward, rollout=rollout)
-
-
-def test_every_advantage_zero_is_an_error():
-    with pytest.raises(ConfigError, match=r"every advantage is zero.* 2 groups, of which 1 without variance, 1 of one"):
-        credited([[row([1, 2, 3]), row([1, 2, 4])], [row([5, 6], 1.0, "b")]], GRPO())
-
-
-def test_groups_of_one_go_with_flat_groups():
-    trees = [[row([1, 2, 3]), row([1, 2, 4], 1.0)], [row([5, 6], 1.0, "b")]]
-    update = credited(trees, GRPO(), drop_flat_groups=True)
-    assert (len(update.trees), update.num_dropped) == (1, 1)
-    text = describe(update, "grpo", "none")
-    assert "rows with an advantage   2 of 2" in text
-    assert "groups of one rollout    1 (left out)" in text
 
 
 def test_positions_that_rows_of_one_rollout_train_twice_are_counted():

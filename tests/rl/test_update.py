@@ -76,12 +76,16 @@ def test_an_advantage_on_untrained_tokens_is_none():
 
 
 def test_groups_without_variance_are_left_out_on_demand():
-    trees = [rollouts(1, 1, group="flat"), rollouts(0, 1)]
+    trees = [rollouts(1, 1, group="flat"), rollouts(0, 1), rollouts(1, group="one")]
     assert credited(trees, GRPO()).num_dropped == 0
     update = credited(trees, GRPO(), drop_flat_groups=True)
-    assert (update.num_dropped, len(update.trees)) == (1, 1)
-    with pytest.raises(ConfigError, match="every advantage is zero: nothing would be trained"):
-        credited(trees[:1], GRPO(), drop_flat_groups=True)
+    assert (update.num_dropped, [each[0].group for each in update.trees]) == (2, ["g"])
+    text = describe(update, "grpo", "none")
+    assert "rows with an advantage   2 of 2" in text
+    assert "groups of one rollout    1 (left out)" in text
+    message = r"every advantage is zero: nothing would be trained .* 2 groups, of which 1 without variance, 1 of one"
+    with pytest.raises(ConfigError, match=message):
+        credited([trees[0], trees[2]], GRPO())
 
 
 def test_a_reference_that_nothing_uses_is_an_error():
@@ -137,13 +141,9 @@ def test_the_description_names_each_choice(update):
     assert "not needed (no KL)" in text
 
 
-def tree(group="g", rewards=(1.0, 0.0), **streams):
-    return [Trajectory([1, 2, 3 + i], group=group, reward=value, **streams) for i, value in enumerate(rewards)]
-
-
-BARE = [tree()]
-OWN = [tree(old_logprobs=[0, -1, -1], ref_logprobs=[0, -2, -2])]
-SAMPLED = [tree(sampler_logprobs=[0, -1, -1])]
+BARE = [rollouts(1.0, 0.0)]
+OWN = [rollouts(1.0, 0.0, old_logprobs=[0, -1, -1], ref_logprobs=[0, -2, -2])]
+SAMPLED = [rollouts(1.0, 0.0, sampler_logprobs=[0, -1, -1])]
 
 CHOICES = [
     (GRPO(), BARE, "auto", 1, Streams(None, None)),
@@ -181,15 +181,15 @@ def test_mini_batches_see_every_tree_once():
             trees_per_batch(8, wrong, 1)
 
 
-def test_advantages_are_of_all_groups_and_flat_groups_can_go():
-    trees, _ = credit([tree("a"), tree("b", (1.0, 1.0)), tree("c", (0.0, 3.0, 0.0))], "dr_grpo", {})
+def test_advantages_are_of_all_groups():
+    trees, _ = credit(
+        [rollouts(1, 0, group="a"), rollouts(1, 1, group="b"), rollouts(0, 3, 0, group="c")], "dr_grpo", {}
+    )
     assert [[float(item.advantages[0]) for item in each] for each in trees] == [[0.5, -0.5], [0, 0], [-1, 2, -1]]
-    update = credited(trees, GRPO(), method="dr_grpo", drop_flat_groups=True)
-    assert [each[0].group for each in update.trees] == ["a", "c"]
 
 
 def test_given_advantages_stay():
-    trees, report = credit([tree(advantages=0.25)], "given", {})
+    trees, report = credit([rollouts(1, 0, advantages=0.25)], "given", {})
     assert report is None
     assert trees[0][0].advantages.tolist() == [0.25] * 3
     assert trees[0][0].rollout_weight == 2
