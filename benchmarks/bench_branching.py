@@ -36,7 +36,7 @@ from treewise.rl.branching import PROMPT, Branch
 from treewise.rl.node_values import node_values
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree, grow_trees, rewards_of
-from treewise.rl.online.journal import Unrecorded
+from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation
 from treewise.rl.samplers import TransformersSampler
 from treewise.rl.tasks import EnvironmentTask, GuessNumber, SumTask, TaskItem
@@ -275,7 +275,7 @@ def value_errors(start: Any, tokenizer: Any, name: str, args: argparse.Namespace
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             trainer = new_trainer(start, tokenizer, Path(folder), name, arm, args, seed)
             trainer.model.eval()
-            rounds = trainer.rollouts.rounds(trainer.loop, Unrecorded())
+            rounds = trainer.rollouts.rounds(trainer.loop, Journal(None))
             trees = grown(trainer, name, rounds)
             rounds = replace(rounds, request=replace(rounds.request, want_entropy=False))
             if of_prompts is None:  # the same items and weights for every arm
@@ -380,7 +380,7 @@ def timing(args: argparse.Namespace) -> Path:
 
         def trees() -> None:
             number = next(numbers)
-            rounds = trainer.rollouts.rounds(trainer.loop, Unrecorded())
+            rounds = trainer.rollouts.rounds(trainer.loop, Journal(None))
             request = replace(rounds.request, stop_ids=())
             rounds = replace(rounds, branching=OneRound(8), request=request)  # type: ignore[arg-type]
             found = trainer.rollouts.new_trees((0, number), range(4), 0, [1 << 30] * 4)

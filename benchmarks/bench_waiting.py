@@ -28,7 +28,7 @@ from tiny_policy import LETTERS, new_model, new_tokenizer
 import treewise as tw
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
-from treewise.rl.online.journal import Unrecorded
+from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation, Limits, start
 from treewise.rl.samplers import SampleRequest, ServerSampler, TransformersSampler
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask
@@ -101,7 +101,7 @@ def measured(options: argparse.Namespace, model: Any, tokenizer: Any, seconds: f
         sampler=Turns(model, options.length, end, options.rows),
         book=nothing,
         rewards=nothing,
-        journal=Unrecorded(),
+        journal=Journal(None),
         limits=limits,
         request=SampleRequest((0,), stop_ids=(end,)),
         episodes_at_once=at_once,

@@ -20,7 +20,7 @@ import numpy as np
 from treewise.rl.branching import Branching, RolloutTree, Signals
 from treewise.rl.branching.protocol import points_of
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
-from treewise.rl.online.journal import Unrecorded
+from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Limits, OneTurn
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
@@ -304,7 +304,7 @@ def grown(
         sampler=TabularSampler(game, np.random.default_rng([seed, 1]), turns),
         book=SuccessBook() if book is None else book,
         rewards=Rewards(game),  # type: ignore[arg-type]
-        journal=Unrecorded(),
+        journal=Journal(None),
         limits=Limits(total, total + 1),
         request=request,
         expected_tokens=float(total),

@@ -10,9 +10,7 @@ from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.objectives import GRPO, REINFORCE, SFT, PolicyGradient
 from treewise.rl.update import (
     SCORES,
-    Streams,
     Update,
-    choose_streams,
     credit,
     credited,
     describe,
@@ -98,7 +96,7 @@ def test_a_reference_that_nothing_uses_is_an_error():
 @pytest.fixture
 def update():
     trees = [rollouts(0, 1, old_logprobs=[0, -1, -2]), rollouts(1, 0, group="h", old_logprobs=[0, -3, -4])]
-    return Update(trees, "grpo", streams=Streams("policy", None), num_without_sampler=4)
+    return Update(trees, "grpo", old="policy", num_without_sampler=4)
 
 
 def test_saved_scores_come_back_to_the_rows(update, tmp_path):
@@ -131,7 +129,7 @@ def test_scores_that_cannot_be_written_are_an_error(update, tmp_path):
 
 
 def test_what_needs_no_computing_is_not_saved(update, tmp_path):
-    save_scores(tmp_path, replace(update, streams=Streams("given", None)), FACTS)
+    save_scores(tmp_path, replace(update, old="given"), FACTS)
     assert not (tmp_path / SCORES).exists()
 
 
@@ -146,29 +144,30 @@ OWN = [rollouts(1.0, 0.0, old_logprobs=[0, -1, -1], ref_logprobs=[0, -2, -2])]
 SAMPLED = [rollouts(1.0, 0.0, sampler_logprobs=[0, -1, -1])]
 
 CHOICES = [
-    (GRPO(), BARE, "auto", 1, Streams(None, None)),
-    (GRPO(), BARE, "auto", 2, Streams("policy", None)),
-    (REINFORCE(), BARE, "auto", 2, Streams(None, None)),
-    (GRPO(), BARE, "recompute", 1, Streams("policy", None)),
-    (GRPO(beta=0.1), BARE, "auto", 1, Streams(None, "reference")),
-    (GRPO(beta=0.1), OWN, "auto", 2, Streams("given", "given")),
-    (GRPO(), OWN, "recompute", 2, Streams("policy", None)),
-    (GRPO(), SAMPLED, "sampler", 2, Streams("sampler", None)),
-    (GRPO(), OWN, "given", 2, Streams("given", None)),
-    (SFT(), OWN, "auto", 2, Streams(None, None)),
+    (GRPO(), BARE, "auto", 1, (None, None)),
+    (GRPO(), BARE, "auto", 2, ("policy", None)),
+    (REINFORCE(), BARE, "auto", 2, (None, None)),
+    (GRPO(), BARE, "recompute", 1, ("policy", None)),
+    (GRPO(beta=0.1), BARE, "auto", 1, (None, "reference")),
+    (GRPO(beta=0.1), OWN, "auto", 2, ("given", "given")),
+    (GRPO(), OWN, "recompute", 2, ("policy", None)),
+    (GRPO(), SAMPLED, "sampler", 2, ("sampler", None)),
+    (GRPO(), OWN, "given", 2, ("given", None)),
+    (SFT(), OWN, "auto", 2, (None, None)),
 ]
 
 
 @pytest.mark.parametrize(("objective", "trees", "old", "num_updates", "expected"), CHOICES)
 def test_streams_are_computed_only_where_they_are_needed(objective, trees, old, num_updates, expected):
-    assert choose_streams(objective, trees, old, num_updates) == expected
+    update = with_streams(Update(trees), objective, num_updates=num_updates, old_logprobs=old)
+    assert (update.old, update.ref) == expected
 
 
 def test_streams_that_are_not_there_are_said():
     with pytest.raises(DataError, match="no sampler_logprobs; use old_logprobs='recompute'"):
-        choose_streams(GRPO(), BARE, "sampler", 1)
+        with_streams(Update(BARE), GRPO(), num_updates=1, old_logprobs="sampler")
     with pytest.raises(ConfigError, match="old_logprobs='no' is unknown"):
-        choose_streams(GRPO(), BARE, "no", 1)
+        with_streams(Update(BARE), GRPO(), num_updates=1, old_logprobs="no")
     with pytest.raises(DataError, match="2 of 4 rows have them"):
         has_all([*BARE, *OWN], "old_logprobs")
 

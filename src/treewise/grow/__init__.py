@@ -5,8 +5,7 @@ widening        one rule per shape class: which axes of a tensor are wider; nois
 growth_plan     which tensors the larger model has, and of what each is made
 checkpoint      safetensors in, safetensors out, one tensor at a time
 operators       learned operators (LiGO, Mango), fitted on trees
-moments         the optimizer's state, grown
-growth          all of it: `grow`, with logits before and after
+growth          all of it: `grow`, the optimizer's state too, with logits before and after
 """
 
 from treewise.grow.growth import GrowReport, grow

@@ -19,7 +19,7 @@ from treewise.integrations.trl import Sharing, share_prefixes
 from treewise.rl.branching import PROMPT, Branching, RolloutTree, branching_named
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree
-from treewise.rl.online.journal import Unrecorded
+from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation, Limits, OneTurn
 from treewise.rl.samplers import Sampler, SampleRequest, TransformersSampler
 from treewise.rl.success_book import SuccessBook
@@ -173,7 +173,7 @@ class TreeRollouts:
             sampler=self.sampler,
             book=self.book,
             rewards=nothing,
-            journal=Unrecorded(),
+            journal=Journal(None),
             limits=Limits(int(trainer.max_completion_length), _WITHOUT_LIMIT, stop_ids),
             request=request,
         )

@@ -67,14 +67,6 @@ _REF = {GIVEN: "the rows' own", None: "not needed (no KL)"}
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """Where the log-probs of an update come from: `given`, `policy`, `sampler`, `reference`, or None (not needed)."""
-
-    old: str | None
-    ref: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Update:
     """What an update trains on, and how it came about.
 
@@ -83,7 +75,8 @@ class Update:
         method: how rewards became advantages; None for objectives without advantages.
         report: of the advantages; None where they were given.
         num_dropped: groups without variance that were left out.
-        streams: where old and reference log-probs come from.
+        old, ref: where old and reference log-probs come from: `given`, `policy`, `sampler`, `reference`, or None (not
+            needed).
         num_without_sampler: rows without `sampler_logprobs`.
     """
 
@@ -91,14 +84,15 @@ class Update:
     method: str | None = None
     report: AdvantageReport | None = None
     num_dropped: int = 0
-    streams: Streams = Streams(None, None)
+    old: str | None = None
+    ref: str | None = None
     num_without_sampler: int = 0
 
     @property
     def computed_streams(self) -> list[str]:
         """Names of the log-probs that the policy or a reference computes."""
-        names = ["old_logprobs"] if self.streams.old == "policy" else []
-        return [*names, "ref_logprobs"] if self.streams.ref == "reference" else names
+        names = ["old_logprobs"] if self.old == "policy" else []
+        return [*names, "ref_logprobs"] if self.ref == "reference" else names
 
 
 # -- advantages -------------------------------------------------------------------------------------------------------
@@ -230,17 +224,34 @@ def with_streams(
 
     Parameters:
         num_updates: optimizer steps on these rollouts.
-        old_logprobs: see `choose_streams`.
+        old_logprobs: `auto` takes the rows' own `old_logprobs`; where they have none, computes them with the policy
+            before the update, unless there is but one update, in which that policy is the one that is trained (the
+            ratio is 1). `recompute` always computes them, `sampler` takes the sampler's instead, `given` asks for the
+            rows' own.
         has_reference: a reference model is given.
 
     Raises:
         ConfigError: an unknown choice, or a reference that nothing uses.
         DataError: rows that lack a stream.
     """
-    trees = update.trees
-    streams = choose_streams(objective, trees, old_logprobs, num_updates)
-    if has_reference and streams.ref != "reference":
-        why = "the rows hold ref_logprobs already" if streams.ref else "the objective has no KL to it (--beta)"
+    check_choice("old_logprobs", old_logprobs, OLD_LOGPROBS)
+    trees, old, ref = update.trees, None, None
+    if isinstance(objective, PolicyGradient):
+        if old_logprobs in (GIVEN, "sampler"):
+            name = "sampler_logprobs" if old_logprobs == "sampler" else "old_logprobs"
+            if not has_all(trees, name):
+                raise DataError(
+                    f"old_logprobs={old_logprobs!r}, but the rows have no {name}; use old_logprobs='recompute'."
+                )
+            old = old_logprobs
+        elif old_logprobs == "auto" and has_all(trees, "old_logprobs"):
+            old = GIVEN
+        elif old_logprobs == "recompute" or (num_updates > 1 and objective.surrogate != "reinforce"):
+            old = "policy"
+        if objective.beta:
+            ref = GIVEN if has_all(trees, "ref_logprobs") else "reference"
+    if has_reference and ref != "reference":
+        why = "the rows hold ref_logprobs already" if ref else "the objective has no KL to it (--beta)"
         raise ConfigError(f"reference is given, but {why}; leave one of them out.")
     num_without = sum(item.sampler_logprobs is None for tree in trees for item in tree)
     if getattr(objective, "sampler_correction", None) is not None:
@@ -249,41 +260,7 @@ def with_streams(
         num_without = 0
     elif 0 < num_without < sum(map(len, trees)):
         trees = [[replace(item, sampler_logprobs=None) for item in tree] for tree in trees]
-    return replace(update, trees=trees, streams=streams, num_without_sampler=num_without)
-
-
-def choose_streams(objective: Objective, trees: Trees, old: str, num_updates: int) -> Streams:
-    """Which log-probs an objective needs, and where they come from.
-
-    Parameters:
-        old: `auto` takes the rows' own `old_logprobs`; where they have none, computes them with the policy before the
-            update, unless there is but one update, in which that policy is the one that is trained (the ratio is 1).
-            `recompute` always computes them, `sampler` takes the sampler's instead, `given` asks for the rows' own.
-        num_updates: optimizer steps of the run.
-
-    Raises:
-        ConfigError: an unknown choice.
-        DataError: `given` or `sampler` without the stream on every row.
-    """
-    check_choice("old_logprobs", old, OLD_LOGPROBS)
-    if not isinstance(objective, PolicyGradient):
-        return Streams(None, None)
-    source: str | None
-    if old in (GIVEN, "sampler"):
-        name = "sampler_logprobs" if old == "sampler" else "old_logprobs"
-        if not has_all(trees, name):
-            raise DataError(f"old_logprobs={old!r}, but the rows have no {name}; use old_logprobs='recompute'.")
-        source = old
-    elif old == "auto" and has_all(trees, "old_logprobs"):
-        source = GIVEN
-    elif old == "auto" and (num_updates <= 1 or objective.surrogate == "reinforce"):
-        source = None
-    else:
-        source = "policy"
-    ref = None
-    if objective.beta:
-        ref = GIVEN if has_all(trees, "ref_logprobs") else "reference"
-    return Streams(source, ref)
+    return replace(update, trees=trees, old=old, ref=ref, num_without_sampler=num_without)
 
 
 def has_all(trees: Sequence[Sequence[Trajectory]], name: str) -> bool:
@@ -310,14 +287,14 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
         batch_size: trees that are scored side by side.
         reference: the engine of the reference model; None for the policy itself, with adapters without them.
     """
-    trees, old = update.trees, update.streams.old
+    trees, old = update.trees, update.old
     if old == "sampler":
         trees = [[replace(item, old_logprobs=item.sampler_logprobs) for item in tree] for tree in trees]
     elif old is None:
         trees = [[replace(item, old_logprobs=None) for item in tree] for tree in trees]
     elif old == "policy":
         trees = with_logprobs(engine, trees, "old_logprobs", batch_size)
-    if update.streams.ref == "reference":
+    if update.ref == "reference":
         adapters_off = getattr(engine.model, "disable_adapter", None)
         if reference is not None:
             trees = with_logprobs(reference, trees, "ref_logprobs", batch_size)
@@ -410,7 +387,7 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 def _metadata(update: Update, facts: Sequence[object]) -> dict[str, str]:
     num_items = sum(map(len, update.trees))
-    return {"treewise": json.dumps([*facts, update.num_dropped, update.streams.old, update.streams.ref, num_items])}
+    return {"treewise": json.dumps([*facts, update.num_dropped, update.old, update.ref, num_items])}
 
 
 # -- what is printed --------------------------------------------------------------------------------------------------
@@ -438,8 +415,8 @@ def describe(update: Update, objective: str, reference: str) -> str:
             lines.append(("groups of one rollout", f"{len(report.groups_of_one):,} ({one})"))
         lines += [("", note) for note in report.notes]
     if update.method is not None:
-        lines.append(("old log-probs", _OLD[update.streams.old]))
-        lines.append(("reference log-probs", _REF.get(update.streams.ref, f"computed with {reference}")))
+        lines.append(("old log-probs", _OLD[update.old]))
+        lines.append(("reference log-probs", _REF.get(update.ref, f"computed with {reference}")))
         lines.append(("logprob gap", _gap(items, update.num_without_sampler)))
     return "\n".join(f"{name:<24} {value}" for name, value in lines)
 

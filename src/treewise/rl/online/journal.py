@@ -96,10 +96,10 @@ class Journal:
     the batch that it holds.
 
     Parameters:
-        path: of the file, made with the first answer.
+        path: of the file, made with the first answer; None where nothing is resumed, so nothing is recorded.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.num_replayed = 0
         self._answers: dict[str, tuple[str, Any, int]] = {}  # by name: hash of the question, answer, offset of the line
@@ -109,8 +109,8 @@ class Journal:
         self._last = 0  # offset of the line of the answer that was given last
         self._marked: int | None = None
         self._has_warned = False
-        if path.is_file():
-            self._read()
+        if path is not None and path.is_file():
+            self._read(path)
 
     def begin_phase(self) -> None:
         """Begins a part of the program in which every name stands for one request; phases come in a fixed order."""
@@ -137,12 +137,11 @@ class Journal:
 
     def record(self, kind: str, answers: Sequence[tuple[str, object, object]]) -> None:
         """Writes answers, all or none: of each its name in this phase, the question, and the answer, plain JSON."""
-        names, keys, values = (
-            [f"{kind} {self._phase} {name}" for name, _, _ in answers],
-            [_hash(kind, question) for _, question, _ in answers],
-            [answer for _, _, answer in answers],
-        )
-        line = json.dumps({"names": names, "keys": keys, "answers": values}).encode() + b"\n"
+        if self.path is None:
+            return
+        names = [f"{kind} {self._phase} {name}" for name, _, _ in answers]
+        keys = [_hash(kind, question) for _, question, _ in answers]
+        line = json.dumps({"names": names, "keys": keys, "answers": [each[2] for each in answers]}).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
             stream.truncate(self._size)
@@ -171,12 +170,12 @@ class Journal:
 
     def forget_from_mark(self) -> None:
         """Drops the marked answer and all that were recorded after it, so that a resumed run computes them."""
-        if self._marked is not None and self.path.is_file():
+        if self._marked is not None and self.path is not None and self.path.is_file():
             self._size = self._marked
             os.truncate(self.path, self._size)
 
-    def _read(self) -> None:
-        for line in self.path.read_bytes().splitlines(keepends=True):
+    def _read(self, path: Path) -> None:
+        for line in path.read_bytes().splitlines(keepends=True):
             try:
                 if not line.endswith(b"\n"):
                     break
@@ -192,38 +191,19 @@ def _hash(kind: str, question: object) -> str:
     return hashlib.sha256(json.dumps([kind, question], sort_keys=True).encode()).hexdigest()
 
 
-class Unrecorded(Journal):
-    """The place of a journal where nothing is resumed: every answer is computed."""
-
-    def __init__(self) -> None:
-        super().__init__(Path())
-
-    def record(self, kind: str, answers: object) -> None:
-        """Nothing is recorded."""
-
-    def mark(self) -> None:
-        """So nothing is marked."""
-
-
 def question_of(request: SampleRequest) -> list[Any]:
     """Everything that decides the answer to a request, but the weights."""
     return [getattr(request, name) for name in SampleRequest.__slots__ if name != "tree"]
 
 
-_SCALARS = ("finish_reason", "version")
-
-
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """Plain JSON values; float32 survives exactly."""
-    arrays = {name: getattr(completion, name) for name in _ARRAYS}
-    values = {name: array.tolist() for name, array in arrays.items() if array is not None}
-    return {**values, **{name: getattr(completion, name) for name in _SCALARS}}
+    values = {name: array.tolist() for name in _ARRAYS if (array := getattr(completion, name)) is not None}
+    return {**values, "finish_reason": completion.finish_reason, "version": completion.version}
 
 
 def completion_from_json(values: dict[str, Any]) -> Completion:
     """What `completion_to_json` was given."""
-    arrays: dict[str, Any] = {
-        name: np.array(values[name], dtype=dtype) for name, dtype in _ARRAYS.items() if name in values
-    }
-    rest = {name: values[name] for name in _SCALARS}
-    return Completion(**arrays, **rest)
+    return Completion(
+        **{name: np.array(each, _ARRAYS[name]) if name in _ARRAYS else each for name, each in values.items()}
+    )

@@ -229,15 +229,13 @@ class OnlineTrainer(TreeTrainer):
         # Credit.
         update = self._credited([rows[kept] for kept in collected.kept])
         account = account_of(trees, rows, update, number)
-        self._warn(number, nothing_learned(trees, update, self.loss_objective))
         # Train.
         with nullcontext() if self._ahead is None else self._ahead.training(iteration):
             trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
         num_updates = self.loop.num_updates + int(trained["optimizer_steps"])
         if sampled.state is None:
             self.observe(self.loop, collected)
-        else:
-            self.loop = sampled.state
+        self.loop = sampled.state or self.loop
         self.loop.num_updates, self.state.global_step = num_updates, self.loop.iteration
         # Log.
         logs = {"iteration": float(number)} | figures(
@@ -258,9 +256,11 @@ class OnlineTrainer(TreeTrainer):
         if settings.show_every and (iteration == 0 or self._is_due(iteration, settings.show_every)):
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
+        warnings = [nothing_learned(trees, update, self.loss_objective), few_recorded(account)]
         if getattr(self.loss_objective, "sampler_correction", None) is None:
-            self._warn(number, gap_warning(logs.get("logprob_gap", 1.0), settings.logprob_gap_limit))
-        self._warn(number, few_recorded(account))
+            warnings.append(gap_warning(logs.get("logprob_gap", 1.0), settings.logprob_gap_limit))
+        for line in filter(None, warnings if self.args.should_log else []):
+            logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)
         return logs
 
@@ -283,8 +283,8 @@ class OnlineTrainer(TreeTrainer):
                 self._ahead = start_ahead(self, iteration)
             return self._ahead.take(iteration)
         self.rewards.begin(self.state)
-        name = f"iteration {iteration + 1}"
-        with token_progress(name, self.rollouts.budget(self.loop), hidden=bool(self.args.disable_tqdm)) as advance:
+        budget, hidden = self.rollouts.budget(self.loop), bool(self.args.disable_tqdm)
+        with token_progress(f"iteration {iteration + 1}", budget, hidden=hidden) as advance:
             collected = self.collected(self.rollouts, self.loop, iteration, replace(rounds, progress=advance))
         return Sampled(collected, self.rewards.tally, rounds)
 
@@ -320,10 +320,10 @@ class OnlineTrainer(TreeTrainer):
         Raises:
             NonFiniteError: a loss or gradient that is not finite, as the arguments say.
         """
-        gap = {}
+        logs = dict[str, float]()
         if not isinstance(self.loss_objective, PolicyGradient):  # which measures it in its first step
             with self.runner.scoring():
-                gap["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
+                logs["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
         self.train_dataset = update.trees  # with the first of which processes measure a budget
         started, runner = time.perf_counter(), self.runner
         outs, norms = list[StepOutput | None](), list[float]()
@@ -344,7 +344,7 @@ class OnlineTrainer(TreeTrainer):
         done = [out for out in outs if out is not None]
         tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
         sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
-        logs = {
+        logs |= {
             "optimizer_steps": float(len(norms)),
             "loss": sums[0] / len(norms),
             "grad_norm": math.fsum(norms) / len(norms),
@@ -354,7 +354,7 @@ class OnlineTrainer(TreeTrainer):
         }
         if self._ahead is None:
             self.rollouts.hand_over()
-        return logs | gap
+        return logs
 
     def observe(self, loop: LoopState, collected: Collected) -> None:
         """Takes what an iteration sampled into a state."""
@@ -380,8 +380,7 @@ class OnlineTrainer(TreeTrainer):
         if self.reference is None:
             return None
         args = self.args
-        model = self.reference.to(args.device)
-        return TreeEngine(model, args.max_tokens, args.attention, temperature=args.temperature)
+        return TreeEngine(self.reference.to(args.device), args.max_tokens, args.attention, temperature=args.temperature)
 
     # -- what people see ----------------------------------------------------------------------------------------------
 
@@ -392,10 +391,6 @@ class OnlineTrainer(TreeTrainer):
     def _show(self, title: str, samples: Sequence[records.Sample]) -> None:
         if samples and self.settings.show_every and self.args.process_index == 0:
             sys.stdout.write(records.lines_of(title, samples))
-
-    def _warn(self, iteration: int, line: str | None) -> None:
-        if line is not None and self.args.should_log:
-            logger.warning("iteration %d: %s", iteration, line)
 
     # -- begin, save, stop --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
 
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -202,30 +203,19 @@ class Weights:
 
 def _told(server: "Server", path: str, payload: Any, needed: str) -> None:
     """Posts a change. Raises `SamplerError` where the server does not take it, also after `BUSY_SECONDS`."""
-    import tenacity
-
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(_RefusedError),  # as while requests of another run hold the cache
-        stop=tenacity.stop_after_delay(BUSY_SECONDS),
-        wait=tenacity.wait_fixed(0.2),
-        reraise=True,
-    )
-    retrying(_tell, server, path, payload, needed)
-
-
-class _RefusedError(SamplerError):
-    """`success: false`."""
-
-
-def _tell(server: "Server", path: str, payload: Any, needed: str) -> None:
-    try:
-        answer = server.call(path, payload, retried=())
-    except SamplerError as error:
-        if " 404: " in str(error):
-            raise SamplerError(f"{server.url} has no {path}; start the server with {needed}.") from error
-        raise SamplerError(f"the server did not take the weights: {error}") from error
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise _RefusedError(f"{server.url}{path}: the server answers success: false. {answer.get('message', '')}")
+    end = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            answer = server.call(path, payload, retried=())
+        except SamplerError as error:
+            if " 404: " in str(error):
+                raise SamplerError(f"{server.url} has no {path}; start the server with {needed}.") from error
+            raise SamplerError(f"the server did not take the weights: {error}") from error
+        if not (isinstance(answer, dict) and answer.get("success") is False):
+            return
+        if time.monotonic() > end:
+            raise SamplerError(f"{server.url}{path}: the server answers success: false. {answer.get('message', '')}")
+        time.sleep(0.2)  # as while requests of another run hold the cache
 
 
 def refuse_without_adapter(model: nn.Module) -> None:
