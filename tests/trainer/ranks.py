@@ -113,7 +113,7 @@ def order_of(curriculum, model, trees, seed):
         curriculum_named(curriculum),
         len(trees),
         seed,
-        lambda: {"angle": angles_of(engine, [tree[0].token_ids for tree in trees]).total},
+        lambda: angles_of(engine, [tree[0].token_ids for tree in trees]).total,
     )
 
 

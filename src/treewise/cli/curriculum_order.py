@@ -1,7 +1,7 @@
 """`--curriculum` of commands that train on recorded trees: their order, from signals that are measured and checked."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,22 +69,18 @@ def _measured(
     model: "PreTrainedModel",
     trees: "Sequence[Any]",
     objective: "Objective | None",
-) -> Mapping[str, np.ndarray]:
+) -> np.ndarray:
     """What the curriculum orders by, of all trees; a curriculum of angles is checked on some of them first."""
     from treewise.engine.engine import TreeEngine
-    from treewise.rl.curriculum.recorded import NEEDS, learnabilities, prompt_of
+    from treewise.rl.curriculum.recorded import learnabilities, prompt_of
     from treewise.rl.curriculum.signals import angles_of
 
-    needs = NEEDS[curriculum.name]
-    rows = [_rows(trees[index]) for index in range(len(trees))] if needs else []
-    found: dict[str, np.ndarray] = {}
-    if "angle" in needs:
-        engine = TreeEngine(model, arguments.max_tokens, arguments.attention, temperature=arguments.temperature)
-        _check(curriculum, arguments, engine, rows, objective)
-        found["angle"] = angles_of(engine, [prompt_of(tree) for tree in rows]).total
-    if "learnability" in needs:
-        found["learnability"] = learnabilities(rows, 0.5)
-    return found
+    rows = [_rows(trees[index]) for index in range(len(trees))]
+    if curriculum.name == "learnability":
+        return learnabilities(rows, 0.5)
+    engine = TreeEngine(model, arguments.max_tokens, arguments.attention, temperature=arguments.temperature)
+    _check(curriculum, arguments, engine, rows, objective)
+    return angles_of(engine, [prompt_of(tree) for tree in rows]).total
 
 
 def _check(

@@ -10,7 +10,7 @@ from treewise import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.rl.curriculum import curriculum_named
 from treewise.rl.curriculum.recorded import (
-    NEEDS,
+    ORDERS,
     RecordedOrder,
     check_on_trees,
     learnabilities,
@@ -18,6 +18,7 @@ from treewise.rl.curriculum.recorded import (
     prompt_of,
     waiting_times,
 )
+from treewise.rl.curriculum.self_check import SIGNAL_OF
 from treewise.rl.curriculum.signals import gradient_norms
 from treewise.testing import tiny_model
 from treewise.tree.trajectory import Trajectory
@@ -72,15 +73,10 @@ def test_the_second_half_is_the_target():
 
 def new_order(name, scores=None, seed=0, **settings):
     known = SCORES if scores is None else scores
-    return RecordedOrder(
-        curriculum_named(name, **settings),
-        4,
-        seed,
-        lambda: {each: known[each] for each in NEEDS[name.replace("-", "_")]},
-    )
+    return RecordedOrder(curriculum_named(name, **settings), 4, seed, lambda: known[SIGNAL_OF[name]])
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", ORDERS)
 def test_every_tree_once_an_epoch_and_the_same_after_a_restore(name):
     order = new_order(name)
     order.begin()
@@ -107,14 +103,8 @@ def test_gain_is_the_ranks_where_it_is_narrow():
     order = new_order("gain", width=1e-9)
     order.begin()
     assert order.order(0).tolist() == order.order(1).tolist() == [1, 3, 2, 0]
-    shuffled = [tuple(_narrow(seed).order(0)) for seed in range(10)]
+    shuffled = [tuple(new_order("gain-shuffled", seed=seed, width=1e-9).order(0)) for seed in range(10)]
     assert len(set(shuffled)) > 2
-
-
-def _narrow(seed):
-    order = new_order("gain-shuffled", seed=seed, width=1e-9)
-    order.begin()
-    return order
 
 
 def test_what_is_refused():

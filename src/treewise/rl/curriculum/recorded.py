@@ -15,7 +15,7 @@ from treewise.distributed import ranks as processes
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.objectives import Objective
-from treewise.rl.curriculum.self_check import CheckReport, check_signals, require_tasks
+from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, check_signals, require_tasks
 from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.rl.curriculum.task_sampler import Curriculum, ranks_by_angle, shuffled_ranks
 from treewise.rl.success_book import BookSettings, SuccessBook
@@ -24,13 +24,7 @@ from treewise.tree.trajectory import Trajectory, number_rollouts
 Tree = Sequence[Trajectory]
 # The rows of one tree with everything that the objective needs.
 Prepared = Callable[[list[Trajectory]], list[Trajectory]]
-# What each curriculum that can order recorded trees needs of them.
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "learnability": ("learnability",),
-    "gain": ("angle",),
-    "gain_shuffled": (),
-}
-Measure = Callable[[], Mapping[str, np.ndarray]]
+ORDERS = ("learnability", "gain", "gain_shuffled")  # curricula that can order recorded trees
 _ORDER = 7  # names the random stream
 
 
@@ -124,20 +118,20 @@ class RecordedOrder:
 
     Parameters:
         num_trees: of the data.
-        measure: gives what `NEEDS` names, [trees] each, with the model before its first step. Called at most once, on
-            the first process.
+        measure: gives the curriculum's signal (`SIGNAL_OF`) of each tree, [trees], with the model before its first
+            step. Called at most once, on the first process; not where the curriculum has none.
 
     Raises:
         ConfigError: a curriculum that chooses what to sample, and so orders nothing.
     """
 
-    def __init__(self, curriculum: Curriculum, num_trees: int, seed: int, measure: Measure) -> None:
+    def __init__(self, curriculum: Curriculum, num_trees: int, seed: int, measure: Callable[[], np.ndarray]) -> None:
         check_orders(curriculum.name)
         if getattr(curriculum.settings, "thompson", False):
             raise ConfigError("thompson draws what to sample next; recorded trees are ordered by their means alone.")
         self.curriculum, self.num_trees, self.seed = curriculum, num_trees, seed
-        self._measure = measure
-        self._scores: dict[str, np.ndarray] | None = None
+        self._measure, self._signal = measure, SIGNAL_OF.get(curriculum.name)
+        self._scores: np.ndarray | None = None
 
     @property
     def description(self) -> str:
@@ -146,25 +140,25 @@ class RecordedOrder:
 
     def begin(self) -> None:
         """Measures what the order depends on, unless it was restored."""
-        if self._scores is None:
-            measured = processes.on_first_rank(lambda: dict(self._measure()))
-            self._take({name: np.asarray(values, dtype=np.float64) for name, values in measured.items()})
+        if self._scores is None and self._signal is not None:
+            self._take(processes.on_first_rank(self._measure))
 
     def order(self, epoch: int) -> np.ndarray:
         """[trees] int64, all trees in the order of an epoch."""
-        assert self._scores is not None
         rng = np.random.default_rng([self.seed, epoch, _ORDER])
-        name, scores = self.curriculum.name, self._scores
-        if name == "learnability":
-            return np.argsort(waiting_times(scores["learnability"], rng), kind="stable")
-        is_shuffled = name == "gain_shuffled"
-        ranks = shuffled_ranks(self.num_trees, self.seed) if is_shuffled else ranks_by_angle(scores["angle"].tolist())
+        if self._signal is None:
+            ranks = shuffled_ranks(self.num_trees, self.seed)
+        else:
+            assert self._scores is not None
+            if self._signal == "learnability":
+                return np.argsort(waiting_times(self._scores, rng), kind="stable")
+            ranks = ranks_by_angle(self._scores.tolist())
         places = ranks + self.curriculum.settings.width * self.num_trees * rng.standard_normal(self.num_trees)
         return np.argsort(places, kind="stable")
 
     def state(self) -> dict[str, list[float]]:
         """What was measured."""
-        return {name: values.tolist() for name, values in (self._scores or {}).items()}
+        return {} if self._signal is None or self._scores is None else {self._signal: self._scores.tolist()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         """Takes over what was measured before the first step.
@@ -173,16 +167,18 @@ class RecordedOrder:
             CheckpointError: a score is missing, or there are not as many as trees.
         """
         try:
-            self._take({name: np.array(state[name], dtype=np.float64) for name in NEEDS[self.curriculum.name]})
+            if self._signal is not None:
+                self._take(np.array(state[self._signal]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of a curriculum: {type(error).__name__}: {error}.") from None
 
-    def _take(self, scores: dict[str, np.ndarray]) -> None:
-        for name, values in scores.items():
-            if values.shape != (self.num_trees,):
-                raise CheckpointError(f"the curriculum has {values.size} values of {name} for {self.num_trees} trees.")
-            ranks_by_angle(values.tolist())  # raises for values that are not finite
-        self._scores = scores
+    def _take(self, values: np.ndarray) -> None:
+        if values.shape != (self.num_trees,):
+            raise CheckpointError(
+                f"the curriculum has {values.size} values of {self._signal} for {self.num_trees} trees."
+            )
+        ranks_by_angle(values.tolist())  # raises for values that are not finite
+        self._scores = np.asarray(values, dtype=np.float64)
 
 
 def waiting_times(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -193,8 +189,8 @@ def waiting_times(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def check_orders(name: str) -> None:
     """Raises `ConfigError` where a curriculum cannot order recorded trees."""
-    if name not in NEEDS:
+    if name not in ORDERS:
         raise ConfigError(
             f"curriculum {name!r} chooses what to sample next, and recorded trees are all trained once an epoch; "
-            f"choose uniform, {', '.join(NEEDS)}."
+            f"choose uniform, {', '.join(ORDERS)}."
         )

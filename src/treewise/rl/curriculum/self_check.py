@@ -24,11 +24,7 @@ CLAIMS = {
     "length": None,
 }
 TARGETS = {"gradient_norm": "norm of the policy gradient", "variance": "observed p (1 - p)"}
-# The signal that each curriculum draws by.
-SIGNAL_OF = {
-    "learnability": "learnability",
-    "gain": "angle",
-}
+SIGNAL_OF = {"learnability": "learnability", "gain": "angle"}  # by which a curriculum draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "checks": [asdict(each) for each in self.checks], "useless": self.useless}
+        return {**asdict(self), "useless": self.useless}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CheckReport":
@@ -182,8 +178,3 @@ def refusal(curriculum: str, report: CheckReport) -> str | None:
         f"curriculum {curriculum!r} draws by {check.signal}, which is useless here: its rank correlation with the "
         f"{TARGETS[check.target]} is {check.correlation} over {num(report.num_tasks, 'task')}, not above zero.{why}"
     )
-
-
-def is_refusable(curriculum: str) -> bool:
-    """Whether a curriculum does not run where its signal is useless; others warn."""
-    return SIGNAL_OF.get(curriculum) == "angle"

@@ -13,7 +13,7 @@ import numpy as np
 from treewise.errors import ConfigError
 from treewise.rl.branching import branching_named
 from treewise.rl.curriculum.recorded import check_on_trees
-from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, is_refusable, refusal
+from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, refusal
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import journals
@@ -48,7 +48,7 @@ def begin_curriculum(trainer: "OnlineTrainer") -> int | None:
         write_check(trainer.folder, curriculum.name, report)
         sys.stdout.write(f"{report.text()}\n")
     reason = refusal(curriculum.name, report)
-    if reason is not None and is_refusable(curriculum.name) and not curriculum.settings.force:
+    if reason is not None and curriculum.measures_angles and not curriculum.settings.force:
         for path in journals(trainer.folder) if trainer.args.should_save else ():  # nothing to resume
             path.unlink()
         raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")

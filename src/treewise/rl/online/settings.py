@@ -11,7 +11,7 @@ from treewise.errors import ConfigError, check_fields, check_setting_types
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named
-from treewise.rl.curriculum.self_check import SIGNAL_OF, is_refusable
+from treewise.rl.curriculum.self_check import SIGNAL_OF
 from treewise.rl.success_book import BookSettings
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class OnlineSettings:
                 f"check_items={self.check_items}, check_rollouts={self.check_rollouts}: a self-check needs at least 3 "
                 "items and 4 rollouts of each; check_items=0 leaves it out."
             )
-        if is_refusable(curriculum.name) and not self.check_items and not curriculum.settings.force:
+        if SIGNAL_OF.get(curriculum.name) == "angle" and not self.check_items and not curriculum.settings.force:
             raise ConfigError(
                 f"curriculum {curriculum.name!r} runs only after its self-check, and check_items is 0; give "
                 "check_items, or force it: curriculum_settings.force=true."

@@ -221,8 +221,7 @@ class OnlineTrainer(TreeTrainer):
             self._show("held out, before the first update", held_out)
         # Collect.
         sampled = self._sampled(iteration, rounds)
-        collected = sampled.collected
-        trees = collected.trees
+        collected, trees = sampled.collected, sampled.collected.trees
         rows = [each.tree.trajectories(source=f"iteration {number}, {each.tree.group}") for each in trees]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
