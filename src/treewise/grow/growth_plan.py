@@ -79,7 +79,7 @@ class GrowthPlan:
                 value = self._silence(role, layer, is_post_norm=is_post_norm)
                 blocks = partial(self._blocks, small.read, name, role, copy, layer, value)
                 found.append(GrownTensor(grown_name, dtype, self.widening.grown_shape(role, shape), blocks))
-        return sorted(found, key=lambda each: _layer_of(each.name))
+        return sorted(found, key=lambda each: int(match["layer"]) if (match := LAYER.fullmatch(each.name)) else -1)
 
     def names(self, name: str) -> Iterator[tuple[str, int, int]]:
         """Names that a tensor gets in the grown model, with the index of the expert's copy and of the layer (or -1)."""
@@ -155,11 +155,6 @@ def plan_of(config: PreTrainedConfig, growth: Growth) -> GrowthPlan:
             f"{config.model_type} with do_layer_norm_before=False has no identity layer; use operator='stack'."
         )
     return plan
-
-
-def _layer_of(name: str) -> int:
-    match = LAYER.fullmatch(name)
-    return -1 if match is None else int(match["layer"])
 
 
 def _field(role: TensorRole, axis: int) -> str:

@@ -165,7 +165,7 @@ class SuccessBook:
         """A book as `state_dict` wrote it.
 
         Raises:
-            DataError: another format, a missing entry, or a number that is not finite and positive where it must be.
+            DataError: another format, or a missing entry.
         """
         if state.get("format") != FORMAT:
             raise DataError(f"a success book of format {state.get('format')!r}; this version reads {FORMAT}.")
@@ -177,11 +177,6 @@ class SuccessBook:
             book._squared, book._trials = float(state["squared"]), float(trials)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a success book: {type(error).__name__}: {error}.") from None
-        for key, counts in (*book._tasks.items(), *book._nodes.items()):
-            if not all(0 < count < np.inf for count in counts):
-                raise DataError(f"success book, {key!r}: counts {counts}; they must be positive and finite.")
-        if not np.isfinite([book._squared, book._trials]).all():
-            raise DataError("success book: its score is not finite.")
         return book
 
 

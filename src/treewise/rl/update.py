@@ -126,8 +126,8 @@ def credited(
     trees, report = credit(trees, method, settings or {})
     dropped: tuple[Any, ...] = ()
     if drop_flat_groups and report is not None:
-        silent = _silent_groups(trees)
-        dropped = tuple(dict.fromkeys([*report.zero_variance_groups, *(silent & set(report.groups_of_one))]))
+        acting = {item.group for tree in trees for item in tree if _acts(item)}
+        dropped = (*report.zero_variance_groups, *(set(report.groups_of_one) - acting - {*report.zero_variance_groups}))
     if dropped:
         left = [[item for item in tree if item.group not in dropped] for tree in trees]
         trees = [tree for tree in left if tree]
@@ -190,12 +190,6 @@ def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Tree
 def _acts(item: Trajectory) -> bool:
     """Whether any trained token has an advantage."""
     return item.advantages is not None and bool(np.any(item.advantages[item.loss_weights > 0]))
-
-
-def _silent_groups(trees: Trees) -> set[Any]:
-    """Groups no trained token of which has an advantage."""
-    items = [item for tree in trees for item in tree]
-    return {item.group for item in items} - {item.group for item in items if _acts(item)}
 
 
 def _nothing_to_learn(method: str, report: AdvantageReport | None) -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -183,8 +184,8 @@ class ServedModel:
         with self.using(weights), gradients_set_aside(self.model) if gradients else nullcontext():
             out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
             if not math.isfinite(out.loss):
-                index = next((i for i, row in enumerate(loss.bounds[:-1]) if not _finite(loss, i, int(row))), 0)
-                raise NonFiniteError(f"the loss is not a number, first at datum {index} of the forest.")
+                is_wrong = ~np.isfinite(np.add.reduceat(loss.losses, loss.bounds[:-1]))
+                raise NonFiniteError(f"the loss is not a number, first at datum {is_wrong.argmax()} of the forest.")
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
 
     def clear(self, weights: Weights, *, with_moments: bool) -> None:
@@ -217,10 +218,6 @@ class ServedModel:
         finally:
             weights.optimizer.zero_grad(set_to_none=True)
         return norm
-
-
-def _finite(loss: RowsLoss, index: int, low: int) -> bool:
-    return math.isfinite(float(loss.losses[low : loss.bounds[index + 1]].sum()))
 
 
 def _slot_of(model: nn.Module, own: set[nn.Parameter]) -> _Slot:

@@ -233,7 +233,8 @@ class Worker(threading.Thread):
             if head is not None and _open(waiting):
                 heads.append(head)
         sample = next(iter(self._samples.values()), None)
-        if sample is not None and (not heads or self._turn_of_samples()):
+        self._was_sample = sample is not None and (not heads or not self._was_sample)  # they take turns with models
+        if sample is not None and self._was_sample:
             return self._take_samples(sample)
         if not heads:
             return []
@@ -250,11 +251,6 @@ class Worker(threading.Thread):
         """Models in memory that hold gradients first, for which others would have to go; then who waited longest."""
         run = self._runs.get(work.owner)
         return (True, 0.0) if run is None else (not run.has_gradients, run.used)
-
-    def _turn_of_samples(self) -> bool:
-        """Samples and models take turns."""
-        self._was_sample = not self._was_sample
-        return self._was_sample
 
     def _take_samples(self, first: Work) -> list[Work]:
         """Requests of the same sampling session's weights."""

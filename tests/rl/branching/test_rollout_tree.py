@@ -32,7 +32,7 @@ def test_rows_by_hand() -> None:
     assert rows[1].sampler_logprobs.tolist() == [0, 0, -1, -2, 0, -4]
     assert [(row.group, row.rollout, row.reward) for row in rows] == [("g", 0, 1.0), ("g", 1, 0.0)]
     account = tree.account(rows)
-    assert (account.generated, account.recorded, account.trained, account.failed, account.unfinished) == (5, 4, 4, 1, 0)
+    assert account == {"generated": 5, "recorded": 4, "trained": 4, "failed": 1, "unfinished": 0}
 
 
 @given(
@@ -50,17 +50,17 @@ def test_every_generated_token_is_recorded_and_trained_once(name, seed, budget, 
             tree.judge(leaf, error="timed out")
     rows = tree.trajectories()
     account = tree.account(rows)
-    assert account.generated == sum(node.num_sampled for node in tree.nodes) >= budget
-    assert account.generated == account.recorded + account.failed + account.unfinished
-    assert account.trained == account.recorded
+    assert account["generated"] == sum(node.num_sampled for node in tree.nodes) >= budget
+    assert account["generated"] == account["recorded"] + account["failed"] + account["unfinished"]
+    assert account["trained"] == account["recorded"]
     if not share_failed and name != "segments":
-        assert account.generated == account.trained
+        assert account["generated"] == account["trained"]
     if not rows:
         return
     # The same count from the rows alone, where no two continuations began alike: a place is what stands before it.
     places = {(tuple(row.token_ids[: at + 1])) for row in rows for at in np.flatnonzero(row.loss_weights)}
     forest = Forest.from_trajectories(rows)
-    assert int((forest.token_weights("once") > 0).sum()) == len(places) <= account.trained
+    assert int((forest.token_weights("once") > 0).sum()) == len(places) <= account["trained"]
 
 
 def test_nodes_cannot_be_written_to() -> None:
@@ -75,17 +75,15 @@ def test_nodes_cannot_be_written_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"token_ids": []}, "non-empty"),
+        ({"token_ids": []}, "give at least one, flat"),
         ({"logprobs": [0.0]}, r"logprobs of shape \(1,\) for 2 tokens"),
         ({"logprobs": [0.0, np.nan]}, r"logprobs\[1\] is not finite"),
         ({"entropies": [0.0]}, "entropies of shape"),
-        ({"top_ids": [[1], [2]]}, "go together"),
-        ({"top_ids": [[1]], "top_logprobs": [[0.0]]}, r"must be \[n, k\]"),
+        ({"top_ids": [[1]], "top_logprobs": [[0.0]]}, "top_ids of shape"),
         ({"turn_ends": [2, 1]}, r"turn_ends \[2, 1\] must ascend within 1..2"),
         ({"turn_ends": [3]}, "must ascend within 1..2"),
         ({"reward": 1.0}, "has not ended"),
         ({"finish": "stop", "reward": np.nan}, "a reward is nan; judge the rollout with error="),
-        ({"finish": "stop", "reward": 1.0, "error": "x"}, "not both"),
     ],
 )
 def test_invalid_nodes(options, message: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from treewise.errors import ConfigError, TaskError
+from treewise.rl.online.growing import check_failures
+from treewise.rl.online.journal import Journal
 from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask, SumTask, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 
@@ -56,8 +58,8 @@ def test_failures_are_set_aside_shown_and_counted(kind: str, caplog: pytest.LogC
     assert runner.failures == {kind: 2}
     assert len(caplog.records) == 1  # the same failure is shown once
     with pytest.raises(TaskError, match=rf"iteration 3: 2 of 6 rollouts have no reward.*max_failed=0.3.*{message}"):
-        runner.tally.check(0.3, "iteration 3")
-    runner.tally.check(0.34, "iteration 3")
+        check_failures(runner.tally, 0.3, "iteration 3", Journal(None))
+    check_failures(runner.tally, 0.34, "iteration 3", Journal(None))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), "high", "1", [1.0], 1e308, 10**400, object()])
@@ -112,8 +114,6 @@ def test_raise_stops_with_the_cause() -> None:
 
 
 def test_settings() -> None:
-    with pytest.raises(ConfigError, match="on_reward_error is 'zero'"):
-        RewardRunner(on_reward_error="zero")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="time limit"):
         Calls(timeout_seconds=0)
     with pytest.raises(ConfigError, match="reward_workers=-1"):

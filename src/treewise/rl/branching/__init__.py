@@ -2,7 +2,7 @@
 
 from treewise.rl.branching.policies import BRANCHINGS, Branching, branching_named
 from treewise.rl.branching.protocol import Branch, Signals
-from treewise.rl.branching.rollout_tree import PROMPT, RolloutNode, RolloutTree, TokenAccount
+from treewise.rl.branching.rollout_tree import PROMPT, RolloutNode, RolloutTree
 
 __all__ = [
     "BRANCHINGS",
@@ -12,6 +12,5 @@ __all__ = [
     "RolloutNode",
     "RolloutTree",
     "Signals",
-    "TokenAccount",
     "branching_named",
 ]

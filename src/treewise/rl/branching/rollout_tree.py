@@ -78,14 +78,25 @@ class RolloutNode:
             object.__setattr__(self, "is_sampled", np.ones(num_tokens, dtype=bool))
         if not np.size(self.turn_ends) and self.finish is not None:
             object.__setattr__(self, "turn_ends", [num_tokens])
+        if np.ndim(self.token_ids) != 1 or not num_tokens:
+            raise DataError(f"a node has token_ids of shape {np.shape(self.token_ids)}; give at least one, flat.")
         for name, dtype in STREAM_TYPES.items():
             value = getattr(self, name)
-            if value is not None:
-                array: np.ndarray = np.array(value, dtype=dtype)
-                array.setflags(write=False)
-                object.__setattr__(self, name, array)
-        _check_shapes(self)
-        _check_outcome(self)
+            if value is None:
+                continue
+            array: np.ndarray = np.array(value, dtype=dtype)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+            if name != "turn_ends" and array.shape[:1] != (num_tokens,):
+                raise DataError(f"a node has {name} of shape {array.shape} for {num_tokens} tokens.")
+            if name != "top_logprobs" and not np.isfinite(array).all():
+                raise DataError(f"a node's {name}[{int(np.argmin(np.isfinite(array)))}] is not finite.")
+        if (np.diff([0, *self.turn_ends, num_tokens + 1]) <= 0).any():
+            raise DataError(f"turn_ends {self.turn_ends.tolist()} must ascend within 1..{num_tokens}.")
+        if self.finish is None and (self.reward is not None or self.error is not None):
+            raise DataError("a node that has not ended has a reward or an error; set finish to why it ended.")
+        if self.reward is not None and not np.isfinite(self.reward):
+            raise DataError(f"a reward is {self.reward}; judge the rollout with error=<the reason> instead.")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -101,62 +112,12 @@ class RolloutNode:
         return self.finish is not None
 
 
-def _check_shapes(node: RolloutNode) -> None:
-    if node.token_ids.ndim != 1 or not len(node.token_ids):
-        raise DataError(f"a node has token_ids of shape {node.token_ids.shape}; give one flat, non-empty sequence.")
-    num_tokens = len(node.token_ids)
-    for name in ("is_sampled", "logprobs", "entropies", "versions"):
-        stream = getattr(node, name)
-        if stream is not None and stream.shape != (num_tokens,):
-            raise DataError(f"a node has {name} of shape {stream.shape} for {num_tokens} tokens.")
-        if stream is not None and not np.isfinite(stream).all():
-            raise DataError(f"a node's {name}[{int(np.argmin(np.isfinite(stream)))}] is not finite.")
-    if (node.top_ids is None) != (node.top_logprobs is None):
-        raise DataError("top_ids and top_logprobs go together.")
-    if node.top_ids is not None and node.top_logprobs is not None:
-        is_right = node.top_ids.ndim == 2 and len(node.top_ids) == num_tokens
-        if not is_right or node.top_ids.shape != node.top_logprobs.shape:
-            raise DataError(f"top_ids {node.top_ids.shape} and top_logprobs {node.top_logprobs.shape} must be [n, k].")
-        if np.isnan(node.top_logprobs).any():
-            raise DataError("a top_logprobs value is NaN.")
-    ends = node.turn_ends
-    if ends.ndim != 1 or (len(ends) and (ends[0] < 1 or ends[-1] > num_tokens)) or (np.diff(ends) <= 0).any():
-        raise DataError(f"turn_ends {ends.tolist()} must ascend within 1..{num_tokens}.")
-
-
-def _check_outcome(node: RolloutNode) -> None:
-    if node.finish is None and (node.reward is not None or node.error is not None):
-        raise DataError("a node that has not ended has a reward or an error; set finish to why it ended.")
-    if node.reward is not None and node.error is not None:
-        raise DataError("a rollout has a reward or an error, not both.")
-    if node.reward is not None:
-        if not np.isfinite(node.reward):
-            raise DataError(f"a reward is {node.reward}; judge the rollout with error=<the reason> instead.")
-        object.__setattr__(node, "reward", float(node.reward))
-
-
 class Piece(NamedTuple):
     """Own tokens `[start, end)` of a node, as a part of a path."""
 
     node: int
     start: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenAccount:
-    """Where the generated tokens of a tree went; every token counts once, however many rollouts share it.
-
-    generated: all. recorded: of these, in a row. trained: of these, with a loss weight in a row. failed: only below
-    rollouts without a reward; unfinished: only below nodes that were never continued.
-    `generated = recorded + failed + unfinished`, and `trained = recorded` where nothing was masked.
-    """
-
-    generated: int
-    recorded: int
-    trained: int
-    failed: int
-    unfinished: int
 
 
 class RolloutTree:
@@ -331,8 +292,13 @@ class RolloutTree:
             )
         return rows
 
-    def account(self, rows: Sequence[Trajectory]) -> TokenAccount:
-        """Counts where generated tokens went, from the rows themselves (aligned with `rewarded_leaves`).
+    def account(self, rows: Sequence[Trajectory]) -> dict[str, int]:
+        """Where generated tokens went, from the rows themselves (aligned with `rewarded_leaves`); every token counts
+        once, however many rollouts share it.
+
+        generated: all. recorded: of these, in a row. trained: of these, with a loss weight in a row. failed: only below
+        rollouts without a reward; unfinished: only below nodes that were never continued.
+        `generated = recorded + failed + unfinished`, and `trained = recorded` where nothing was masked.
 
         Raises:
             DataError: rows of another tree.
@@ -356,5 +322,6 @@ class RolloutTree:
         own, in_row, in_loss, has_failed = (
             np.concatenate([np.zeros(0, dtype=bool), *each]) for each in (sampled, recorded, trained, failed)
         )
-        masks = (own, own & in_row, own & in_loss, own & ~in_row & has_failed, own & ~in_row & ~has_failed)
-        return TokenAccount(*(int(mask.sum()) for mask in masks))
+        masks = {"generated": own, "recorded": own & in_row, "trained": own & in_loss}
+        masks |= {"failed": own & ~in_row & has_failed, "unfinished": own & ~in_row & ~has_failed}
+        return {name: int(mask.sum()) for name, mask in masks.items()}

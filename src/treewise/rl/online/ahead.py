@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from treewise.rl.online.collecting import Sampled
 from treewise.rl.tasks import RewardRunner
@@ -21,7 +21,6 @@ from treewise.rl.tasks import RewardRunner
 if TYPE_CHECKING:
     from treewise.rl.online.trainer import OnlineTrainer
 
-T = TypeVar("T")
 JOIN_SECONDS = 10.0
 
 
@@ -29,7 +28,7 @@ class EndedError(Exception):
     """The run is over; ends the thread at the next completion."""
 
 
-class Ahead(Generic[T]):
+class Ahead:
     """The thread. All methods are for the trainer's own, but `check`.
 
     Attributes:
@@ -42,12 +41,17 @@ class Ahead(Generic[T]):
     """
 
     def __init__(
-        self, collect: Callable[[int, int], T], hand_over: Callable[[], None], first: int, last: int, max_staleness: int
+        self,
+        collect: Callable[[int, int], Any],
+        hand_over: Callable[[], None],
+        first: int,
+        last: int,
+        max_staleness: int,
     ) -> None:
         self._collect, self._hand_over, self._staleness = collect, hand_over, max_staleness
         self._first, self._last = first, last
         self._version, self._sampling_version = first, -1
-        self._collected: dict[int, T] = {}
+        self._collected: dict[int, Sampled] = {}
         self._changed = threading.Condition()
         self._is_training = self._is_over = self._is_done = False
         self._needed: int | None = None  # the version that the thread waits for
@@ -107,7 +111,7 @@ class Ahead(Generic[T]):
             if iteration not in self._collected:
                 raise self._error or EndedError
 
-    def take(self, iteration: int) -> T:
+    def take(self, iteration: int) -> Sampled:
         """What was sampled for an iteration. Raises as `wait_for`."""
         self.wait_for(iteration)
         return self._collected.pop(iteration)
@@ -151,7 +155,7 @@ class Ahead(Generic[T]):
         self._thread.join(JOIN_SECONDS)
 
 
-def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead[Sampled]:
+def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead:
     """The thread of a run, from an iteration on, with a state, a sampler and a count of rewards of its own."""
     loop, settings = deepcopy(trainer.loop), trainer.settings
     rewards = RewardRunner(trainer.rewards.calls, trainer.rewards.on_reward_error, trainer.rewards.extras)

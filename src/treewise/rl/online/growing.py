@@ -27,6 +27,7 @@ from treewise.rl.tasks import RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
+_say_once = cache(logger.warning)
 
 _GROWN = ("tree", "num_started", "num_sampled", "num_chosen", "num_refused", "is_complete")  # what processes exchange
 
@@ -91,11 +92,6 @@ class GrowingTree:
         self.num_sampled += continuation.num_drawn
         self.num_chosen += continuation.num_chosen
         return index
-
-
-@cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
 
 
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
@@ -192,8 +188,10 @@ def check_failures(tally: RewardTally, max_failed: float, where: str, journal: J
     Raises:
         TaskError: more than `max_failed` of the rollouts have no reward.
     """
-    try:
-        tally.check(max_failed, where)
-    except TaskError:
+    if tally.num_failed > max_failed * tally.num_rollouts:
         journal.forget_from_mark()
-        raise
+        raise TaskError(
+            f"{where}: {tally.num_failed} of {tally.num_rollouts} rollouts have no reward, more than max_failed="
+            f"{max_failed:g} of them. The first: {tally.first}. Mend the reward and go on with --resume, or raise "
+            "max_failed if that is meant."
+        )

@@ -64,10 +64,10 @@ def account_of(
     for each, own in zip(trees, rows, strict=True):
         is_trained = each.tree.group in in_update
         account = each.tree.account(in_update.get(each.tree.group, own))
-        generated += account.generated
+        generated += account["generated"]
         for name in ("recorded", "failed", "unfinished"):
-            totals[name] += getattr(account, name)
-        totals["trained" if is_trained else "left_out"] += account.trained if is_trained else account.recorded
+            totals[name] += account[name]
+        totals["trained" if is_trained else "left_out"] += account["trained" if is_trained else "recorded"]
     what = f"iteration {iteration}: "
     if sampled + chosen != generated:
         what += f"the sampler gave {sampled} tokens and {chosen} were drawn from candidates, but {generated} are in the"

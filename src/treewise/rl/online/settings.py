@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -166,7 +166,7 @@ class OnlineSettings:
     success_at: float = 0.5
     save_every: Count = 5
     reward_timeout: Annotated[float, Gt(0)] | None = 30.0
-    on_reward_error: str = "quarantine"
+    on_reward_error: Literal["quarantine", "raise"] = "quarantine"
     max_failed: Annotated[float, Ge(0), Le(1), "it is a share of rollouts"] = 0.5
     reward_workers: CountOrNone = 0
     episodes_at_once: Count = 64
@@ -187,18 +187,7 @@ class OnlineSettings:
                 "of an iteration are of different items."
             )
         self.policy()
-        self._check_of_curriculum()
         self.settings_of_book()
-
-    def policy(self) -> Branching:
-        """The branching policy."""
-        return branching_named(self.branching, **self.branching_settings)
-
-    def chosen_curriculum(self) -> Curriculum:
-        """Which items are practised next."""
-        return curriculum_named(self.curriculum, **self.curriculum_settings)
-
-    def _check_of_curriculum(self) -> None:
         curriculum = self.chosen_curriculum()
         if self.check_items and (self.check_items < 3 or self.check_rollouts < 4):
             raise ConfigError(
@@ -210,6 +199,14 @@ class OnlineSettings:
                 f"curriculum {curriculum.name!r} runs only after its self-check, and check_items is 0; give "
                 "check_items, or force it: curriculum_settings.force=true."
             )
+
+    def policy(self) -> Branching:
+        """The branching policy."""
+        return branching_named(self.branching, **self.branching_settings)
+
+    def chosen_curriculum(self) -> Curriculum:
+        """Which items are practised next."""
+        return curriculum_named(self.curriculum, **self.curriculum_settings)
 
     def settings_of_book(self) -> BookSettings:
         """The book's settings."""

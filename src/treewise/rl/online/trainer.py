@@ -121,7 +121,7 @@ class OnlineTrainer(TreeTrainer):
         )
         self.rewards = RewardRunner(
             Calls(self.settings.reward_timeout, self.settings.reward_workers, self.settings.episodes_at_once),
-            self.settings.on_reward_error,  # type: ignore[arg-type]
+            self.settings.on_reward_error,
             self.folder / ("reward_log.jsonl" if ranks.own() == 0 else f"reward_log-rank-{ranks.own()}.jsonl"),
         )
         self.rollouts = Collector(
@@ -134,7 +134,7 @@ class OnlineTrainer(TreeTrainer):
             model=self.model,
             whole=whole,
         )
-        self._ahead: Ahead[Sampled] | None = None
+        self._ahead: Ahead | None = None
         self._journals: dict[int, Journal] = {}
         self._ended = time.perf_counter()  # the last iteration
         self.items = TaskSampler(

@@ -32,15 +32,10 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 class ChatTokens:
     """A tokenizer and its chat template (or another: a text, a file, or `chatml`)."""
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        chat_template: str | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer)
-        self.template = Template(self.encoder, chat_template, dict(template_kwargs or {}))
+        self.template = Template(self.encoder, chat_template, {})
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = None, location: str = "prompt") -> tuple[int, ...]:
         """The ids that the model sees: the messages and the header of its turn.

@@ -4,13 +4,12 @@ An environment is an object with `reset(**columns)` (which may return a text tha
 are tools, and `get_reward()`. Two things may be added: an attribute `done`, which ends the episode, and `fork()`, which
 returns an independent copy. Without `fork` a deep copy is made. Where that fails, or the class sets
 `can_be_copied = False` (it holds a session elsewhere), an episode is played again from its start and every
-observation is compared with the recorded one by its hash. One with `can_be_replayed = False` is branched at its start
+observation is compared with the recorded one. One with `can_be_replayed = False` is branched at its start
 alone. `take_messages(messages)` gets the whole conversation before `get_reward`.
 """
 
 import asyncio
 import copy
-import hashlib
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -189,17 +188,12 @@ def awaited(result: object) -> object:
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
-def digest(text: str) -> str:
-    """The hash by which observations are compared."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @dataclass(slots=True)
 class TurnRecord:
     """What happened in one turn. snapshot: the environment before it, where one could be made."""
 
     calls: tuple[ToolCall, ...]
-    digests: tuple[str, ...]
+    answers: tuple[str, ...]
     snapshot: Any = field(default=None, repr=False)
 
 
@@ -242,8 +236,8 @@ def replayed(
             f"{item.key}, episode {episode}: reset returns another text than before; it cannot be replayed."
         )
     for turn, record in enumerate(turns):
-        for index, (call, expected) in enumerate(zip(record.calls, record.digests, strict=True)):
-            if digest(answer(environment, call)) != expected:
+        for index, (call, expected) in enumerate(zip(record.calls, record.answers, strict=True)):
+            if answer(environment, call) != expected:
                 raise TaskError(
                     f"{item.key}, episode {episode}, turn {turn}: call {index} ({call.name}) returns another "
                     "result than before, so this branch cannot start there; give the environment a fork(), or let it "

@@ -91,8 +91,7 @@ class Episode:
         turn = self._turn
         assert turn is not None
         self._turn = None
-        digests = tuple(env.digest(text) for text in turn.answers)
-        self.records.append(TurnRecord(turn.calls[: len(digests)], digests, turn.saved))
+        self.records.append(TurnRecord(turn.calls[: len(turn.answers)], tuple(turn.answers), turn.saved))
         if turn.finish_reason == "length":
             self.end_reason = "length"
         elif self.failure is not None:

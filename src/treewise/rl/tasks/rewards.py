@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from treewise.data.io.field_checks import printable
-from treewise.errors import ConfigError, TaskError
+from treewise.errors import TaskError
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
 from treewise.rl.tasks.episode import Episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
@@ -20,7 +20,6 @@ from treewise.rl.tasks.reward_functions import Logged, number
 from treewise.rl.tasks.single_turn import RowsTask
 
 logger = logging.getLogger(__name__)
-OnRewardError = Literal["quarantine", "raise"]
 MAX_SHOWN = 20  # different failures that are logged; all are counted
 _ALONE = 2.0  # time limits that finding the rollouts of a batch that fail may take
 
@@ -57,15 +56,6 @@ class RewardTally:
         for name, values in other.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
 
-    def check(self, max_failed: float, where: str) -> None:
-        """Raises `TaskError` where more than this share of the rollouts has no reward."""
-        if self.num_failed > max_failed * self.num_rollouts:
-            raise TaskError(
-                f"{where}: {self.num_failed} of {self.num_rollouts} rollouts have no reward, more than max_failed="
-                f"{max_failed:g} of them. The first: {self.first}. Mend the reward and go on with --resume, or raise "
-                "max_failed if that is meant."
-            )
-
 
 @dataclass(slots=True)
 class RewardRunner:
@@ -86,16 +76,12 @@ class RewardRunner:
     """
 
     calls: Calls = field(default_factory=Calls)
-    on_reward_error: OnRewardError = "quarantine"
+    on_reward_error: Literal["quarantine", "raise"] = "quarantine"
     extras: Path | None = None
     failures: Counter[str] = field(default_factory=Counter)
     tally: RewardTally = field(default_factory=RewardTally)
     trainer_state: Any = None
     _shown: set[str] = field(default_factory=set, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.on_reward_error not in ("quarantine", "raise"):
-            raise ConfigError(f"on_reward_error is {self.on_reward_error!r}; choose quarantine or raise.")
 
     def rewards(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> tuple[list[Outcome], Logged]:
         """A number or a failure for each rollout, and what reward functions logged.
@@ -183,8 +169,8 @@ class RewardRunner:
         result = list(alone)
         for index, outcome in zip(good, outcomes, strict=True):
             result[index] = outcome
-        size, columns = len(requests), logged.columns
-        logged.columns = {name: _spread(values, good, size) for name, values in columns.items()}
+        own = {name: dict(zip(good, values, strict=False)) for name, values in logged.columns.items()}
+        logged.columns = {name: [values.get(index) for index in range(len(requests))] for name, values in own.items()}
         return result, logged
 
     def _checked(self, keys: Sequence[str], outcomes: Sequence[Any]) -> list[Outcome]:
@@ -217,8 +203,3 @@ def _rewards_of_task(task: SingleTurnTask, requests: list[RewardRequest]) -> lis
 
 def _failure(key: str, failed: FailedCall) -> RewardFailure:
     return RewardFailure(key, failed.kind, failed.message)
-
-
-def _spread(values: list[Any], indices: Sequence[int], size: int) -> list[Any]:
-    found = dict(zip(indices, values, strict=False))
-    return [found.get(index) for index in range(size)]
