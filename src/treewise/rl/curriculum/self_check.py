@@ -81,10 +81,11 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
     """
     signal, target = np.asarray(signal, dtype=np.float64), np.asarray(target, dtype=np.float64)
     require_tasks(len(signal), len(target))
+    value = spearman(signal, target)
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
     resampled = [spearman(signal[each], target[each]) for each in drawn]
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Correlation(spearman(signal, target), float(low), float(high), len(signal))
+    return Correlation(value, float(low), float(high), len(signal))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Ahead:
 
     def __init__(
         self,
-        collect: Callable[[int, int], Any],
+        collect: Callable[[int, int], Sampled],
         hand_over: Callable[[], None],
         first: int,
         last: int,
