@@ -147,12 +147,13 @@ class Ahead:
                 self._is_training = False
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the thread; what it was sampling is lost, as by a kill."""
+    def close(self) -> bool:
+        """Ends the thread; what it was sampling is lost, as by a kill. Whether it has ended."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
         self._thread.join(JOIN_SECONDS)
+        return not self._thread.is_alive()
 
 
 def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead:

@@ -204,6 +204,5 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
 
 def completion_from_json(values: dict[str, Any]) -> Completion:
     """What `completion_to_json` was given."""
-    return Completion(
-        **{name: np.array(each, _ARRAYS[name]) if name in _ARRAYS else each for name, each in values.items()}
-    )
+    arrays: dict[str, Any] = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items() if name in values}
+    return Completion(**{**values, **arrays})
