@@ -101,10 +101,8 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
-        if wanted.operator in LEARNED:
-            learned = _write_learned(plan, small, folder, wanted)
-        else:
-            learned = {}
+        learned = _write_learned(plan, small, folder, wanted) if wanted.operator in LEARNED else {}
+        if not learned:
             write_tensors(folder, plan.tensors(small))
             plan.grown_config.save_pretrained(folder)
         if wanted.optimizer == "grow":
@@ -119,15 +117,10 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
             source=str(source),
             source_sha256=small.sha256(),
             output=str(output),
-            operator=wanted.operator,
+            **{name: getattr(wanted, name) for name in ("operator", "width", "experts", "noise", "seed", "optimizer")},
             depth=plan.depth,
-            width=wanted.width,
             inner=wanted.inner_factor,
             num_layers=len(plan.layer_sources),
-            experts=wanted.experts,
-            noise=wanted.noise,
-            seed=wanted.seed,
-            optimizer=wanted.optimizer,
             num_parameters_before=small.num_parameters,
             num_parameters_after=SmallCheckpoint(folder).num_parameters,
             keeps_function=keeps_function,
