@@ -31,8 +31,8 @@ from tree_shapes import recorded
 
 from treewise.nn.load_model import load_weights
 from treewise.nn.model_flops import flop_model
+from treewise.serve.app import make_app
 from treewise.serve.losses import make_row
-from treewise.serve.server import make_app
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel, Shape, Weights
 from treewise.tree.forest import Forest

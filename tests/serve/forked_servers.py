@@ -10,7 +10,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 import torch  # noqa: E402
 import uvicorn  # noqa: E402
 
-from treewise.serve.server import make_app  # noqa: E402
+from treewise.serve.app import make_app  # noqa: E402
 from treewise.serve.settings import ServeSettings  # noqa: E402
 from treewise.testing.families import tiny_model  # noqa: E402
 

@@ -14,7 +14,7 @@ import torch
 import uvicorn
 from tinker import types
 
-from treewise.serve.server import make_app
+from treewise.serve.app import make_app
 from treewise.serve.settings import ServeSettings
 
 KEY = "tml-test"

@@ -27,6 +27,8 @@ LOSSES = {
     "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2},
 }
 
+ADAM = types.AdamParams(learning_rate=0.1, eps=1e-12, weight_decay=0.1, grad_clip_norm=1.0)
+
 
 def rows_of(data, loss, settings):
     asked = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings)
@@ -177,7 +179,7 @@ def test_clients_on_one_model_are_apart():
         for name in turns:
             weights = clients[name]
             model.compute(weights, rows_of(tree_of_data("ppo", ord(name)), "ppo", {}), gradients=True)
-            model.optimize(weights, rate=0.1, betas=(0.9, 0.95), eps=1e-12, decay=0.1, clip=1.0)
+            model.optimize(weights, ADAM)
         return {name: each.parameters for name, each in clients.items()}
 
     together = steps("abcacbbca")

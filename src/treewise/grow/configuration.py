@@ -137,13 +137,6 @@ def layer_sources(num_layers: int, num_grown: int, depth: str) -> list[int]:
     return [layer * num_layers // num_grown for layer in range(num_grown)]
 
 
-def identity_layers(sources: list[int], depth: str) -> set[int]:
-    """Indices of the new layers that must pass the residual stream on unchanged."""
-    if depth == "stack":
-        return set()
-    return {layer for layer in range(1, len(sources)) if sources[layer] == sources[layer - 1]}
-
-
 def grown_configuration(config: PreTrainedConfig, target: Growth, sources: list[int]) -> PreTrainedConfig:
     """The configuration of the larger model. sources: for each new layer the layer that it comes from."""
     grown = copy.deepcopy(config)

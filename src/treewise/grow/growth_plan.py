@@ -13,7 +13,6 @@ from treewise.grow.configuration import (
     Growth,
     count_experts,
     grown_configuration,
-    identity_layers,
     layer_sources,
     refuse_configuration,
 )
@@ -21,8 +20,6 @@ from treewise.grow.widening import EXPERT, LAYER, Role, TensorRole, Widening, ro
 
 POST_NORM = "post_feedforward_layernorm"  # a layer that has it normalises the results of its branches, not their inputs
 BRANCH_NORMS = ("post_attention_layernorm", POST_NORM)
-HEAD_NORMS = ("q_norm", "k_norm")
-OF_RESIDUAL = "hidden_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +35,15 @@ class GrowthPlan:
     @property
     def identities(self) -> set[int]:
         """Indices of the layers that begin as the identity."""
-        return identity_layers(self.layer_sources, self.depth)
+        sources = self.layer_sources
+        return {n for n in range(1, len(sources)) if self.depth == "zero" and sources[n] == sources[n - 1]}
 
     def roles(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorRole]:
         """The role of every tensor of the small model, by name.
 
         Raises:
             UnsupportedModelError: a tensor that no rule covers, or a tied head behind a norm without weights.
-            ConfigError: a tensor whose size is not that of the configuration; the field is named.
+            ConfigError: a tensor whose size is not that of the configuration.
         """
         expected, grown = shapes_of(self.config), shapes_of(self.grown_config)
         roles = {name: role_of(name, shape, self.config, grown.get(name)) for name, shape in shapes.items()}
@@ -54,13 +52,12 @@ class GrowthPlan:
                 f"{self.config.model_type} has a tied head (tie_word_embeddings) and no weights in its last norm that "
                 "could divide what the head sums over copies; its width cannot grow."
             )
-        for name, role in roles.items():
-            for axis, (length, wanted) in enumerate(zip(shapes[name], expected.get(name, ()), strict=False)):
-                if length != wanted:
-                    raise ConfigError(
-                        f"{name} is {list(shapes[name])} in the checkpoint, and {list(expected[name])} by config.json: "
-                        f"{_field(role, axis)} does not fit the weights."
-                    )
+        for name, shape in shapes.items():
+            if shape != expected.get(name, shape):
+                raise ConfigError(
+                    f"{name} is {list(shape)} in the checkpoint, and {list(expected[name])} by config.json, which does "
+                    "not fit the weights."
+                )
         return roles
 
     def tensors(self, small: SmallCheckpoint) -> list[GrownTensor]:
@@ -155,19 +152,3 @@ def plan_of(config: PreTrainedConfig, growth: Growth) -> GrowthPlan:
             f"{config.model_type} with do_layer_norm_before=False has no identity layer; use operator='stack'."
         )
     return plan
-
-
-def _field(role: TensorRole, axis: int) -> str:
-    """The field of a configuration that an axis of a tensor is the size of."""
-    if role.role in (Role.EMBEDDING, Role.HEAD):
-        return ("vocab_size", OF_RESIDUAL)[axis]
-    if role.role is Role.POSITIONS:
-        return ("max_position_embeddings", OF_RESIDUAL)[axis]
-    if role.role is Role.ROUTER:
-        return ("the number of experts", OF_RESIDUAL)[axis]
-    is_norm = role.role in (Role.VECTOR, Role.FIXED, Role.FINAL_NORM) and "norm" in role.module
-    if role.adds_to_residual == (axis == 0) or (is_norm and role.module not in HEAD_NORMS):
-        return OF_RESIDUAL
-    if role.is_inner:
-        return "the inner size (intermediate_size)"
-    return "head_dim or the number of heads (num_attention_heads, num_key_value_heads)"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from treewise.errors import ConfigError, DataError, num
+from treewise.errors import ConfigError, DataError
 from treewise.integrations.trl import Sharing, share_prefixes
 from treewise.rl.branching import PROMPT, Branching, RolloutTree, branching_named
 from treewise.rl.online.continuing import Rounds, continue_all
@@ -75,15 +75,6 @@ class TreeRollouts:
         self._last_step, self._calls = -1, 0
         self._calculate = trainer._calculate_rewards
         self._generate = trainer._generate_and_score_completions
-
-    def __repr__(self) -> str:
-        counts = self.counts
-        return (
-            f"TreeRollouts({self.policy.name}, {num(counts.num_batches, 'batch', 'batches')}, "
-            f"{num(counts.num_trees, 'tree')}, {num(counts.num_branches, 'branch', 'branches')}, "
-            f"{counts.num_completion_tokens:,} tokens of completions, "
-            f"{counts.num_sampled_tokens:,} sampled, share ratio {counts.share_ratio:.2f})"
-        )
 
     def install(self) -> None:
         """Puts this in place of the trainer's own sampling."""

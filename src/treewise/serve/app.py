@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -28,13 +29,14 @@ from tinker import types
 
 from treewise.errors import DataError, TreewiseError
 from treewise.serve.catalog import Catalog, RefusedError, json_of, lora_facts
-from treewise.serve.journal import FAILED, REFUSED, Work
+from treewise.serve.journal import FAILED, REFUSED, Journal, Work
 from treewise.serve.losses import UNPUBLISHED
 from treewise.serve.settings import LOOPBACK, ServeSettings
-from treewise.serve.store import Place
-from treewise.serve.weights import Shape
+from treewise.serve.store import Place, Store
+from treewise.serve.weights import ServedModel, Shape
 from treewise.serve.wire import read_call
 from treewise.serve.worker import JSON, QueueFullError, Worker
+from treewise.trainer.run_lock import RunLock
 
 WAIT_SECONDS = 20.0
 MAX_SEQ = 1 << 53
@@ -369,3 +371,40 @@ async def _page(_: Request) -> Response:
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, JSON)
+
+
+# -- a server ---------------------------------------------------------------------------------------------------------
+
+
+def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> Starlette:
+    """The application over the settings' folder, which no other server may hold. model, tokenizer: in place of those
+    that the settings name.
+
+    Raises:
+        ConfigError: the model cannot be served, or the folder cannot be used.
+    """
+    folder = Path(settings.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    served = ServedModel(settings, model, tokenizer)
+    if served.tokenizer is not None:
+        served.tokenizer.save_pretrained(folder / "tokenizer")
+    store = Store(folder, served, settings.names[0])
+    journal = Journal(folder / "journal.sqlite")
+    worker = Worker(settings, journal, served, store, lambda name: api.on_answer(name))
+    api = Api(settings, worker)
+    return api.app()
+
+
+def serve(settings: ServeSettings) -> None:
+    """Serves until a signal ends it; then the request at hand is finished, and models are saved.
+
+    Raises:
+        ConfigError: as `make_app`; or another server holds the folder.
+    """
+    with RunLock(settings.folder):
+        app = make_app(settings)
+        config = uvicorn.Config(
+            app, host=settings.host, port=settings.port, access_log=False, timeout_graceful_shutdown=5, ws="none"
+        )
+        server = uvicorn.Server(config)
+        server.run()  # prints the address

@@ -29,9 +29,6 @@ class ServeSettings:
     dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     attention: Annotated[str, Doc("auto, reference, cascade, flex, flash")] = "auto"
-    sampler: Annotated[str, Doc("what continues prompts; transformers, the model of this process, is all there is")] = (
-        "transformers"
-    )
     stable_reinforce: Annotated[
         Literal["refused", "importance_sampling", "ppo", "cispo"],
         Doc("the loss that stands in for stable_reinforce, whose formula is not published"),
@@ -47,11 +44,6 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.sampler != "transformers":
-            raise ConfigError(
-                f"sampler={self.sampler!r} is not there: the model of this process samples (transformers). Weights of "
-                "save_weights_for_sampler are PEFT adapters, which vLLM loads."
-            )
         if self.token is not None and not self.token.startswith("tml-"):
             raise ConfigError("token must begin with tml-, because the SDK sends no other.")
         if self.host not in LOOPBACK and self.token is None:
@@ -69,8 +61,4 @@ class ServeSettings:
     @property
     def budget(self) -> int | str | None:
         """As `TreeEngine` takes it."""
-        return (
-            {"auto": "auto", "none": None}.get(self.max_tokens)
-            if not self.max_tokens.isdecimal()
-            else int(self.max_tokens)
-        )
+        return int(self.max_tokens) if self.max_tokens.isdecimal() else {"auto": "auto"}.get(self.max_tokens)

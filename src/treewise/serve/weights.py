@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker import types
 from torch import nn
 
 from treewise.engine.engine import TreeEngine
@@ -195,9 +196,7 @@ class ServedModel:
         if with_moments:
             weights.optimizer = torch.optim.AdamW(weights.parameters.values())
 
-    def optimize(
-        self, weights: Weights, *, rate: float, betas: tuple[float, float], eps: float, decay: float, clip: float
-    ) -> float:
+    def optimize(self, weights: Weights, adam: types.AdamParams) -> float:
         """One step of AdamW by the gradients that were added up; returns their norm before clipping (0: there are
         none, and nothing changes).
 
@@ -208,12 +207,13 @@ class ServedModel:
         owned = [each for each in weights.parameters.values() if each.grad is not None]
         if not owned:
             return 0.0
-        norm = float(nn.utils.clip_grad_norm_(owned, clip if clip > 0 else math.inf))
+        norm = float(nn.utils.clip_grad_norm_(owned, adam.grad_clip_norm or math.inf))
         try:
             if not math.isfinite(norm):
                 raise NonFiniteError("the gradients are not numbers; they were dropped, the weights are as before.")
             for group in weights.optimizer.param_groups:
-                group.update(lr=rate, betas=betas, eps=eps, weight_decay=decay)
+                group |= {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+                group["weight_decay"] = adam.weight_decay
             weights.optimizer.step()
         finally:
             weights.optimizer.zero_grad(set_to_none=True)

@@ -390,14 +390,7 @@ class Worker(threading.Thread):
                 raise DataError(f"{name}={value} must be a finite number, at least 0, and below 1 for a beta.")
         adam = types.AdamParams.model_validate(given)
         sums = self._pending.pop(work.owner, [0.0] * 5)
-        norm = self.model.optimize(
-            run.weights,
-            rate=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            decay=adam.weight_decay,
-            clip=adam.grad_clip_norm,
-        )
+        norm = self.model.optimize(run.weights, adam)
         run.steps += 1
         curve = self.statistics.curves.setdefault(work.owner, [])
         curve.append([float(run.steps), *sums])

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"treewise serve needs {', '.join(missing)}: {pip_install(*missing)}.")
-    from treewise.serve.server import serve  # slow to import
+    from treewise.serve.app import serve  # slow to import
 
     serve(settings)
     return 0

@@ -38,7 +38,6 @@ _LINE = (
     ("staleness", "staleness {:.2f}"),
     ("failed_rollouts", "{:.0f} without reward"),
 )
-_ONLY_IF_SET = ("failed_rollouts",)
 
 
 # -- the account of tokens --------------------------------------------------------------------------------------------
@@ -181,14 +180,6 @@ class PrintedLine(TrainerCallback):
         if logs and "iteration" in logs:
             done = state.global_step - self._first
             left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
-            self.write(line_of(logs, state.max_steps, left) + "\n")
-
-
-def line_of(logs: Mapping[str, float], num_iterations: int, seconds_left: float | None = None) -> str:
-    """The figures of an iteration in one line. seconds_left: of the run; None where it is not known yet."""
-    shown = [
-        text.format(logs[name]) for name, text in _LINE if name in logs and (logs[name] or name not in _ONLY_IF_SET)
-    ]
-    if seconds_left:
-        shown.append(f"ETA {duration(seconds_left)}")
-    return f"iteration {logs['iteration']:.0f}/{num_iterations}: " + ", ".join(shown)
+            named = [each for each in _LINE if each[0] in logs and (logs[each[0]] or each[0] != "failed_rollouts")]
+            shown = [text.format(logs[name]) for name, text in named] + [f"ETA {duration(left or 0.0)}"] * bool(left)
+            self.write(f"iteration {logs['iteration']:.0f}/{state.max_steps}: {', '.join(shown)}\n")
