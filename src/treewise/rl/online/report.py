@@ -179,7 +179,7 @@ class PrintedLine(TrainerCallback):
     ) -> None:
         if logs and "iteration" in logs:
             done = state.global_step - self._first
-            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else None
+            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else 0.0
             named = [each for each in _LINE if each[0] in logs and (logs[each[0]] or each[0] != "failed_rollouts")]
-            shown = [text.format(logs[name]) for name, text in named] + [f"ETA {duration(left or 0.0)}"] * bool(left)
+            shown = [text.format(logs[name]) for name, text in named] + [f"ETA {duration(left)}"] * bool(left)
             self.write(f"iteration {logs['iteration']:.0f}/{state.max_steps}: {', '.join(shown)}\n")
