@@ -26,6 +26,7 @@ class GroupTree:
 
     rows: indices of the group's trajectories, in the order of `forest.trajectories`.
     parent: [S + 1] int64, the state that a segment starts from; S for the first ones, and for S itself.
+    children: for every state the segments that start from it.
     through: for every state the distinct rollouts that pass, ascending.
     fork: [S + 1] int64, the nearest state above through which more rollouts pass than through the segment: where they
         parted. S where none does. Rows of one rollout that part are no fork.
@@ -38,6 +39,7 @@ class GroupTree:
     forest: Forest
     rows: np.ndarray
     parent: np.ndarray
+    children: list[list[int]]
     through: list[np.ndarray]
     fork: np.ndarray
     rewards: np.ndarray
@@ -72,17 +74,12 @@ class GroupTree:
 
     def ending_at(self, state: int) -> np.ndarray:
         """The rollouts that end at a state, ascending."""
-        below = [self.through[child] for child in np.flatnonzero(self.parent[:-1] == state)]
+        below = [self.through[child] for child in self.children[state]]
         return np.setdiff1d(self.through[state], np.concatenate([np.zeros(0, dtype=np.int64), *below]))
 
     def weights_by_draws(self, child_weights: np.ndarray) -> list[np.ndarray]:
         """`weights` where each draw of a segment counts by a weight ([S]) among those from its state, not once."""
         return _weights_by_draws(self.through, self.children, self.num_draws * child_weights, self.num_arrivals)
-
-    @property
-    def children(self) -> list[list[int]]:
-        """For every state the segments that start from it."""
-        return _children(self.parent)
 
     def spread(self, values_S: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Each row, and the value of the segment of each of its tokens ([length])."""
@@ -106,6 +103,9 @@ def group_trees(rollouts: Rollouts, *, of_draws: bool = False) -> Iterator[Group
         num_segments = len(forest.segments.start)
         above = forest.segments.parent
         parent = np.append(np.where(above >= 0, above, num_segments), num_segments)
+        children: list[list[int]] = [[] for _ in parent]
+        for segment, start in enumerate(parent[:-1]):
+            children[start].append(segment)
         rollout_N = rollouts.of_trajectory[rows]
         through = _rollouts_through(forest, rollout_N)
         fork = np.full(num_segments + 1, num_segments)
@@ -115,12 +115,11 @@ def group_trees(rollouts: Rollouts, *, of_draws: bool = False) -> Iterator[Group
         has_draws = any(item.draws is not None for item in forest.trajectories)
         rollout_F = np.repeat(rollout_N, forest.path_lengths)
         draw_F = forest.flat_stream("draws") if has_draws else rollout_F
-        num_draws, num_arrivals = _num_draws(forest, parent, draw_F), _num_arrivals(forest, parent, draw_F, rollout_F)
+        draws, arrivals = _num_draws_and_arrivals(forest, parent, draw_F, rollout_F)
+        weights = [np.full(len(each), 1 / len(each)) for each in through]
         if has_draws:
-            weights = _weights_by_draws(through, _children(parent), num_draws, num_arrivals)
-        else:
-            weights = [np.full(len(each), 1 / len(each)) for each in through]
-        yield GroupTree(forest, rows, parent, through, fork, rollouts.rewards, weights, num_draws, num_arrivals)
+            weights = _weights_by_draws(through, children, draws, arrivals)
+        yield GroupTree(forest, rows, parent, children, through, fork, rollouts.rewards, weights, draws, arrivals)
 
 
 def on_segments(
@@ -155,36 +154,22 @@ def is_equal(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
 
 
-def _children(parent: np.ndarray) -> list[list[int]]:
-    result: list[list[int]] = [[] for _ in parent]
-    for segment, above in enumerate(parent[:-1]):
-        result[above].append(segment)
-    return result
-
-
-def _num_draws(forest: Forest, parent: np.ndarray, draw_F: np.ndarray) -> np.ndarray:
-    """[S] draws of each segment: the distinct ones at its first token."""
+def _num_draws_and_arrivals(
+    forest: Forest, parent: np.ndarray, draw_F: np.ndarray, rollout_F: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S] draws of each segment: the distinct ones at its first token. [S + 1] those at its last, of rollouts that go on."""
+    num_segments, num_rollouts = len(parent) - 1, int(rollout_F.max()) + 1
     segment_F = forest.segment_of_token[forest.path_index]
     is_start = forest.path_index == forest.segments.start[segment_F]
     segment, draw = np.unique(np.stack([segment_F[is_start], draw_F[is_start]]), axis=1)
     segment = segment.astype(np.int64)
-    places = np.stack([parent[segment], draw])
-    _, place, num_parts = np.unique(places, axis=1, return_inverse=True, return_counts=True)
-    return np.bincount(segment, weights=1 / num_parts[place.reshape(-1)], minlength=len(parent) - 1)
-
-
-def _num_arrivals(forest: Forest, parent: np.ndarray, draw_F: np.ndarray, rollout_F: np.ndarray) -> np.ndarray:
-    """[S + 1] the distinct draws of each segment's last token, of rollouts that go on."""
-    num_segments = len(parent) - 1
-    segment_F = forest.segment_of_token[forest.path_index]
-    is_start = forest.path_index == forest.segments.start[segment_F]
+    _, place, num_parts = np.unique(np.stack([parent[segment], draw]), axis=1, return_inverse=True, return_counts=True)
+    num_draws = np.bincount(segment, weights=1 / num_parts[place.reshape(-1)], minlength=num_segments)
     is_last = forest.path_index == (forest.segments.start + forest.segments.lengths - 1)[segment_F]
-    num_rollouts = int(rollout_F.max()) + 1
     going_on = parent[segment_F[is_start]] * num_rollouts + rollout_F[is_start]
     is_last &= np.isin(segment_F * num_rollouts + rollout_F, going_on)
-    segment, _ = np.unique(np.stack([segment_F[is_last], draw_F[is_last]]), axis=1)
-    counts = np.bincount(segment.astype(np.int64), minlength=num_segments)
-    return np.append(counts, 1)
+    ended, _ = np.unique(np.stack([segment_F[is_last], draw_F[is_last]]), axis=1)
+    return num_draws, np.append(np.bincount(ended.astype(np.int64), minlength=num_segments), 1)
 
 
 def _weights_by_draws(
