@@ -157,7 +157,7 @@ def is_equal(values: np.ndarray) -> bool:
 def _num_draws_and_arrivals(
     forest: Forest, parent: np.ndarray, draw_F: np.ndarray, rollout_F: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[S] draws of each segment: the distinct ones at its first token. [S + 1] those at its last, of rollouts that go on."""
+    """[S] draws of each segment: the distinct ones at its first token; [S + 1] at its last, of rollouts that go on."""
     num_segments, num_rollouts = len(parent) - 1, int(rollout_F.max()) + 1
     segment_F = forest.segment_of_token[forest.path_index]
     is_start = forest.path_index == forest.segments.start[segment_F]
