@@ -114,8 +114,9 @@ def test_what_runs_again_after_a_restart(tmp_path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.put("model", "m", "s", {})
     for seq in range(4):
-        assert journal.add(Work(f"m:{seq}", "m", seq, "optim_step"), b"{}")
-        assert not journal.add(Work(f"m:{seq}", "m", seq, "optim_step"), b"other")
+        for body in (b"{}", b"other"):
+            journal.add(Work(f"m:{seq}", "m", seq, "optim_step"), body)
+        assert journal.body(f"m:{seq}") == b"{}"
     journal.answer("m:0", "application/json", b"0")
     journal.answer("m:1", "application/json", b"1")
     journal.answer("m:1", "application/json", b"again")

@@ -41,7 +41,7 @@ class Catalog:
         return facts
 
     async def sessions(self, request: Request, _: object) -> object:
-        return {"sessions": _page(request, self.journal.names("session"))}
+        return {"sessions": _page(request, self.journal.names("session"))[0]}
 
     async def session(self, request: Request, _: object) -> object:
         name = request.path_params["session"]
@@ -58,8 +58,8 @@ class Catalog:
         return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
 
     async def runs(self, request: Request, _: object) -> object:
-        names = self.journal.names("model")
-        return {"training_runs": [self._run(name) for name in _page(request, names)], "cursor": _cursor(request, names)}
+        names, cursor = _page(request, self.journal.names("model"))
+        return {"training_runs": list(map(self._run, names)), "cursor": cursor}
 
     async def run(self, request: Request, _: object) -> object:
         return self._run(request.path_params["run"])
@@ -84,9 +84,8 @@ class Catalog:
         return {"checkpoints": [self._checkpoint(place) for place in self.store.places(request.path_params["run"])]}
 
     async def checkpoints(self, request: Request, _: object) -> object:
-        places = self.store.places()
-        shown = [self._checkpoint(place) for place in _page(request, places, 100)]
-        return {"checkpoints": shown, "cursor": _cursor(request, places, 100)}
+        places, cursor = _page(request, self.store.places(), 100)
+        return {"checkpoints": list(map(self._checkpoint, places)), "cursor": cursor}
 
     def _checkpoint(self, place: Place) -> dict[str, Any]:
         facts, ends = self.store.facts(place), self.store.ends(place)
@@ -158,16 +157,8 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _bounds(request: Request, default: int) -> tuple[int, int]:
-    limit, offset = (int(request.query_params.get(name, value)) for name, value in (("limit", default), ("offset", 0)))
-    return max(offset, 0), min(max(limit, 0), 1000)
-
-
-def _page(request: Request, items: list[Any], default: int = 20) -> list[Any]:
-    offset, limit = _bounds(request, default)
-    return items[offset : offset + limit]
-
-
-def _cursor(request: Request, items: list[Any], default: int = 20) -> dict[str, int]:
-    offset, limit = _bounds(request, default)
-    return {"offset": offset, "limit": limit, "total_count": len(items)}
+def _page(request: Request, items: list[Any], default: int = 20) -> tuple[list[Any], dict[str, int]]:
+    """The part that was asked for, and where it lies in the whole."""
+    given = request.query_params
+    offset, limit = max(int(given.get("offset", 0)), 0), min(max(int(given.get("limit", default)), 0), 1000)
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}

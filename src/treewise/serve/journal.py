@@ -77,20 +77,17 @@ class Journal:
 
     def names(self, kind: str, owner: str | None = None) -> list[str]:
         """Names of a kind, the newest first; of one owner."""
-        rest, values = ("", ()) if owner is None else (" AND owner = ?", (owner,))
-        rows = self._all(f"SELECT id FROM facts WHERE kind = ?{rest} ORDER BY created DESC, rowid DESC", kind, *values)
-        return [row[0] for row in rows]
+        query = "SELECT id FROM facts WHERE kind = ? AND (? IS NULL OR owner = ?) ORDER BY created DESC, rowid DESC"
+        return [row[0] for row in self._all(query, kind, owner, owner)]
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, work: Work, body: bytes) -> bool:
-        """Writes a request; False where it is there."""
-        with self._lock:
-            done = self._db.execute(
-                "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, created) VALUES (?, ?, ?, ?, ?, ?)",
-                (work.id, work.owner, work.seq, work.kind, body, time.time()),
-            )
-            return done.rowcount == 1
+    def add(self, work: Work, body: bytes) -> None:
+        """Writes a request, once."""
+        self._all(
+            "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, created) VALUES (?, ?, ?, ?, ?, ?)",
+            *(work.id, work.owner, work.seq, work.kind, body, time.time()),
+        )
 
     def kind_of(self, name: str) -> str | None:
         """Of a request; None where there is none of this id."""
