@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("httpx")
-pytest.importorskip("tenacity")
 
 from tests.rl.samplers.stand_in import StandIn, running
 from tests.rl.samplers.test_servers import as_text, trained

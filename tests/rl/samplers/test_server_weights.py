@@ -11,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("httpx")
-pytest.importorskip("tenacity")
 
 from tests.rl.online.helpers import digest
 from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("httpx")
-pytest.importorskip("tenacity")
 
 from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
 from treewise.errors import ConfigError, SamplerError

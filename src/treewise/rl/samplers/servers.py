@@ -12,7 +12,9 @@ started anew, which is then sampled once more. Seeds are the request's, so neith
 """
 
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,32 +74,24 @@ class Server:
             SamplerError: the server refuses, or does not answer for `patience_seconds`.
         """
         import httpx
-        import tenacity
 
-        def is_transient(error: BaseException) -> bool:
-            if isinstance(error, httpx.HTTPStatusError):
-                return error.response.status_code in retried
-            return isinstance(error, httpx.TransportError)
-
-        @tenacity.retry(
-            retry=tenacity.retry_if_exception(is_transient),
-            stop=tenacity.stop_after_delay(self._patience),
-            wait=tenacity.wait_random_exponential(multiplier=min(0.5, self._patience / 8), max=10),
-            reraise=True,
-        )
-        def tried() -> Any:
-            if before is not None:
-                before()
-            return self._once(path, payload)
-
-        try:
-            return tried()
-        except httpx.HTTPStatusError as error:
-            text = printable(error.response.text[:300])
-            raise SamplerError(f"{self.url}{path}: the server answers {error.response.status_code}: {text}") from error
-        except httpx.TransportError as error:
-            why = f"{type(error).__name__}: {printable(error)}"
-            raise SamplerError(f"{self.url}{path}: no answer for {self._patience:g} s ({why}).") from error
+        end, delay = time.monotonic() + self._patience, min(0.5, self._patience / 8)
+        while True:
+            try:
+                if before is not None:
+                    before()
+                return self._once(path, payload)
+            except httpx.HTTPStatusError as error:
+                status = error.response.status_code
+                if status not in retried or time.monotonic() > end:
+                    text = printable(error.response.text[:300])
+                    raise SamplerError(f"{self.url}{path}: the server answers {status}: {text}") from error
+            except httpx.TransportError as error:
+                if time.monotonic() > end:
+                    why = f"{type(error).__name__}: {printable(error)}"
+                    raise SamplerError(f"{self.url}{path}: no answer for {self._patience:g} s ({why}).") from error
+            time.sleep(random.uniform(0.0, delay))  # not all of them at once
+            delay = min(2 * delay, 10.0)
 
     def start(self) -> str | None:
         """What tells one start of the server from another: of vLLM the time of its start, out of its metrics; of SGLang
@@ -135,7 +129,7 @@ class Server:
 
 
 class ServerSampler:
-    """A sampler on servers. Needs the extra `rl` (httpx, tenacity).
+    """A sampler on servers. Needs the extra `rl` (httpx).
 
     Parameters:
         base_url: of one server or several, with or without `/v1`.
@@ -183,11 +177,8 @@ class ServerSampler:
             raise ConfigError(f"base_url={base_url!r}; give the address of a server, as in http://localhost:8000/v1.")
         try:
             import httpx
-            import tenacity  # noqa: F401 - what `Server.call` needs
-        except ImportError as error:
-            raise ConfigError(
-                f"a sampler on a server needs {error.name}: {pip_install('httpx', 'tenacity')}."
-            ) from None
+        except ImportError:
+            raise ConfigError(f"a sampler on a server needs httpx: {pip_install('httpx')}.") from None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=max_concurrent)
         self._client = httpx.Client(timeout=timeout_seconds, headers=headers, limits=limits)
