@@ -136,7 +136,7 @@ proof: $(VENV)/.dev $(VENV)/.demo
 	$(BIN)/python benchmarks/proof.py --seed $(SEED)
 
 crossings: $(VENV)/.dev
-	$(BIN)/python -m treewise.testing.crossings --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.crossings --minutes $(MINUTES) --seed $(SEED)
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/figures/draw.py

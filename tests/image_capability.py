@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.image_models import FAMILIES, IMAGE_TOKEN, png
 from treewise import Trajectory, TreeEngine
 from treewise.data.images import decoded
 from treewise.nn.model import base_model, split_model
@@ -27,7 +28,6 @@ from treewise.nn.vision import tower, vision_model
 from treewise.nn.vision.costs import Form, drawn, pixel_forms
 from treewise.nn.vision.tower import feature_rows
 from treewise.testing.families import tiny_model
-from treewise.testing.images import FAMILIES, IMAGE_TOKEN, png
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.tree.images import ImageSpan
 

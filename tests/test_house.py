@@ -77,7 +77,12 @@ WHOLE_PACKAGE = {
     "tree/test_streams": "the table of per-token streams, through data, trainer and reports",
     "trainer/test_torn": "saves that are killed",
 }
-CROSS_CUTTING_FOLDERS = {"documents": "pages", "engines": "servers of other projects", "examples": "examples/"}
+CROSS_CUTTING_FOLDERS = {
+    "crossings": "settings drawn together",
+    "documents": "pages",
+    "engines": "servers of other projects",
+    "examples": "examples/",
+}
 
 
 def own_name(path: Path) -> str:

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.advantages.test_advantages import ON_TREES, forked, rollout, rollout_lists
+from tests.crossings.plain_credit import CREDIT, advantages_of
 from treewise import Trajectory
 from treewise.advantages import inter_intra, node_value, segment_values, tree_path_mean, treerl, value_steps
 from treewise.advantages.group_tree import group_trees
@@ -16,7 +17,6 @@ from treewise.errors import DataError
 from treewise.rl.branching import PROMPT, RolloutNode, RolloutTree
 from treewise.rl.node_values import node_values
 from treewise.rl.update import ADVANTAGES
-from treewise.testing.crossings.plain_credit import CREDIT, advantages_of
 from treewise.testing.strategies import MAX_SEED
 
 

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import images, load_trees
 from treewise.data.images import decoded
 from treewise.errors import ConfigError, DataError
-from treewise.testing.images import IMAGE_TOKEN, png, tiny_processor
 
 FOUR = [IMAGE_TOKEN] * 4  # what LLaVA's processor makes of any picture
 

@@ -19,6 +19,7 @@ from tests.distributed.test_mesh import (
     trajectories,
     with_adapters,
 )
+from tests.image_models import png
 from treewise import SFT, Trajectory, TreeEngine
 from treewise.distributed import ranks
 from treewise.distributed.mesh import check_context_size, context_group
@@ -26,7 +27,6 @@ from treewise.engine.rank_guests import ContextWalk
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.objectives import GSPO, PolicyGradient
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
-from treewise.testing.images import png
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.images import ImageSpan
 

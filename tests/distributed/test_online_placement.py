@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.image_models import IMAGE_TOKEN, png, seeing_model
 from treewise.distributed import online_placement
 from treewise.distributed.online_placement import (
     FIT_STEPS,
@@ -20,7 +21,6 @@ from treewise.distributed.online_placement import (
 from treewise.distributed.placement import CostModel, Work, work_of
 from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
-from treewise.testing.images import IMAGE_TOKEN, png, seeing_model
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory

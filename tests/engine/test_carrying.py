@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 import treewise as tw
 from tests.engine.test_vision import HISTORIES, flat_logprobs, trajectories
+from tests.image_models import FAMILIES, IMAGE_TOKEN, seeing_model
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
 from treewise.engine import walk
@@ -23,7 +24,6 @@ from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Gateway
 from treewise.nn.model import split_model
 from treewise.planning.planner import FORWARD, plan
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
-from treewise.testing.images import FAMILIES, IMAGE_TOKEN, seeing_model
 from treewise.tree.trajectory import Trajectory
 
 TOLERANCE = 1e-5  # float32 against flat float32, as in tests/engine/test_vision.py

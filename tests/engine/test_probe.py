@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
 from treewise.engine import scoring, walk
 from treewise.engine.probe import probe
@@ -23,7 +24,6 @@ from treewise.nn.model import split_model
 from treewise.nn.recurrent import kinds
 from treewise.planning.layout import lay_out
 from treewise.testing.families import tiny_model
-from treewise.testing.images import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.tree.images import ImageSpan
 

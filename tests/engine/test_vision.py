@@ -11,13 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import treewise as tw
+from tests.image_models import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from treewise.data.images import decoded
 from treewise.engine import engine as engine_module
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.nn.vision import VisionModel, tower
 from treewise.testing import assert_equals_flat, gradient_error, gradients_of, tiny_model
-from treewise.testing.images import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from treewise.testing.oracle import FlatGradients, wide_copy
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory

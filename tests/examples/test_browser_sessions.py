@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from tests.data.render.test_images import PARTS
+from tests.image_models import tiny_processor
 from treewise.data import load_trees
-from treewise.testing.images import tiny_processor
 
 FOLDER = Path(__file__).parents[2] / "examples" / "data" / "screenshots"
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treewise as tw
+from tests.flat_objectives import loss_of_rows, run_padded
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.objectives import Distillation, Objective, PolicyGradient
 from treewise.testing.families import tiny_model
-from treewise.testing.flat_objectives import loss_of_rows, run_padded
 from treewise.testing.oracle import LEAST_ROUNDING, TIMES_FLAT, gradients_of, wide_copy
 from treewise.testing.strategies import MAX_SEED, trajectories
 

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import treewise as tw
 from tests.advantages.test_advantages import cut, rollout_lists
+from tests.flat_objectives import over_rollouts, run_padded, stream
 from tests.objectives.test_objectives import DISTILLATION, EXACT, POLICY, rollout_rows, with_teacher
 from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights
@@ -18,7 +19,6 @@ from treewise.errors import ConfigError, DataError
 from treewise.objectives import Objective, PolicyGradient, objective_named
 from treewise.objectives.normalization import fixed_denominator
 from treewise.testing.families import tiny_model
-from treewise.testing.flat_objectives import over_rollouts, run_padded, stream
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.testing.strategies import MAX_SEED
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import treewise as tw
+from tests.flat_objectives import run_padded
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.objectives import PolicyGradient
 from treewise.testing.families import tiny_model
-from treewise.testing.flat_objectives import run_padded
 from treewise.testing.oracle import gradient_error, gradients_of
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")

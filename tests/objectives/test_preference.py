@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from tests.image_models import png
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import DPO, IPO, KTO, with_mismatched
 from treewise.testing import tiny_model
-from treewise.testing.images import png
 from treewise.testing.oracle import flat_logprobs, flat_loss, gradient_error, gradients_of
 from treewise.tree.images import ImageSpan
 

@@ -4,9 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plain_trees import is_above
 from treewise.planning.layout import edges_of, lay_out
 from treewise.planning.planner import plan
-from treewise.testing.strategies import forests_and_budgets, is_above
+from treewise.testing.strategies import forests_and_budgets
 
 HOLDS = ("auto", "never", "always")
 

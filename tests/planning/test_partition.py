@@ -5,10 +5,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.image_models import png
+from tests.plain_trees import is_above
 from treewise.planning.partition import partition
 from treewise.planning.planner import plan
-from treewise.testing.images import png
-from treewise.testing.strategies import forests_and_budgets, is_above
+from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory

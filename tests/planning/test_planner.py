@@ -8,12 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.plain_trees import is_above
 from tests.planning.test_bin_packing import fewest_bins
 from tests.planning.test_partition import FULL_TRUNK
 from treewise.errors import PlanError
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
-from treewise.testing.strategies import forests, forests_and_budgets, is_above, random_tree
+from treewise.testing.strategies import forests, forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

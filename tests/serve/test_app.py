@@ -10,12 +10,12 @@ import tinker
 import torch
 from tinker import types
 
+from tests.image_models import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from tests.serve.servers import KEY, datum, flat_losses, running, tree_of_data
 from treewise.errors import DataError
 from treewise.serve.settings import ServeSettings
 from treewise.serve.wire import read_call
 from treewise.testing.families import tiny_model
-from treewise.testing.images import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 

@@ -8,10 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.engine.test_vision import HISTORIES, flat_gradients, trajectories
+from tests.image_models import FAMILIES, seeing_model
 from tests.trainer.helpers import in_child, losses
 from treewise.nn.model import unwrap_model
 from treewise.testing import gradient_error
-from treewise.testing.images import FAMILIES, seeing_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 from treewise.tree.images import ImageSpan

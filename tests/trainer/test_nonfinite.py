@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import load_trees
 from treewise.errors import NonFiniteError
-from treewise.testing.images import IMAGE_TOKEN, png, tiny_processor
 from treewise.trainer.nonfinite import write_rows
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treewise.tree.forest
+from tests.plain_trees import is_above
 from treewise.errors import ConfigError, DataError
-from treewise.testing.strategies import forests, is_above, random_tree, trajectories
+from treewise.testing.strategies import forests, random_tree, trajectories
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from tests.image_models import IMAGE_TOKEN, png, seeing_model, tiny_processor
 from treewise.cli.main import main
 from treewise.engine import step_checks, walk
 from treewise.planning.layout import Layout, lay_out
-from treewise.testing.images import IMAGE_TOKEN, png, seeing_model, tiny_processor
 
 TRUNK = list(range(1, 13))
 

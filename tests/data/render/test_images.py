@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 import treewise as tw
+from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import load_trees
 from treewise.errors import ConfigError, DataError
-from treewise.testing.images import IMAGE_TOKEN, png, tiny_processor
 
 PARTS = (
     "{% for m in messages %}<s> {{ m['role'] }} {% if m['content'] is string %}{{ m['content'] }}{% else %}"

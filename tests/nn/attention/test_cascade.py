@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plain_trees import image_rows
 from treewise.errors import ConfigError
 from treewise.nn.attention import row_blocks
 from treewise.nn.attention.cascade import cascade_attention, kernel_takes_groups
@@ -18,7 +19,7 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
-from treewise.testing.strategies import forests_and_budgets, image_rows, random_tree
+from treewise.testing.strategies import forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 
 LAYER, SCALING = 3, 0.37

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from tests.plain_trees import image_rows
 from treewise.nn.attention import flex
 from treewise.nn.attention.flex import block_mask, flex_attention_tree
 from treewise.nn.attention.kernel_cases import with_gradients
@@ -17,7 +18,7 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
-from treewise.testing.strategies import MAX_SEED, forests_and_budgets, image_rows
+from treewise.testing.strategies import MAX_SEED, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -6,9 +6,9 @@ import torch
 
 import treewise as tw
 from tests.image_capability import HISTORIES, image_model, random_pixels, trajectory
+from tests.image_models import IMAGE_TOKEN
 from treewise.engine.vision import opened
 from treewise.nn.vision import tree_positions
-from treewise.testing.images import IMAGE_TOKEN
 
 
 @pytest.fixture

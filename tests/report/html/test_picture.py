@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.image_models import png
 from treewise.planning.planner import plan
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html import picture as pictures
@@ -22,7 +23,6 @@ from treewise.report.html.picture import (
     picture_size,
     segment_table,
 )
-from treewise.testing.images import png
 from treewise.testing.strategies import forests, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan

@@ -19,14 +19,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import treewise as tw
+from tests.crossings.drawing import Draw, ImpossibleError, Rule, WrongError
+from tests.crossings.plain_credit import CREDIT, advantages_of
+from tests.crossings.sides import differences, moves_of, quiet, weights_of
+from tests.flat_objectives import loss_of_rows, run_alone
 from treewise.errors import check_choice
 from treewise.objectives import Objective
 from treewise.rl.tasks import TaskItem
-from treewise.testing.crossings.drawing import Draw, ImpossibleError, Rule, WrongError
-from treewise.testing.crossings.plain_credit import CREDIT, advantages_of
-from treewise.testing.crossings.sides import differences, moves_of, quiet, weights_of
 from treewise.testing.families import tiny_model
-from treewise.testing.flat_objectives import loss_of_rows, run_alone
 from treewise.tree.trajectory import Trajectory
 
 ITERATIONS, TREES, TOKENS, LONGEST, SUCCESS_AT = 2, 3, 60, 6, 0.5
@@ -370,8 +370,3 @@ def first_tokens(rows: list[Trajectory]) -> dict[tuple[Any, float, int], set[int
         ]
         result[group, own, at] = {tokens[group, each, at] for each in mates if (group, each, at) in tokens}
     return result
-
-
-def script(draw: Draw) -> str:
-    """A draw as a program."""
-    return f"from treewise.testing.crossings import online\n\nonline.check({draw!r})\n"

@@ -1,9 +1,7 @@
 """Draws of settings together, until every two values of two settings have met; what a draw found; the shrunk draw.
 
-Nothing here depends on what is drawn: `Crossings` is given the table of settings, the rules of what may stand together,
-and a function that raises where a draw is wrong. Pairs are covered greedily, row by row (AETG: Cohen, Dalal, Fredman
-and Patton, 1997), instead of by a library's array, because rows come at once (covertable 3.2 takes 8 s for the first)
-and expensive values stay rare.
+Pairs are covered greedily, row by row (AETG: Cohen, Dalal, Fredman and Patton, 1997), instead of by a library's array,
+because rows come at once (covertable 3.2 takes 8 s for the first) and expensive values stay rare.
 """
 
 import random
@@ -19,6 +17,7 @@ from treewise.errors import TreewiseError
 
 Draw = dict[str, Any]  # the value of each setting by name, and `seed`, of weights and data
 Pair = tuple[str, Any, str, Any]
+KINDS = ("equal", "refused", "impossible", "wrong")
 
 
 class ImpossibleError(Exception):
@@ -29,7 +28,7 @@ class WrongError(AssertionError):
     """A number that differs from flat training by more than its tolerance."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rule:
     """What may stand together. names: of the settings that it reads. holds: is called with their values."""
 
@@ -41,10 +40,9 @@ class Rule:
         return any(name not in draw for name in self.names) or self.holds(*(draw[name] for name in self.names))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
-    """kind: `equal`, `refused` (by an error of ours), `wrong` (also any other error), or `impossible`. reason: the
-    error's class, or the first line of what is wrong. text: all of it."""
+    """kind: of `KINDS`. reason: the error's class, or the first line of what is wrong. text: all of it."""
 
     kind: str
     reason: str = ""
@@ -55,40 +53,35 @@ class Outcome:
 class Crossings:
     """A space of settings and what must hold in it.
 
-    settings: the values of each setting; the first is the default, to which a wrong draw is shrunk. rules: between
-    settings. check: computes a draw; returns where all is equal, raises `TreewiseError` where it is refused and
-    `WrongError` where it is not equal. script: a draw as a program of its own. rarity: a value is left out of all but
-    one in so many draws where its own pairs do not need it, by setting and value.
+    settings: the values of each setting; the first is the default, to which a wrong draw is shrunk. check: computes a
+    draw; returns where all is equal, raises `TreewiseError` where it is refused and `WrongError` where it is not equal.
+    rarity: a value is left out of all but one in so many draws where its own pairs do not need it.
     """
 
     settings: Mapping[str, Sequence[Any]]
     rules: Sequence[Rule]
     check: Callable[[Draw], None]
-    script: Callable[[Draw], str]
     rarity: Mapping[tuple[str, Any], float] = field(default_factory=dict)
 
     @property
     def defaults(self) -> Draw:
-        """The first value of each setting."""
         return {name: values[0] for name, values in self.settings.items()}
 
     def allows(self, draw: Mapping[str, Any]) -> bool:
-        """Whether every rule holds."""
         return all(rule.allows(draw) for rule in self.rules)
-
-    # -- drawing ------------------------------------------------------------------------------------------------------
 
     def draws(self, seed: int) -> Iterator[Draw]:
         """Draws without end: first those that cover all pairs, then others by chance."""
         dice, uncovered = random.Random(seed), self._pairs()
         for number in count():
-            target = _heaviest(uncovered, dice, self._weight) if uncovered else None
-            row = self._completed(
-                {} if target is None else {target[0]: target[1], target[2]: target[3]}, uncovered, dice
-            )
+            begun: Draw = {}
+            if uncovered:
+                sample = dice.sample(list(uncovered), min(len(uncovered), 8))
+                a, x, b, y = dice.choices(sample, [self._weight(a, x) * self._weight(b, y) for a, x, b, y in sample])[0]
+                begun = {a: x, b: y}
+            row = self._completed(begun, uncovered, dice)
             if row is None:  # rules forbid it by way of a third setting
-                assert target is not None
-                del uncovered[target]
+                del uncovered[a, x, b, y]
                 continue
             for pair in _pairs_of(row):
                 uncovered.pop(pair, None)
@@ -97,60 +90,10 @@ class Crossings:
     def num_uncovered(self, draws: Sequence[Draw]) -> int:
         """Allowed pairs that none of some draws holds."""
         met = {pair for draw in draws for pair in _pairs_of({name: draw[name] for name in self.settings})}
-        dice = random.Random(0)
         left = [pair for pair in self._pairs() if pair not in met]
-        return sum(self._completed({a: x, b: y}, {}, dice) is not None for a, x, b, y in left)
-
-    def _pairs(self) -> dict[Pair, None]:
-        pairs = (
-            (a, x, b, y)
-            for a, b in combinations(self.settings, 2)
-            for x in self.settings[a]
-            for y in self.settings[b]
-            if self.allows({a: x, b: y})
-        )
-        return dict.fromkeys(pairs)
-
-    def _weight(self, name: str, value: object) -> float:
-        return 1.0 / self.rarity.get((name, value), 1.0)
-
-    def _completed(self, begun: Draw, uncovered: Mapping[Pair, None], dice: random.Random) -> Draw | None:
-        """A whole row from some values; None where ten attempts met a rule."""
-        for _ in range(10):
-            row = dict(begun)
-            admitted = {
-                (name, value)
-                for name, values in self.settings.items()
-                for value in values
-                if dice.random() < self._weight(name, value)
-            }
-            names = [name for name in self.settings if name not in row]
-            dice.shuffle(names)
-            for name in names:
-                allowed = [value for value in self.settings[name] if self.allows({**row, name: value})]
-                if not allowed:
-                    break
-                common = [value for value in allowed if (name, value) in admitted] or allowed
-                gains = [self._gain(row, name, value, uncovered) for value in common]
-                best = [value for value, gain in zip(common, gains, strict=True) if gain == max(gains)]
-                row[name] = dice.choice(best)
-            else:
-                return {name: row[name] for name in self.settings}
-        return None
-
-    def _gain(self, row: Draw, name: str, value: object, uncovered: Mapping[Pair, None]) -> int:
-        """How many uncovered pairs a value makes with those of a row."""
-        order = list(self.settings)
-        index = order.index(name)
-        return sum(
-            ((name, value, other, chosen) if index < order.index(other) else (other, chosen, name, value)) in uncovered
-            for other, chosen in row.items()
-        )
-
-    # -- judging ------------------------------------------------------------------------------------------------------
+        return sum(self._completed({a: x, b: y}, {}, random.Random(0)) is not None for a, x, b, y in left)
 
     def judge(self, draw: Draw) -> Outcome:
-        """Computes a draw."""
         return judged(self.check, draw)
 
     def shrunk(self, draw: Draw) -> Draw:
@@ -163,6 +106,45 @@ class Crossings:
                 if draw[name] != default and self.allows(simpler) and self.judge(simpler).kind == "wrong":
                     draw, changed = simpler, True
         return draw
+
+    def _pairs(self) -> dict[Pair, None]:
+        values = (
+            (a, x, b, y) for a, b in combinations(self.settings, 2) for x in self.settings[a] for y in self.settings[b]
+        )
+        return dict.fromkeys((a, x, b, y) for a, x, b, y in values if self.allows({a: x, b: y}))
+
+    def _weight(self, name: str, value: object) -> float:
+        return 1.0 / self.rarity.get((name, value), 1.0)
+
+    def _completed(self, begun: Draw, uncovered: Mapping[Pair, None], dice: random.Random) -> Draw | None:
+        """A whole row from some values; None where ten attempts met a rule."""
+        for _ in range(10):
+            row = dict(begun)
+            values = [(name, value) for name, values in self.settings.items() for value in values]
+            admitted = {each for each in values if dice.random() < self._weight(*each)}
+            names = [name for name in self.settings if name not in row]
+            dice.shuffle(names)
+            for name in names:
+                allowed = [value for value in self.settings[name] if self.allows({**row, name: value})]
+                if not allowed:
+                    break
+                common = [value for value in allowed if (name, value) in admitted] or allowed
+                gains = [self._gain(row, name, value, uncovered) for value in common]
+                row[name] = dice.choice(
+                    [value for value, gain in zip(common, gains, strict=True) if gain == max(gains)]
+                )
+            else:
+                return {name: row[name] for name in self.settings}
+        return None
+
+    def _gain(self, row: Draw, name: str, value: object, uncovered: Mapping[Pair, None]) -> int:
+        """How many uncovered pairs a value makes with those of a row."""
+        order = list(self.settings)
+        index = order.index(name)
+        return sum(
+            ((name, value, other, chosen) if index < order.index(other) else (other, chosen, name, value)) in uncovered
+            for other, chosen in row.items()
+        )
 
 
 def judged(check: Callable[[Draw], None], draw: Draw) -> Outcome:
@@ -182,29 +164,19 @@ def judged(check: Callable[[Draw], None], draw: Draw) -> Outcome:
 
 @dataclass
 class Report:
-    """What some draws found."""
+    """What some draws found: outcomes by kind, and those of each kind by reason."""
 
     seed: int
     counts: Counter[str] = field(default_factory=Counter)
-    reasons: dict[str, Counter[str]] = field(default_factory=lambda: {"refused": Counter(), "impossible": Counter()})
-    wrong: list[tuple[Draw, Outcome]] = field(default_factory=list)
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: float = 0.0
 
-    def add(self, draw: Draw, outcome: Outcome) -> None:
-        """Counts the outcome of a draw."""
-        self.counts[outcome.kind] += 1
-        if outcome.kind == "wrong":
-            self.wrong.append((draw, outcome))
-        elif outcome.kind in self.reasons:
-            self.reasons[outcome.kind][outcome.reason] += 1
-
     def __str__(self) -> str:
-        total = self.counts.total()
-        kinds = ", ".join(f"{self.counts[kind]} {kind}" for kind in ("equal", "refused", "impossible", "wrong"))
-        lines = [f"seed {self.seed}: {total} draws in {self.seconds:.0f} s: {kinds}"]
-        for kind, reasons in self.reasons.items():
-            lines += [f"  {kind} {number} times: {reason}" for reason, number in reasons.most_common()]
-        return "\n".join(lines)
+        kinds = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS)
+        lines = [f"seed {self.seed}: {self.counts.total()} draws in {self.seconds:.0f} s: {kinds}"]
+        return "\n".join(
+            [*lines, *(f"  {kind} {n} times: {why}" for (kind, why), n in self.reasons.most_common() if why)]
+        )
 
 
 def run(
@@ -214,11 +186,10 @@ def run(
     num_draws: int | None = None,
     minutes: float | None = None,
     skip: int = 0,
-    shrinks: int = 5,
     log: Callable[[str], None] = print,
 ) -> Report:
-    """Judges draws of a seed until so many, or so many minutes, are over; logs wrong ones at once, the first `shrinks`
-    of them with the script of the shrunk draw. skip: draws at the beginning that are left out.
+    """Judges draws of a seed until so many, or so many minutes, are over; logs wrong ones at once, the first five of
+    them shrunk. skip: draws at the beginning that are left out.
     """
     report, begun = Report(seed), time.monotonic()
     for number, draw in enumerate(crossings.draws(seed)):
@@ -228,21 +199,16 @@ def run(
         if number < skip:
             continue
         outcome = crossings.judge(draw)
-        report.add(draw, outcome)
+        report.counts[outcome.kind] += 1
+        report.reasons[outcome.kind, outcome.reason] += 1
         if outcome.kind == "wrong":
             changed = {name: value for name, value in draw.items() if value != crossings.defaults.get(name)}
             log(f"wrong, draw {number}: {changed}\n{outcome.text}")
-            if len(report.wrong) <= shrinks:
-                log(f"shrunk:\n{crossings.script(crossings.shrunk(draw))}")
+            if report.counts["wrong"] <= 5:
+                log(f"shrunk, for {crossings.check.__module__}.check:\n{crossings.shrunk(draw)}")
     return report
 
 
 def _pairs_of(row: Draw) -> Iterator[Pair]:
     for (a, x), (b, y) in combinations(row.items(), 2):
         yield a, x, b, y
-
-
-def _heaviest(pairs: Mapping[Pair, None], dice: random.Random, weight: Callable[[str, Any], float]) -> Pair:
-    """One of a sample of pairs, by chance and by weight."""
-    sample = dice.sample(list(pairs), min(len(pairs), 8))
-    return dice.choices(sample, [weight(a, x) * weight(b, y) for a, x, b, y in sample])[0]

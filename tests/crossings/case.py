@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests import image_models as images
+from tests.crossings import space
+from tests.crossings.drawing import Draw, ImpossibleError
+from tests.flat_objectives import run_alone
 from treewise.objectives import DPO, KTO, SFT, Distillation, PolicyGradient, with_mismatched
-from treewise.testing import images
-from treewise.testing.crossings import space
-from treewise.testing.crossings.drawing import Draw, ImpossibleError
 from treewise.testing.families import tiny_model
-from treewise.testing.flat_objectives import run_alone
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
@@ -160,18 +160,12 @@ def mark_trained(model: nn.Module, draw: Draw) -> None:
     """Leaves `requires_grad` to what is drawn, where no adapter decides it."""
     if draw["trained"] in space.ADAPTERS:
         return
-    pattern = mark_pattern(model, draw)
+    numbers = [int(each) for name, _ in model.named_parameters() for each in re.findall("[.]([0-9]+)[.]", name)]
+    pattern = space.TRAINED[draw["trained"]].replace("LAST", str(max(numbers, default=0)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(pattern, name) is not None)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ImpossibleError(f"no parameter for trained={draw['trained']!r}")
-
-
-def mark_pattern(model: nn.Module, draw: Draw) -> str:
-    """The regular expression on names of parameters that says what is trained."""
-    pattern = space.TRAINED[draw["trained"]]
-    numbers = [int(each) for name, _ in model.named_parameters() for each in re.findall("[.]([0-9]+)[.]", name)]
-    return pattern.replace("LAST", str(max(numbers, default=0)))
 
 
 def add_hooks(model: nn.Module, draw: Draw) -> None:

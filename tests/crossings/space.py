@@ -8,9 +8,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from tests import image_models as images
+from tests.crossings.drawing import Rule
 from treewise.nn.support_table import SUPPORTED, CapabilityTable
-from treewise.testing import images
-from treewise.testing.crossings.drawing import Rule
 
 # Fields of the configuration in place of the tiny model's; of the text's part where it has one.
 _LONGER = {"factor": 4.0, "original_max_position_embeddings": 64}

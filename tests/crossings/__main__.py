@@ -1,16 +1,17 @@
-"""Draws crossings until the time is over: `python -m treewise.testing.crossings --minutes 10 --seed 1`."""
+"""Draws crossings until the time is over: `python -m tests.crossings --minutes 10 --seed 1`."""
 
 import argparse
 import sys
 
 import torch
 
-from treewise.testing.crossings import online_loop, run, training
+from tests.crossings import online_loop, training
+from tests.crossings.drawing import run
 
 
 def main() -> int:
     """Returns 1 where a draw was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m treewise.testing.crossings", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.crossings", description=__doc__)
     parser.add_argument("--minutes", type=float, help="stop after so many minutes")
     parser.add_argument("--draws", type=int, help="stop after so many draws (2,000 meet all pairs)")
     parser.add_argument("--seed", type=int, default=0)
@@ -19,14 +20,12 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     spaces = {"training": training(given.seed), "online": online_loop()}
-    if given.of != "both":
-        spaces = {given.of: spaces[given.of]}
-    minutes = None if given.minutes is None else given.minutes / len(spaces)
-    num_wrong = 0
+    spaces = spaces if given.of == "both" else {given.of: spaces[given.of]}
+    minutes, num_wrong = None if given.minutes is None else given.minutes / len(spaces), 0
     for name, space in spaces.items():
         report = run(space, given.seed, num_draws=given.draws, minutes=minutes, skip=given.skip)
         sys.stdout.write(f"{name}: {report}\n")
-        num_wrong += len(report.wrong)
+        num_wrong += report.counts["wrong"]
     return 1 if num_wrong else 0
 
 

@@ -17,15 +17,15 @@ from torch import distributed, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from tests.crossings import case as cases
+from tests.crossings import ranks, space
+from tests.crossings.case import LEARNING_RATE, NUM_STEPS, Case, Tree
+from tests.crossings.drawing import Draw, ImpossibleError, WrongError
+from tests.flat_objectives import Rows, loss_of_rows, run_alone
 from treewise.distributed.mesh import load_on_mesh
 from treewise.engine import TreeEngine
 from treewise.integrations.trl import share_prefixes
 from treewise.objectives import Objective
-from treewise.testing.crossings import case as cases
-from treewise.testing.crossings import ranks, space
-from treewise.testing.crossings.case import LEARNING_RATE, NUM_STEPS, Case, Tree
-from treewise.testing.crossings.drawing import Draw, ImpossibleError, WrongError
-from treewise.testing.flat_objectives import Rows, loss_of_rows, run_alone
 from treewise.testing.oracle import Gradients, gradient_error, gradients_of
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.forest import Forest

@@ -1,0 +1,97 @@
+"""Draws of several processes: workers that stay, each of which judges the whole draw and must find the same.
+
+Every process trains the flat side by itself and compares whole gradients with it.
+"""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from tests.crossings.drawing import Draw, ImpossibleError, Outcome, WrongError, judged
+from treewise import errors
+from treewise.errors import TreewiseError
+
+SECONDS = 240  # for one draw, after which the processes are taken to wait for one another
+DRAWS = 40  # of one pool; gloo keeps threads of each group that a draw made, some 170 after 100 draws, and they poll
+_pools: dict[int, "Pool"] = {}
+
+
+class Pool:
+    """So many processes of one gloo group."""
+
+    def __init__(self, num_ranks: int) -> None:
+        context, self.num_draws = multiprocessing.get_context("spawn"), 0
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        pipes = [context.Pipe() for _ in range(num_ranks)]
+        self.ends = [own for own, _ in pipes]
+        self.workers = [
+            context.Process(target=work, args=(theirs, rank, num_ranks, port), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for worker, (_, theirs) in zip(self.workers, pipes, strict=True):
+            worker.start()
+            theirs.close()
+
+    def judge(self, draw: Draw) -> Outcome:
+        """What the processes find; a disagreement is wrong."""
+        self.num_draws += 1
+        for end in self.ends:
+            end.send(draw)
+        until, outcomes = time.monotonic() + SECONDS, []
+        for end in self.ends:
+            try:
+                outcomes += [end.recv()] if end.poll(max(0.0, until - time.monotonic())) else []
+            except EOFError:
+                continue
+        if len(outcomes) < len(self.workers):
+            self.close()
+            ended = "; ".join(f"{each.kind} {each.reason}" for each in outcomes) or "nothing"
+            return Outcome("wrong", "a process ended or waits for ever", f"a process ended or waits; others: {ended}")
+        if len({each.kind for each in outcomes}) > 1:
+            return Outcome("wrong", "processes disagree", "\n".join(f"{each.kind}: {each.text}" for each in outcomes))
+        return outcomes[0]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+
+
+def check(draw: Draw, num_ranks: int) -> None:
+    """Raises what the processes of a draw found."""
+    pool = _pools.get(num_ranks)
+    if pool is None or pool.num_draws == DRAWS or not all(worker.is_alive() for worker in pool.workers):
+        if pool is not None:
+            pool.close()
+        pool = _pools[num_ranks] = Pool(num_ranks)
+        atexit.register(pool.close)
+    outcome = pool.judge(draw)
+    if outcome.kind == "impossible":
+        raise ImpossibleError(outcome.text)
+    if outcome.kind == "refused":
+        raise getattr(errors, outcome.reason, TreewiseError)(outcome.text)
+    if outcome.kind == "wrong":
+        raise WrongError(outcome.text)
+
+
+def work(end: Connection, rank: int, num_ranks: int, port: int) -> None:
+    """Answers draws until the other end is closed."""
+    from tests.crossings import sides
+
+    group = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port, "RANK": rank}
+    os.environ |= {name: str(value) for name, value in {**group, "LOCAL_RANK": rank}.items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    try:
+        while True:
+            end.send(judged(sides.check_here, end.recv()))
+    finally:
+        os._exit(0)  # threads of gloo may not end
