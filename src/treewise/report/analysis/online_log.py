@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from treewise.advantages import segment_values
-from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum.self_check import CheckReport, spearman
+from treewise.errors import DataError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -19,7 +18,6 @@ FOLDER, EVALUATIONS = "rollouts", "evaluations"
 _OVER_TOKENS = {"reward": "reward, training", "eval_reward": "reward, held out", "eval_pass@1": "pass@1, held out"}
 _MAX_ROWS = 20_000  # of one iteration that is read for its trees
 _MAX_HELD_OUT = 12  # held-out items that are shown
-_NUM_WINDOWS = 10  # of the iterations, over which predictions are compared
 _MAX_CHARS = 4_000  # of a text; the end of a longer prompt is shown
 
 
@@ -263,75 +261,3 @@ def _pieces(forest: Forest, last: set[int]) -> tuple[list[int], list[int], list[
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
-
-
-# -- what its curriculum drew ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CurriculumReport:
-    """What a curriculum drew, and its predictions against what came.
-
-    items: most drawn first, each with the iterations of its draws, predicted and observed success at the last one, and
-    the draws after which its tree could be trained (num_kept). windows: over time, mean predicted and observed success
-    over the trials, and the rank correlation of predicted with observed p (1 - p), None with fewer than 3 draws. check:
-    of the self-check, as it was saved; check_text: for people.
-    """
-
-    name: str
-    num_iterations: int
-    num_draws: int
-    items: tuple[dict[str, Any], ...]
-    windows: tuple[dict[str, Any], ...]
-    check: dict[str, Any] | None
-    check_text: str | None
-
-
-def read_curriculum(run: Path) -> CurriculumReport | None:
-    """What lies in a run's folder; None where there is nothing.
-
-    Raises:
-        ConfigError: a damaged file.
-    """
-    from treewise.rl.online.records import CHECK, DRAWS  # with the trainer, which reports on data do without
-
-    try:
-        files = sorted((run / DRAWS).glob("iteration-*.json"))
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        draws = [{**draw, "iteration": each["iteration"]} for each in found for draw in each["draws"]]
-        saved = run / DRAWS / CHECK
-        check: dict[str, Any] | None = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else None
-        if not draws and check is None:
-            return None
-        name = (check or found[0])["curriculum"]
-        text = None if check is None else CheckReport.from_dict(check).text()
-        return CurriculumReport(name, len(found), len(draws), _items(draws), _windows(draws), check, text)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run / DRAWS}: not what a run drew ({type(error).__name__}: {error}).") from None
-
-
-def _items(draws: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    items: dict[str, dict[str, Any]] = {}
-    for draw in draws:
-        own = items.setdefault(draw["item"], {"item": draw["item"], "iterations": [], "num_kept": 0})
-        own["iterations"].append(draw["iteration"])
-        own["num_kept"] += bool(draw["is_kept"])
-        own |= {name: draw[name] for name in ("predicted", "observed")}
-    return tuple(sorted(items.values(), key=lambda each: (-len(each["iterations"]), each["item"])))
-
-
-def _windows(draws: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    iterations = sorted({each["iteration"] for each in draws})
-    windows = []
-    for part in np.array_split(iterations, min(_NUM_WINDOWS, len(iterations))) if iterations else ():
-        inside = [each for each in draws if each["iteration"] in part and each["observed"] is not None]
-        table = np.array([(each["predicted"], each["observed"], each["trials"]) for each in inside], dtype=np.float64)
-        predicted, observed, trials = table.reshape(-1, 3).T
-        if not trials.sum():
-            continue
-        has_correlation = len(inside) >= 3
-        found = spearman(predicted * (1 - predicted), observed * (1 - observed)) if has_correlation else None
-        window = {"first": int(part[0]), "last": int(part[-1]), "num_draws": len(inside), "correlation": found}
-        means = {"predicted": np.average(predicted, weights=trials), "observed": np.average(observed, weights=trials)}
-        windows.append(window | {name: float(value) for name, value in means.items()})
-    return tuple(windows)

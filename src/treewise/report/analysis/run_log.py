@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.errors import ConfigError
-from treewise.report.analysis.online_log import CurriculumReport, OnlineReport, read_curriculum, read_online
+from treewise.report.analysis.online_log import OnlineReport, read_online
 
 STATE = "trainer_state.json"
 RESOLVED = "resolved_config.yaml"
@@ -67,7 +67,7 @@ class RunReport:
     """A run, read from its folder. summary: totals that the trainer writes at the end.
 
     absent: charts without values in this log. num_not_finite: logged values that are not finite; not drawn. online: of
-    a run that sampled its rollouts itself. curriculum: what it drew, where the folder holds it.
+    a run that sampled its rollouts itself.
     """
 
     folder: str
@@ -82,7 +82,6 @@ class RunReport:
     num_not_finite: int
     config: str | None
     online: OnlineReport | None = None
-    curriculum: CurriculumReport | None = None
 
     @property
     def charts(self) -> list[list[Series]]:
@@ -134,7 +133,6 @@ def read_run(folder: str | Path) -> RunReport:
         num_not_finite=sum(_is_not_finite(value) for entry in history for value in entry.values()),
         config=_config(run),
         online=online,
-        curriculum=read_curriculum(run),
     )
 
 
