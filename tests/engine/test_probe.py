@@ -73,20 +73,14 @@ def test_a_leak_is_an_error_in_any_precision(family: str, precision: str) -> Non
         run_probes(model)
 
 
-def test_weights_that_are_not_finite_are_named_so() -> None:
-    model = tiny_model()
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
-    message = r"hidden rows that are not finite: weights of model\.layers\.0\.mlp\.down_proj\.weight are not finite"
-    with pytest.raises(UnsupportedModelError, match=message):
-        run_probes(model)
-
-
-def test_a_head_that_is_not_finite_is_named_so() -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [("model.layers.0.mlp.down_proj", torch.nan, "hidden rows"), ("lm_head", torch.inf, "logits")],
+)
+def test_weights_that_are_not_finite_are_named_so(path: str, value: float, what: str) -> None:
     model = tiny_model(tie_word_embeddings=False)
-    with torch.no_grad():
-        model.lm_head.weight[3, 2] = torch.inf
-    with pytest.raises(UnsupportedModelError, match=r"logits that are not finite: weights of lm_head\.weight"):
+    model.get_submodule(path).weight.data[3, 2] = value
+    with pytest.raises(UnsupportedModelError, match=rf"{what} that are not finite: weights of {path}\.weight are not"):
         run_probes(model)
 
 
@@ -181,15 +175,22 @@ def _apply(inject: Callable[..., object], given: tuple[Any, ...], patch: Patch, 
     inject(patch, model, *given)
 
 
-def on_rows(patch: Patch, change: Callable[[torch.Tensor], torch.Tensor], model: Any, *, trees_alone: bool) -> None:
-    """The rows ([1, L, M]) that the second layer's MLP adds are changed."""
-    layer, is_tree = model.model.layers[1], [False]
+def on_trees(layer: nn.Module) -> Callable[[], bool]:
+    """Whether the present forward of a layer is of a tree."""
+    is_tree = [False]
 
-    def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def note(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         is_tree[0] = kwargs.get("treewise") is not None
 
     layer.register_forward_pre_hook(note, with_kwargs=True)
-    layer.mlp.register_forward_hook(lambda _, __, out: change(out) if is_tree[0] or not trees_alone else out)
+    return lambda: is_tree[0]
+
+
+def on_rows(patch: Patch, change: Callable[[torch.Tensor], torch.Tensor], model: Any, *, trees_alone: bool) -> None:
+    """The rows ([1, L, M]) that the second layer's MLP adds are changed."""
+    layer = model.model.layers[1]
+    is_tree = on_trees(layer)
+    layer.mlp.register_forward_hook(lambda _, __, out: change(out) if is_tree() or not trees_alone else out)
 
 
 def beyond(count: int, rows: torch.Tensor) -> torch.Tensor:
@@ -210,19 +211,16 @@ def on_results(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) 
     patch.setattr(owner, name, lambda *args, **kwargs: change(own(*args, **kwargs)))
 
 
-@fault("llama", True, False)
-def row_mean(patch, model, trees_alone):
-    on_rows(patch, lambda rows: rows + rows.mean(1, keepdim=True), model, trees_alone=trees_alone)
+CHANGES = {
+    "row mean": lambda rows: rows + rows.mean(1, keepdim=True),
+    "token shift": lambda rows: rows + rows.roll(1, dims=1),
+    "normalised over tokens": lambda rows: rows / rows.std(1, keepdim=True),
+}
 
 
-@fault("llama", True, False)
-def token_shift(patch, model, trees_alone):
-    on_rows(patch, lambda rows: rows + rows.roll(1, dims=1), model, trees_alone=trees_alone)
-
-
-@fault("llama", True, False)
-def normalised_over_tokens(patch, model, trees_alone):
-    on_rows(patch, lambda rows: rows / rows.std(1, keepdim=True), model, trees_alone=trees_alone)
+@fault("llama", *((change, trees_alone) for change in CHANGES for trees_alone in (True, False)))
+def rows_changed(patch, model, change, trees_alone):
+    on_rows(patch, CHANGES[change], model, trees_alone=trees_alone)
 
 
 @fault("llama", 16, 24, 32, 48)
@@ -298,41 +296,22 @@ class Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-@fault("llama", 1.05, 0.0)
-@fault("llama", 1.01)
-def gradient_of_one_weight(patch, model, factor):
-    layer = model.model.layers[1].mlp.down_proj
-    is_tree = [False]
-    note = lambda _, __, kwargs: is_tree.__setitem__(0, kwargs.get("treewise") is not None)  # noqa: E731
-    model.model.layers[1].register_forward_pre_hook(note, with_kwargs=True)
+@fault("llama", *(("mlp.down_proj", "weight", factor) for factor in (1.05, 0.0, 1.01)))
+@fault("qwen2", *(("self_attn.v_proj", "bias", factor) for factor in (1.05, 0.0)))
+def gradient_of_one_parameter(patch, model, path, name, factor):
+    layer, is_tree = model.model.layers[1].get_submodule(path), on_trees(model.model.layers[1])
 
     def forward(rows):
-        weight = Scaled.apply(layer.weight, factor) if is_tree[0] else layer.weight
-        return nn.functional.linear(rows, weight, layer.bias)
+        given = {"weight": layer.weight, "bias": layer.bias}
+        return nn.functional.linear(rows, **(given | {name: Scaled.apply(given[name], factor)} if is_tree() else given))
 
     patch.setattr(layer, "forward", forward)
 
 
 @fault()
 def gradient_of_one_weight_by_a_hook(patch, model):
-    is_tree = [False]
-    note = lambda _, __, kwargs: is_tree.__setitem__(0, kwargs.get("treewise") is not None)  # noqa: E731
-    model.model.layers[1].register_forward_pre_hook(note, with_kwargs=True)
-    model.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * 1.05 if is_tree[0] else grad)
-
-
-@fault("qwen2", 1.05, 0.0)
-def gradient_of_one_bias(patch, model, factor):
-    layer = model.model.layers[1].self_attn.v_proj
-    is_tree = [False]
-    note = lambda _, __, kwargs: is_tree.__setitem__(0, kwargs.get("treewise") is not None)  # noqa: E731
-    model.model.layers[1].register_forward_pre_hook(note, with_kwargs=True)
-
-    def forward(rows):
-        bias = Scaled.apply(layer.bias, factor) if is_tree[0] else layer.bias
-        return nn.functional.linear(rows, layer.weight, bias)
-
-    patch.setattr(layer, "forward", forward)
+    is_tree = on_trees(model.model.layers[1])
+    model.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * 1.05 if is_tree() else grad)
 
 
 def on_gateways(patch: Patch, change: Callable[..., tuple[Any, ...]], name: str) -> None:
@@ -350,14 +329,9 @@ def gateway_values_downcast(patch, model, dtype):
     on_gateways(patch, lambda call, key, value: (call, key, value.to(dtype).to(value.dtype)), "write")
 
 
-@fault("llama", 0.0, 1.05)
-def gateway_value_gradients_times(patch, model, factor):
-    on_gateways(patch, lambda call, rows, key, value: (call, rows, key, value * factor), "add_gradients")
-
-
-@fault()
-def gateway_key_gradients_are_lost(patch, model):
-    on_gateways(patch, lambda call, rows, key, value: (call, rows, key * 0, value), "add_gradients")
+@fault("llama", (1.0, 0.0), (1.0, 1.05), (0.0, 1.0))
+def gateway_gradients_times(patch, model, of_keys, of_values):
+    on_gateways(patch, lambda call, rows, key, value: (call, rows, key * of_keys, value * of_values), "add_gradients")
 
 
 @fault()
@@ -419,10 +393,8 @@ def held_micro_batches_get_no_gradient(patch, model):
 
 @fault("qwen3_moe", 1.05, 0.0)
 def router_weights_times(patch, model, factor):
-    layer, is_tree = model.model.layers[1], [False]
-    note = lambda _, __, kwargs: is_tree.__setitem__(0, kwargs.get("treewise") is not None)  # noqa: E731
-    layer.register_forward_pre_hook(note, with_kwargs=True)
-    layer.mlp.register_forward_pre_hook(lambda _, args: (Scaled.apply(args[0], factor),) if is_tree[0] else args)
+    layer, is_tree = model.model.layers[1], on_trees(model.model.layers[1])
+    layer.mlp.register_forward_pre_hook(lambda _, args: (Scaled.apply(args[0], factor),) if is_tree() else args)
 
 
 @fault("qwen3_next")
