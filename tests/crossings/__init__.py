@@ -15,7 +15,7 @@ them wrong. `make test` judges the same 40 draws each time.
 """
 
 from tests.crossings import online, sides, space
-from tests.crossings.drawing import Crossings
+from tests.crossings.drawing import Crossings, Outcome
 
 
 def training(seed: int = 0) -> Crossings:
@@ -26,3 +26,11 @@ def training(seed: int = 0) -> Crossings:
 def online_loop() -> Crossings:
     """The crossings of runs that sample their rollouts."""
     return Crossings(online.SETTINGS, online.RULES, online.check)
+
+
+def judged(**changes: object) -> Outcome:
+    """What is found of a training run with some settings, and defaults."""
+    space = training()
+    draw = {**space.defaults, "seed": 1, **changes}
+    assert space.allows(draw)
+    return space.judge(draw)
