@@ -175,22 +175,17 @@ def speed_of_tree(row: dict[str, Any], name: str) -> float | None:
     return tree["seconds"]["median"] / result["seconds"]["median"]
 
 
-def _of_tree(row: dict[str, Any], name: str) -> str:
-    speed, bound = speed_of_tree(row, name), row["contestants"][name].get("bound_of_tree")
-    return " ".join([*([] if speed is None else [f"{speed:.2f}"]), *([] if bound is None else [f"({bound:.2f})"])])
-
-
 def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | None, second: str | None) -> list[str]:
     seconds = result["seconds"]
     ratios = [row["speed_up"][base].get(name) for base in (first, second) if base]
-    of_bound = efficiency(row, name)
+    of_bound, speed, bound = efficiency(row, name), speed_of_tree(row, name), result.get("bound_of_tree")
     peak, error, key_rows = result["peak_bytes"], result["gradient_error"], result["key_rows_per_token"]
     return [
         f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
         f"{result['flat_tokens_per_second']:,.0f}",
         *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         "" if of_bound is None else f"{of_bound:.2f}",
-        _of_tree(row, name),
+        " ".join([*([] if speed is None else [f"{speed:.2f}"]), *([] if bound is None else [f"({bound:.2f})"])]),
         "" if peak is None else f"{peak / 2**20:,.0f}",
         "" if error is None else f"{error:.1e}",
         f"{result['computed_tokens']:,}",

@@ -96,12 +96,8 @@ class OnlinePlacer:
         self._num_steps = 0
 
     @property
-    def is_fitted(self) -> bool:
-        return len(self._costs) > 1
-
-    @property
     def is_measuring(self) -> bool:
-        return self.fits and not self.is_fitted
+        return self.fits and len(self._costs) == 1
 
     def costs_at(self, step: int) -> CostModel:
         """The costs that step `step` (from 0) is placed with."""
@@ -116,7 +112,11 @@ class OnlinePlacer:
         """
         started = synchronized_clock(device)
         yield
-        work = NO_WORK if plan is None else work_of(plan, self._tokens_of_distinct_images(plan.forest))
+        work = NO_WORK
+        if plan is not None:
+            images, cost_of = plan.forest.images, self._image_tokens
+            has_costs = cost_of is not None and len(images)
+            work = work_of(plan, float(cost_of(plan.forest)[images.is_first_place].sum()) if has_costs else 0.0)
         self._measurements.append((work, synchronized_clock(device) - started))
 
     def on_step_end(self, num_steps: int) -> None:
@@ -155,11 +155,6 @@ class OnlinePlacer:
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Sets the cost models from `state()`."""
         self._costs = [(int(start), CostModel(*costs)) for start, *costs in state]
-
-    def _tokens_of_distinct_images(self, forest: Forest) -> float:
-        if self._image_tokens is None or not len(forest.images):
-            return 0.0
-        return float(self._image_tokens(forest)[forest.images.is_first_place].sum())
 
     def own_part(self, step: int, batch: Sequence[Forest]) -> list[Forest]:
         """This rank's part of the batch of step `step` (from 0)."""

@@ -6,7 +6,7 @@ dropped, those of earlier calls are kept.
 
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -83,12 +83,6 @@ def choose_budget(
         if budget == least:
             return max(each for each, size in needed.items() if 8 * size <= 9 * min(needed.values()))
         budget = max(least, budget - budget // 16 if budget > SLOW_TOKENS else budget // 2)
-
-
-def missing_gradient_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Bytes of the gradients that the next backward will allocate."""
-    missing = (each for each in parameters if each.requires_grad and each.grad is None)
-    return sum(each.numel() * each.element_size() for each in missing)
 
 
 def _saved_bytes(train: Callable[[int], None], num_tokens: int, num_layers: int) -> float:
@@ -174,7 +168,8 @@ class Budget:
         least = max(1, forest.images.largest)  # an image is never cut
         with gradients_restored(lm.model):
             token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size)
-        free = free_bytes(lm.device) - missing_gradient_bytes(lm.model.parameters()) - reserve_bytes
+        missing = (each for each in lm.model.parameters() if each.requires_grad and each.grad is None)
+        free = free_bytes(lm.device) - sum(each.numel() * each.element_size() for each in missing) - reserve_bytes
         self.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)
         self.is_measured = True
         logger.info(

@@ -43,11 +43,6 @@ class Reader:
     reads_routers: bool = False
 
 
-def hidden_reader(forest: Forest) -> Reader:
-    """Reads `hidden`, [T, M]: the final hidden states of all tree tokens, in the model's dtype."""
-    return Reader(lambda output: (output.positions, {"hidden": output.hidden}), ("hidden",), forest.num_tokens)
-
-
 def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list[Values]:
     """For each reader, its [num_entries, ...] tensors by name; entries that no micro-batch gives are zero.
 

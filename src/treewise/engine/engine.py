@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from treewise.distributed import ranks
 from treewise.distributed.mesh import ContextGroup, check_same_plan, mesh_of
 from treewise.engine.budget import AUTO, Budget
-from treewise.engine.differentiable import Reader, Values, hidden_reader, restore, tree_values
+from treewise.engine.differentiable import Reader, Values, restore, tree_values
 from treewise.engine.guest import Guest, HostMemory, MeetsImages
 from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared
 from treewise.engine.rank_guests import ContextWalk, Exchange, Lockstep
@@ -317,7 +317,9 @@ class TreeEngine:
         budget. A shared token has one row in memory, to which the gradients of all its trajectories add up.
         """
         plan = self.plan(forests)
-        return restore(self.values(plan, [hidden_reader(plan.forest)])[0]["hidden"], plan.forest)
+        num_tokens = plan.forest.num_tokens
+        reader = Reader(lambda output: (output.positions, {"hidden": output.hidden}), ("hidden",), num_tokens)
+        return restore(self.values(plan, [reader])[0]["hidden"], plan.forest)
 
     @torch.no_grad()
     def scored(

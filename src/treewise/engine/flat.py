@@ -122,10 +122,11 @@ class FlatLoss:
     def _losses(self, values: Values, terms: Sequence[FlatTerms]) -> torch.Tensor:
         """The objective's token losses, by its denominator."""
         assert isinstance(self.objective, Objective)
-        like = values["log_probs"]
-        streams = {
-            name: _as_tensor(np.concatenate([each.streams[name] for each in terms]), like) for name in terms[0].streams
-        }
+        like, streams = values["log_probs"], {}
+        for name in terms[0].streams:
+            stream = np.concatenate([each.streams[name] for each in terms])
+            dtype = like.dtype if stream.dtype.kind == "f" else torch.long
+            streams[name] = torch.tensor(stream, dtype=dtype, device=like.device)
         return self.objective.token_losses(values, streams) / self.denominator
 
     def _slopes(self, values: list[Values]) -> tuple[float, float, list[Values]]:
@@ -257,8 +258,3 @@ def _prefix_keys(item: Trajectory) -> list[bytes]:
         state.update(token.tobytes() + image_at.get(position, "").encode())
         keys.append(state.digest())
     return keys
-
-
-def _as_tensor(stream: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    dtype = like.dtype if stream.dtype.kind == "f" else torch.long
-    return torch.tensor(stream, dtype=dtype, device=like.device)

@@ -41,7 +41,9 @@ def carried_by(lm: DecoderAndHead, *, with_images: bool) -> Carried:
     """
     if _is_trained(lm.decoder.get_input_embeddings()):
         return EVERYTHING
-    layers = _layers_in_order(lm)
+    # In the order in which they run; none where they do not stand in one list of a known name.
+    lists = [each for name, each in lm.decoder.named_children() if name in _LAYERS]
+    layers = list(lists[0]) if len(lists) == 1 and isinstance(lists[0], nn.ModuleList) else []
     after = [lm.output, *(each for name, each in lm.decoder.named_children() if name in _LAST_NORMS)]
     known = {parameter for each in (*layers, *after) for parameter in each.parameters()}
     if not with_images:
@@ -75,12 +77,6 @@ def reaches_a_parameter(root: torch.Tensor) -> bool:
             return True
         nodes += [each for each, _ in node.next_functions]
     return False
-
-
-def _layers_in_order(lm: DecoderAndHead) -> list[nn.Module]:
-    """The decoder's layers in the order in which they run; none where they do not stand in one list of a known name."""
-    lists = [each for name, each in lm.decoder.named_children() if name in _LAYERS]
-    return list(lists[0]) if len(lists) == 1 and isinstance(lists[0], nn.ModuleList) else []
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -89,13 +89,7 @@ class _Hooked:
     on_tensor: Hooks | None
     on_grad: Hooks | None
 
-    def put_back(self) -> None:
-        self._set(self.on_tensor, self.on_grad)
-
-    def take_out(self) -> None:
-        self._set(OrderedDict(), OrderedDict())
-
-    def _set(self, on_tensor: Any, on_grad: Any) -> None:
+    def set(self, on_tensor: Any, on_grad: Any) -> None:
         """Never to None, which leaves hooks on accumulated gradients where they are (torch 2.13)."""
         if self.on_tensor is not None:
             self.parameter._backward_hooks = on_tensor
@@ -118,12 +112,12 @@ def hooks_suspended(model: nn.Module) -> Iterator[list[_Hooked]]:
     """Inside, no hook runs on the gradient of a parameter (`register_hook`, `register_post_accumulate_grad_hook`)."""
     hooked = _hooked(model)
     for each in hooked:
-        each.take_out()
+        each.set(OrderedDict(), OrderedDict())
     try:
         yield hooked
     finally:
         for each in hooked:
-            each.put_back()
+            each.set(each.on_tensor, each.on_grad)
 
 
 @contextmanager

@@ -274,7 +274,9 @@ class _EdgeValues(torch.autograd.Function):
             lse_R[start:end] = _over_rows(partial(torch.logsumexp, dim=1), logits)
             target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
-                mean_R[start:end] = _over_rows(_means, logits, lse_R[start:end, None])
+                mean_R[start:end] = _over_rows(
+                    lambda rows, lse: torch.sub(rows, lse).exp_().mul_(rows).sum(1), logits, lse_R[start:end, None]
+                )
         if head.shard is not None and is_own_E is not None:
             target_E = torch.where(is_own_E, target_E, 0)
             target_E, lse_R, mean_R = head.shard.combined(target_E, lse_R, mean_R)
@@ -358,10 +360,6 @@ def _over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
     """[R] values of the rows of [R, V] and [R, 1] tensors, a slice of the rows at a time."""
     size = -(-len(tensors[0]) // _NUM_SLICES)
     return torch.cat([reduce(*parts) for parts in zip(*(each.split(size) for each in tensors), strict=True)])
-
-
-def _means(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    return torch.sub(logits, lse).exp_().mul_(logits).sum(1)
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

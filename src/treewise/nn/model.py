@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
-from treewise.nn.attention import TreeContext, carry, has_legacy_layers, install, install_legacy_layers, is_installed
+from treewise.nn.attention import AttentionName, TreeContext, carry, install, install_legacy_layers
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
 from treewise.nn.tensor_parallel import repair_tensor_parallel, vocabulary_shard
@@ -104,8 +104,9 @@ def split_model(model: nn.Module) -> DecoderAndHead:
         )
     decoder = _find_decoder(base)
     _refuse_layers(decoder, name)
+    if not install_legacy_layers(decoder) and not decoder._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
     install(_attention_configs(decoder))
-    install_legacy_layers(decoder)
     recurrent.install(decoder)
     repair_tensor_parallel(base)
     return DecoderAndHead(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
@@ -117,7 +118,8 @@ def is_current(lm: DecoderAndHead) -> bool:
     A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
     """
     base: Any = base_model(lm.model)
-    return base.get_output_embeddings() is lm.output and is_installed(_attention_configs(lm.decoder))
+    is_installed = all(isinstance(each._attn_implementation, AttentionName) for each in _attention_configs(lm.decoder))
+    return is_installed and base.get_output_embeddings() is lm.output
 
 
 def run_decoder(
@@ -269,9 +271,6 @@ def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} takes no position_ids, which trees need for their depths. {SUPPORTED_MODELS}"
         )
-    can_set = decoder._can_set_attn_implementation()
-    if not can_set and not has_legacy_layers(decoder):
-        raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
 
 
 def _attention_configs(decoder: PreTrainedModel) -> list[PreTrainedConfig]:

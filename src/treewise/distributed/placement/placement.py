@@ -316,7 +316,10 @@ def assign_ranks(
     if not shapes:
         raise DataError("no forest to place; give at least one.")
     step = costs_of(shapes, cost, max_tokens, image_tokens)
-    may_cut = _cuts(shapes, step.leaves(), split)
+    leaves = step.leaves()
+    may_cut = np.ones(len(leaves.new), dtype=bool)
+    if split != "trajectories":
+        may_cut = _between_rollouts(shapes, leaves) if split == "rollouts" else leaves.starts_tree()
     bound = least_load(step, step.leaves(np.zeros_like(step.recompute)).joined(may_cut), num_ranks)
     if in_lockstep and cost.seconds_per_token > 0:
         even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens, image_tokens)
@@ -353,13 +356,6 @@ def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) ->
     if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:
         best, loads = refine(step, leaves.of_trajectory, best, num_ranks)
     return best[leaves.of_trajectory], loads
-
-
-def _cuts(shapes: Sequence[Forest | Segments], leaves: Leaves, split: str) -> np.ndarray:
-    """[L] bool, the leaves before which a cut is allowed."""
-    if split == "rollouts":
-        return _between_rollouts(shapes, leaves)
-    return leaves.starts_tree() if split == "never" else np.ones(len(leaves.new), dtype=bool)
 
 
 def _between_rollouts(shapes: Sequence[Forest | Segments], leaves: Leaves) -> np.ndarray:

@@ -2,19 +2,14 @@
 
 from treewise.nn.attention.gateway import ANCHOR, EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, carry
 from treewise.nn.attention.implementations import AUTO, IMPLEMENTATIONS, choose
-from treewise.nn.attention.interface import (
-    TreeContext,
-    has_legacy_layers,
-    install,
-    install_legacy_layers,
-    is_installed,
-)
+from treewise.nn.attention.interface import AttentionName, TreeContext, install, install_legacy_layers
 from treewise.nn.attention.mask import TreeMask
 from treewise.nn.attention.mask_audit import check_masks, observe_masks
 
 __all__ = [
     "ANCHOR",
     "AUTO",
+    "AttentionName",
     "Carried",
     "EVERYTHING",
     "NOTHING",
@@ -25,10 +20,8 @@ __all__ = [
     "TreeContext",
     "TreeMask",
     "carry",
-    "has_legacy_layers",
     "install",
     "install_legacy_layers",
-    "is_installed",
     "observe_masks",
     "check_masks",
 ]

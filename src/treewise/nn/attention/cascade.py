@@ -139,12 +139,12 @@ class _Cascade(torch.autograd.Function):
 
 def _to_run(blocks: "list[_Rows]", device: torch.device) -> "list[_Rows]":
     """All blocks; of tensors without data the largest alone, after which no other takes more memory."""
-    return [max(blocks, key=_num_pairs)] if device.type == "meta" else blocks
 
+    def num_pairs(block: "_Rows") -> int:
+        rows, parts = block
+        return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
 
-def _num_pairs(block: "_Rows") -> int:
-    rows, parts = block
-    return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
+    return [max(blocks, key=num_pairs)] if device.type == "meta" else blocks
 
 
 def _attend(

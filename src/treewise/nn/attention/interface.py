@@ -121,11 +121,6 @@ def install(configs: list[PreTrainedConfig]) -> None:
             config._attn_implementation_internal = AttentionName(current or "eager")  # noqa: SLF001
 
 
-def is_installed(configs: list[PreTrainedConfig]) -> bool:
-    """Whether all configurations still hold the name."""
-    return all(isinstance(config._attn_implementation, AttentionName) for config in configs)  # noqa: SLF001
-
-
 def tree_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -288,29 +283,26 @@ def _divided(layer: Any) -> dict[str, Any]:
     return {"scaling": 1.0 / float(layer.scale_attn)}
 
 
-def _local_or_global(layer: Any) -> dict[str, Any]:
-    """GPT-Neo does not scale its scores, and its local layers see the last `window_size` tokens."""
-    return {"scaling": 1.0, "sliding_window": layer.config.window_size if layer.attention_type == "local" else None}
-
-
 # Class of a layer -> the arguments that it would give to the attention interface.
 _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "CodeGenAttention": _divided,
     "GPTJAttention": _divided,
-    "GPTNeoSelfAttention": _local_or_global,
+    # It does not scale its scores, and its local layers see the last `window_size` tokens.
+    "GPTNeoSelfAttention": lambda layer: {
+        "scaling": 1.0,
+        "sliding_window": layer.config.window_size if layer.attention_type == "local" else None,
+    },
 }
 
 
-def has_legacy_layers(decoder: nn.Module) -> bool:
-    """Whether a decoder attends by layers of this kind."""
-    return any(type(module).__name__ in _RULES for module in decoder.modules())
-
-
-def install_legacy_layers(decoder: nn.Module) -> None:
-    """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing."""
-    for module in decoder.modules():
-        if type(module).__name__ in _RULES and "_attn" not in vars(module):
-            module.__dict__["_attn"] = MethodType(_attn, module)
+def install_legacy_layers(decoder: nn.Module) -> bool:
+    """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing. Whether there are
+    some.
+    """
+    found = [module for module in decoder.modules() if type(module).__name__ in _RULES]
+    for module in found:
+        module.__dict__.setdefault("_attn", MethodType(_attn, module))
+    return bool(found)
 
 
 def _attn(

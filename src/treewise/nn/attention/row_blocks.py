@@ -144,7 +144,10 @@ class _Planner:
         else:
             common, partial = self._split(path.keys, end, shallow, deep)
         num_rows, num_common, num_partial = end - start, sum(map(len, common)), sum(map(len, partial))
-        needs_tile = is_joined or num_partial > 0 or self._cuts_square(shallow, deep)
+        # A window or a chunk boundary may fall between rows of one block.
+        cuts_square = self.window is not None and deep - shallow >= self.window
+        cuts_square |= self.chunk is not None and shallow // self.chunk != deep // self.chunk
+        needs_tile = is_joined or num_partial > 0 or cuts_square
         is_image = self.image_end.get(start) == end
         is_causal = not needs_tile and not is_image
         square = num_rows**2 / 2 if is_causal else num_rows * (num_rows + num_partial)
@@ -183,12 +186,6 @@ class _Planner:
             is_common &= (same == shallow // self.chunk) & (same == deep // self.chunk)
             is_seen &= (same >= shallow // self.chunk) & (same <= deep // self.chunk)
         return [path[is_common]], [path[is_seen & ~is_common]]
-
-    def _cuts_square(self, shallow: int, deep: int) -> bool:
-        """Whether a window or a chunk boundary falls between rows of one block."""
-        if self.window is not None and deep - shallow >= self.window:
-            return True
-        return self.chunk is not None and shallow // self.chunk != deep // self.chunk
 
     def join(self, left: _Draft, right: _Draft) -> _Draft | None:
         """One block for two neighbours, or None where two are cheaper."""

@@ -92,12 +92,9 @@ class TreeRows:
 
     def conv_index(self, width: int, device: torch.device) -> ConvIndex:
         """The index of a convolution of `width` tokens, one for each width and device."""
-        if (width, device) not in self._convs:
-            self._convs[width, device] = self._make_conv_index(width - 1, device)
-        return self._convs[width, device]
-
-    def _make_conv_index(self, tail: int, device: torch.device) -> ConvIndex:
-        segments, num_rows = self.segments, self.layout.num_tokens
+        if (width, device) in self._convs:
+            return self._convs[width, device]
+        segments, num_rows, tail = self.segments, self.layout.num_tokens, width - 1
         before = rows_before(segments, tail)
         cut_tails = rows_up_to_end(segments, before, segments.cuts)
         rank = np.zeros(segments.num_segments, dtype=np.int64)  # index of an entering segment among them
@@ -116,7 +113,8 @@ class TreeRows:
         behind = segments.start[:, None] + tail * np.arange(segments.num_segments)[:, None] + np.arange(tail)
         gather[behind] = on_axis(before)
         arrays = (gather, keep, on_axis(cut_tails))
-        return ConvIndex(*(to_device(array, device, torch.long) for array in arrays))
+        made = self._convs[width, device] = ConvIndex(*(to_device(array, device, torch.long) for array in arrays))
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ class LayerContext:
             kept_at = read.gateway.states[self.name].device
             if len(chosen):
                 reads.append((read.gateway, rows.tensor(("entering", index), chosen, kept_at)))
-        states = enter(self.name, reads, device, (ANCHOR,) if self.is_carried else anchors)
+        states = _Enter.apply(self.name, tuple(reads), device, *((ANCHOR,) if self.is_carried else anchors))
         return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
 
     def leaving(self, out: Float[Tensor, "..."], states: Float[Tensor, "P ..."] | None) -> Float[Tensor, "..."]:
@@ -163,7 +161,7 @@ class LayerContext:
         if self.context.writes is not None:
             self.context.writes.write_states(self.name, states, self.rows.segments.cut_rows)
         if self.context.injects is not None:
-            out = leave(out, states, self.context.injects, self.name)
+            out = _Leave.apply(out, states, self.context.injects, self.name)
         return out
 
 
@@ -188,21 +186,6 @@ def collect(
 def gather(rows: Float[Tensor, "T ..."], index: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
     """Rows by index; a row may be taken several times; its gradients are summed in float32 or wider."""
     return _Gather.apply(rows, index)
-
-
-def enter(
-    name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, anchors: Sequence[torch.Tensor]
-) -> Float[Tensor, "n ..."]:
-    """[n, ...] states kept by gateways, to which their gradients are added. anchors: what the layer computes with; if
-    one needs gradients, so do states."""
-    return _Enter.apply(name, tuple(reads), device, *anchors)
-
-
-def leave(
-    out: Float[Tensor, "..."], states: Float[Tensor, "n ..."], gateway: Gateway, name: str
-) -> Float[Tensor, "..."]:
-    """`out` unchanged; the backward adds the gradients collected in `gateway` to those of `states`."""
-    return _Leave.apply(out, states, gateway, name)
 
 
 def _padded(rows: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -247,6 +230,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
+    """[n, ...] states kept by gateways, to which their gradients are added. The last arguments are what the layer
+    computes with; if one needs gradients, so do states."""
+
     @staticmethod
     def forward(
         ctx: Context, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *_: torch.Tensor
@@ -263,6 +249,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
+    """An output unchanged, whose backward adds the gradients collected in a gateway to those of states."""
+
     @staticmethod
     def forward(ctx: Context, out: torch.Tensor, states: torch.Tensor, gateway: Gateway, name: str) -> torch.Tensor:
         ctx.gateway, ctx.name, ctx.dtype, ctx.device = gateway, name, states.dtype, states.device

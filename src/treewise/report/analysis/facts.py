@@ -190,14 +190,12 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
         tree_flops=flops.tree(forest) if flops else None,
         num_images=len(forest.images.sources),
         num_image_tokens=int((forest.images.end - forest.images.start).sum()),
-        num_flat_image_tokens=_flat_image_tokens(forest),
+        num_flat_image_tokens=sum(
+            image.end - image.start
+            for item in (forest.trajectories if len(forest.images) else ())
+            for image in item.images
+        ),
     )
-
-
-def _flat_image_tokens(forest: Forest) -> int:
-    if not len(forest.images):
-        return 0
-    return sum(image.end - image.start for item in forest.trajectories for image in item.images)
 
 
 def row_tokens(forest: Forest) -> int:

@@ -130,7 +130,11 @@ def read_run(folder: str | Path) -> RunReport:
         series=tuple(series),
         summary=summary,
         absent=tuple(name for name in (_FIRST[:5] if online is None else _FIRST_ONLINE) if name not in have),
-        num_not_finite=sum(_is_not_finite(value) for entry in history for value in entry.values()),
+        num_not_finite=sum(
+            isinstance(value, int | float) and not isinstance(value, bool) and not _is_number(value)
+            for entry in history
+            for value in entry.values()
+        ),
         config=_config(run),
         online=online,
     )
@@ -190,10 +194,6 @@ def _described(key: str) -> tuple[str, str, str]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_DRAWN
-
-
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) <= MAX_DRAWN
 
 
 def _config(run: Path) -> str | None:

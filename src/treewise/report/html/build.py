@@ -165,7 +165,9 @@ def build_data_report(
     facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
     chosen = interesting(facts.trees, could_save, num_drawn)
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
-    budgets = _budgets_of_pictures(costs.budgets, [forest for _, forest in drawn])
+    size = sum(forest.num_tokens for _, forest in drawn)
+    # From large to small; one micro-batch where none cuts them.
+    budgets: list[int | None] = [each for each in reversed(costs.budgets) if each < size] or [None]
     plans = [plan([forest for _, forest in drawn], budget) for budget in budgets] if drawn else []
     vocabulary, thumbnails = Vocabulary(text), Thumbnails()
     pictures, without_room = _pictures(drawn, plans, vocabulary, thumbnails)
@@ -272,13 +274,6 @@ def _title(name: str) -> str:
 def _ratios(facts: InspectReport) -> dict[str, list[float]]:
     names = ("share_ratio", "leaf_ratio", "pair_ratio", "num_tree_tokens")
     return {name: [float(getattr(tree, name)) for tree in facts.trees] for name in names}
-
-
-def _budgets_of_pictures(budgets: Sequence[int], forests: Sequence[Forest]) -> list[int | None]:
-    """Budgets at which the drawn trees are planned, from large to small; None (whole) where none cuts them."""
-    size = sum(forest.num_tokens for forest in forests)
-    cutting: list[int | None] = [budget for budget in reversed(budgets) if budget < size]
-    return cutting or [None]
 
 
 def _pictures(
