@@ -32,7 +32,6 @@ def tree_scan(layer: LayerContext, inputs: Sequence[Float[Tensor, "1 T ..."]], s
     """A recurrence over [1, T, ...] inputs; returns [1, T, ...]. States and their gradients follow the tree."""
     rows, device = layer.rows, inputs[0].device
     schedule = rows.schedule
-    layer.count()
     order = rows.tensor("order", schedule.order, device)
     where = rows.tensor("position", schedule.position, device)
     # Rows in batches, by one copy; then split, whose backward is one concatenation.
@@ -90,7 +89,6 @@ def tree_conv(layer: LayerContext, inputs: Float[Tensor, "1 C T"], width: int, c
     padded with zeros, as at the beginning of a sequence.
     """
     rows = layer.rows
-    layer.count()
     if width == 1 or (rows.is_one_path and not len(rows.segments.cuts)):
         return conv(inputs)
     index = rows.conv_index(width, inputs.device)

@@ -4,7 +4,6 @@ shared by all; the states that enter and leave each function of a layer through 
 Letters: T rows, Z padded positions, n states, P cuts.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,15 +44,11 @@ class ConvIndex:
 
 @dataclass(eq=False)
 class TreeRows:
-    """Segments, schedule and index tensors of micro-batch number `micro_batch` of a plan.
-
-    computed: tokens that each recurrent function of each layer has processed so far, padding not counted.
-    """
+    """Segments, schedule and index tensors of micro-batch number `micro_batch` of a plan."""
 
     plan: Plan
     micro_batch: int
     layout: Layout
-    computed: Counter[str] = field(default_factory=Counter)
     _tensors: dict[object, torch.Tensor] = field(default_factory=dict)
     _convs: dict[object, ConvIndex] = field(default_factory=dict)
 
@@ -132,10 +127,6 @@ class LayerContext:
     def rows(self) -> TreeRows:
         assert self.context.rows is not None
         return self.context.rows
-
-    def count(self) -> None:
-        """Adds the micro-batch's tokens to those that this function has processed."""
-        self.rows.computed[self.name] += self.rows.layout.num_tokens
 
     def entering(self, anchors: Sequence[torch.Tensor]) -> Float[Tensor, "n ..."] | None:
         """[n, ...] states of the segments that begin below a gateway, in row order; None where there are none.
