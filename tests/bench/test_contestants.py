@@ -11,13 +11,12 @@ from hypothesis import given
 from treewise.bench import Settings, flat, make, random_model
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories, varlen_attention
-from treewise.bench.measure import gradient_error
 from treewise.bench.results import COMPILED
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
 from treewise.testing import tiny_model
-from treewise.testing.oracle import FlatGradients, flat_sft
+from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -113,7 +112,7 @@ def check(model: torch.nn.Module, made: Contestant | str, key: str, loss: float,
     assert isinstance(made, Contestant), made
     model.zero_grad()
     assert made.step() == pytest.approx(loss, rel=expected.tolerance), key
-    assert gradient_error(model, expected) < expected.tolerance, key
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance, key
 
 
 def test_what_cannot_run_is_named() -> None:

@@ -25,11 +25,10 @@ from treewise.bench.results import is_ours
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.nn.device import free_bytes, is_out_of_memory, synchronized_clock
-from treewise.nn.gradients import zero_gradients
+from treewise.nn.gradients import Gradients, gradient_error, gradients_of, take_gradients, zero_gradients
 from treewise.nn.model_flops import flop_model
 from treewise.tree.forest import Forest
 
-Gradients = dict[str, torch.Tensor]
 Contestants = dict[str, Callable[[], float]]
 # Fraction of the free memory that may be allocated. Beyond all of it Linux kills the process without an error.
 ALLOCATABLE_FRACTION = 0.9
@@ -75,8 +74,9 @@ def measure(
             after = peak_bytes(device)
             if found.skipped is None:
                 found.peak_bytes = None if before is None or after is None else max(0, after - before)
-                found.gradient_error = 0.0 if reference is None else gradient_error(model, reference)
-                reference = gradients(model) if reference is None else reference
+                if reference is None:
+                    reference = gradients_of(model, torch.device("cpu"))
+                found.gradient_error = gradient_error(take_gradients(model), reference)
         for repetition in range(repetitions):
             if repetition and time.perf_counter() - begun > max_seconds:
                 break
@@ -107,26 +107,6 @@ def _timed(step: Callable[[], float], found: Measured, device: torch.device) -> 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and extremes."""
     return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def gradients(model: nn.Module) -> Gradients:
-    """A copy of all gradients in host memory."""
-    return {name: each.grad.detach().cpu().clone() for name, each in model.named_parameters() if each.grad is not None}
-
-
-def gradient_error(model: nn.Module, reference: Gradients) -> float:
-    """Norm of the difference of the whole gradient over the norm of the reference."""
-    difference = norm = 0.0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        expected = reference[name].to(parameter.device).double()  # on the device: the host is slow at this
-        own = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.double()
-        difference += float((own - expected).square().sum())
-        norm += float(expected.square().sum())
-    if norm == 0:
-        return 0.0 if difference == 0 else math.inf
-    return float((difference / norm) ** 0.5)
 
 
 # -- memory of this process -------------------------------------------------------------------------------------------
@@ -305,7 +285,7 @@ def _reference(model: PreTrainedModel, forest: Forest, name: str, processor: obj
         if not is_out_of_memory(error):
             raise
         return None, f"the first contestant (a {name} copy ran out of memory)"
-    return gradients(wide), f"flat training of a {name} copy"
+    return gradients_of(wide, torch.device("cpu")), f"flat training of a {name} copy"
 
 
 # -- what a row holds -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 and of when hooks on gradients run.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,33 @@ else:
     BackwardContext = FunctionCtx
 
 
+Gradients = dict[str, torch.Tensor]  # by the name of the parameter
+
+
+def gradients_of(model: nn.Module, device: torch.device | None = None) -> Gradients:
+    """Copies of the gradients that a model has. device: where to; None: where they are."""
+    found = {name: each.grad.detach() for name, each in model.named_parameters() if each.grad is not None}
+    return {name: grad.to(grad.device if device is None else device, copy=True) for name, grad in found.items()}
+
+
+def gradient_error(computed: Gradients, expected: Gradients) -> float:
+    """Norm of the difference of the whole gradient over the norm of the expected one; a missing one counts as zero.
+
+    On the devices of the computed ones.
+    """
+    difference = norm = 0.0
+    for name in computed.keys() | expected.keys():
+        some = computed.get(name, expected.get(name))
+        assert some is not None
+        left, right = (
+            each[name].to(some.device).double() if name in each else torch.zeros_like(some, dtype=torch.float64)
+            for each in (computed, expected)
+        )
+        difference += float((left - right).square().sum())
+        norm += float(right.square().sum())
+    return float((difference / norm) ** 0.5) if norm else math.nan
+
+
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sets `.grad` to None; an optimizer then leaves the parameters, and its own state for them, unchanged."""
     for parameter in parameters:
@@ -44,7 +72,7 @@ def zero_gradients(model: nn.Module) -> None:
             parameter.grad.zero_()
 
 
-def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def take_gradients(model: nn.Module) -> Gradients:
     """Gradients by parameter name; the parameters keep none."""
     taken = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     clear_gradients(model.parameters())

@@ -45,19 +45,12 @@ class Turn:
     own_step: int | None
 
 
-def common_sequence(sequences: Sequence[str], weights: Sequence[Sequence[int]] | None = None) -> str:
+def common_sequence(sequences: Sequence[str], weights: Sequence[Sequence[int]]) -> str:
     """The common sequence. Independent of the order of its arguments, so all ranks compute the same one.
 
-    sequences: one letter a pass, one sequence a rank. weights: the duration of each pass, at least 1; minimises the sum
-    over turns of the heaviest pass, or the number of turns if None.
-
-    Raises:
-        PlanError: an invalid letter, or holds and backwards that do not pair up.
+    sequences: one letter a pass, one sequence a rank; each backward comes after its hold. weights: the duration of each
+    pass, at least 1; the sum over turns of the heaviest pass is to be small.
     """
-    for index, own in enumerate(sequences):
-        _check(own, f"sequence {index}")
-    if weights is None:
-        weights = [[1] * len(own) for own in sequences]
     pairs = sorted({(own, tuple(weight)) for own, weight in zip(sequences, weights, strict=True)})
     ranks = _Ranks([own for own, _ in pairs], [weight for _, weight in pairs])
     beam, best = [ranks.start()], None
@@ -172,15 +165,3 @@ class _Ranks:
         num_empty = prefix.num_empty + {_F: 1, _T: 0, _B: -1}[code] * ~is_own
         spent = prefix.spent + max(int(weights.max(initial=0)), 1)
         return _Prefix(prefix.common + "FTB"[code], spent, prefix.position + is_own, remaining, num_empty)
-
-
-def _check(own: str, name: str) -> None:
-    num_held = 0
-    for letter in own:
-        if letter not in _CODES:
-            raise PlanError(f"{name} has the invalid letter {letter!r}; choose from {', '.join(_CODES)}.")
-        num_held += (letter == "H") - (letter == "B")
-        if num_held < 0:
-            raise PlanError(f"{name} has a backward (B) without an earlier hold (H).")
-    if num_held:
-        raise PlanError(f"{name} has {num_held} holds (H) without a backward (B).")

@@ -85,7 +85,7 @@ def turns_of(own: Passes, all_passes: Sequence[Passes]) -> list[Turn]:
     all_passes: of all ranks, in any order, including `own`.
 
     Raises:
-        PlanError: see `common_sequence` and `align`.
+        PlanError: see `align`.
     """
     distinct = list({passes.text: passes for passes in all_passes}.values())
     common = common_sequence([passes.letters for passes in distinct], [passes.weights for passes in distinct])

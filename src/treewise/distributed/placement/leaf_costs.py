@@ -208,16 +208,15 @@ def costs_of(
     return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens, images)
 
 
-def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray | None = None) -> Segments:
+def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray) -> Segments:
     """One tree of a forest: segments `first` to `stop`, and these of its trajectories ([n] int64 indices)."""
     shift, parent = segments.start[first], segments.parent[first:stop]
-    end_segment = np.zeros(0, dtype=np.int64) if trajectories is None else segments.end_segment[trajectories] - first
     return Segments(
         start=segments.start[first:stop] - shift,
         parent=np.where(parent >= 0, parent - first, -1),
         depth=segments.depth[first:stop],
         subtree_end=segments.subtree_end[first:stop] - shift,
-        end_segment=end_segment,
+        end_segment=segments.end_segment[trajectories] - first,
         source=segments.start[first:stop],
         num_tokens=int(segments.subtree_end[first] - shift),
     )
