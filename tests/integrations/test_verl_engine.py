@@ -35,8 +35,9 @@ ON_TWO = ("packed", "dynamic", "two micro-batches, checkpoints", "fsdp1")
 def run_all(folder, cases):
     """Each case without the line, and with it."""
     verl_runs.prepare()
-    from treewise.integrations import verl_engine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    before = FSDPEngineWithLMHead.initialize
     logging.getLogger("treewise").setLevel(logging.ERROR)
     found = {}
     for line in (False, True):
@@ -46,7 +47,7 @@ def run_all(folder, cases):
             torch.manual_seed(0)
             family = settings.pop("family", "llama")
             found[name, line] = verl_runs.outcome(folder / family, **settings)
-    verl_engine.uninstall()
+    FSDPEngineWithLMHead.initialize = before  # as without the line
     return found | {"refusals": refusals(folder) if torch.distributed.get_world_size() == 1 else None}
 
 

@@ -7,12 +7,14 @@ Letters: E edges, M model width.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.distributed.mesh import mesh_of
@@ -44,6 +46,27 @@ class RowHead(Protocol):
     def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
         """[E] of each field."""
         ...
+
+
+class StandIn:
+    """Takes the model's place in a trainer's own head: every attribute is the model's, but its decoder returns given rows.
+
+    seen: called when it does.
+    """
+
+    def __init__(
+        self, model: nn.Module, decoder: nn.Module, hidden: torch.Tensor, seen: Callable[[], None] | None = None
+    ) -> None:
+        self._model, self._decoder, self._hidden, self._seen = model, decoder, hidden, seen
+
+    def __getattr__(self, name: str) -> object:
+        value = getattr(self._model, name)
+        return self._rows if value is self._decoder else value
+
+    def _rows(self, *_: object, **__: object) -> BaseModelOutputWithPast:
+        if self._seen is not None:
+            self._seen()
+        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
 
 
 @dataclass

@@ -20,13 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
-from treewise.integrations.tree_batches import Fields, TreeBatches, as_numpy, fields_in_rows, require_no_dropout
+from treewise.integrations.tree_batches import (
+    Fields,
+    StandIn,
+    TreeBatches,
+    as_numpy,
+    fields_in_rows,
+    require_no_dropout,
+)
 from treewise.integrations.verl_batches import relatives_together
 from treewise.nn.model import base_model
 
@@ -35,7 +41,6 @@ logger = logging.getLogger("treewise")
 # How far a log-prob of the first micro-batch may be from verl's own: the largest difference in float32; in lower
 # precision the median one, because it may route single tokens elsewhere.
 _MAX_GAP, _MAX_MEDIAN_GAP = 1e-2, 0.1
-_BEFORE = "before_treewise"  # the attribute of the method that `install` sets, with the one that it replaces
 # Arguments that define the rows, and those that belong to the head or change nothing.
 _OF_THE_ROWS = ("input_ids", "attention_mask", "position_ids", "shift_labels")
 _OTHERS = ("use_cache", "return_dict", "temperature", "cu_seqlens", "cu_seqlens_cpu")
@@ -82,25 +87,11 @@ class VerlHead:
 
     def __call__(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor) -> Fields:
         """[E] log-probs of the labels (float32) and entropies (the model's dtype), differentiable."""
-        stand_in = _StandIn(self._model, self._decoder, hidden_EM[None])
+        stand_in = StandIn(self._model, self._decoder, hidden_EM[None])
         output = self._forward(
             stand_in, shift_labels=labels_E[None], temperature=self._temperature, return_dict=True, use_cache=False
         )
         return {name: getattr(output, name).reshape(-1) for name in self.names}
-
-
-class _StandIn:
-    """Takes the model's place in verl's forward: every attribute is the model's, but its decoder returns given rows."""
-
-    def __init__(self, model: nn.Module, decoder: nn.Module, hidden: torch.Tensor) -> None:
-        self._model, self._decoder, self._hidden = model, decoder, hidden
-
-    def __getattr__(self, name: str) -> object:
-        value = getattr(self._model, name)
-        return self._rows if value is self._decoder else value
-
-    def _rows(self, *_: object, **__: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
 
 
 class EngineSharing:
@@ -217,7 +208,7 @@ def install() -> None:
     """
     engine_class = _engine_class()
     before = engine_class.initialize
-    if hasattr(before, _BEFORE):
+    if hasattr(before, "is_of_treewise"):
         return
 
     @functools.wraps(before)
@@ -230,16 +221,8 @@ def install() -> None:
                 "verl: prefixes are not shared in a %s, only in a language_model.", self.model_config.model_type
             )
 
-    setattr(initialize, _BEFORE, before)
+    initialize.is_of_treewise = True  # type: ignore[attr-defined]
     engine_class.initialize = initialize
-
-
-def uninstall() -> None:
-    """Undoes `install`; engines that are shared stay so until their `treewise.remove()`."""
-    engine_class = _engine_class()
-    before = getattr(engine_class.initialize, _BEFORE, None)
-    if before is not None:
-        engine_class.initialize = before
 
 
 def _engine_class() -> Any:

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.modeling_outputs import BaseModelOutput
 
 from treewise.distributed import ranks
 from treewise.distributed.mesh import check_same_rows, mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
-from treewise.integrations.tree_batches import Fields, TreeBatches, fields_in_rows, require_no_dropout
+from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows, require_no_dropout
 from treewise.integrations.trl.call import rows_of_call
 from treewise.nn.device import Autocast
 from treewise.nn.model import is_peft, unwrap_model
@@ -65,7 +64,7 @@ class FusedHead:
         return {name: output[name][0] for name in self.names}
 
     def _output(self, hidden_EM: torch.Tensor, labels_E: torch.Tensor, seen: Callable[[], None] | None = None) -> Any:
-        stand_in = _StandIn(self._model, hidden_EM[None], seen)
+        stand_in = StandIn(self._model, self._model.base_model, hidden_EM[None], seen)  # type: ignore[arg-type]
         inputs = {"shift_labels": labels_E[None], "output_router_logits": False}
         return self._forward.__func__(stand_in, fused_lm_head=True, **inputs)
 
@@ -92,21 +91,6 @@ class FusedHead:
         names = tuple(name for name, value in output.items() if value is not None and name not in _NOT_PER_LABEL)
         constants = tuple(name for name in names if not output[name].requires_grad)
         return names, constants, inside[0] if inside[0].is_enabled else None
-
-
-class _StandIn:
-    """Takes the model's place in TRL's head: every attribute is the model's, but the backbone returns given rows."""
-
-    def __init__(self, model: nn.Module, hidden: torch.Tensor, seen: Callable[[], None] | None) -> None:
-        self._model, self._hidden, self._seen = model, hidden, seen
-
-    def base_model(self, *_: object, **__: object) -> BaseModelOutput:
-        if self._seen is not None:
-            self._seen()
-        return BaseModelOutput(last_hidden_state=self._hidden)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._model, name)
 
 
 def has_fused_head(forward: object) -> bool:
