@@ -49,7 +49,7 @@ class RowHead(Protocol):
 
 
 class StandIn:
-    """Takes the model's place in a trainer's own head: every attribute is the model's, but its decoder returns given rows.
+    """Takes a model's place in a trainer's head: every attribute is the model's, but its decoder returns given rows.
 
     seen: called when it does.
     """
