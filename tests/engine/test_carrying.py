@@ -83,6 +83,8 @@ PIECES_ABOVE_IMAGES = [
         *({"trained": "projector", "checkpoints": each} for each in ("on", "reentrant")),
         {"trained": "projector", "objective": "function", "offload": True},
         {"trained": "projector", "objective": "function", "interface": "logprobs"},
+        {"trained": "last_layer", "objective": "function"},
+        {"trained": "lora"},
     )
 ]
 

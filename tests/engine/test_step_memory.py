@@ -68,24 +68,15 @@ def allocated(engine: TreeEngine, items: Forest) -> int:
     return int(np.cumsum([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]).max())
 
 
-def ratio(family: str, more: str, part: float, dtype: torch.dtype) -> float:
+@pytest.mark.parametrize(
+    ("family", "more", "part", "dtype"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in REST if each not in CASES)],
+)
+def test_the_peak_is_what_a_step_allocates_from_above(family: str, more: str, part: float, dtype: torch.dtype) -> None:
     """Predicted bytes of tensors over those that were allocated."""
     model, items = model_of(family, more, dtype), forest()
     engine = TreeEngine(model, None if part == WHOLE else int(part * items.num_tokens), check=False)
-    return step_memory(model, engine.plan(items)).live / allocated(engine, items)
-
-
-@pytest.mark.parametrize(("family", "more", "part", "dtype"), CASES)
-def test_the_peak_is_what_a_step_allocates_from_above(family: str, more: str, part: float, dtype: torch.dtype) -> None:
-    assert 1.0 <= ratio(family, more, part, dtype) <= 1.1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "more", "part", "dtype"), REST)
-def test_every_peak_is_what_a_step_allocates_from_above(
-    family: str, more: str, part: float, dtype: torch.dtype
-) -> None:
-    assert 1.0 <= ratio(family, more, part, dtype) <= 1.1
+    assert 1.0 <= step_memory(model, engine.plan(items)).live / allocated(engine, items) <= 1.1
 
 
 def test_a_prediction_leaves_the_model_as_it_was_and_needs_no_weights() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 import treewise as tw
 from tests.image_models import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
@@ -233,32 +232,8 @@ def test_pairs_with_images_equal_dpo_of_each_trajectory_alone():
         assert gradient_error(gradients_of(model), gradients) < 1e-5
 
 
-def test_a_frozen_tower_and_the_loss_of_a_function():
-    model, images = seeing_model("llava"), FAMILIES["llava"].images()
-    items = trajectories(model, images, HISTORIES[:3])
-    for parameter in model.model.vision_tower.parameters():
-        parameter.requires_grad_(False)
-    loss, logprobs, _ = flat_gradients(model, images, items)
-    engine = tw.TreeEngine(model, 12, processor=images)
-    assert engine.evaluate(items).loss == pytest.approx(loss, rel=1e-5)
-    tw.verify(model, items, 12, objective=_squares, processor=images).raise_if_failed()
-    model.zero_grad()
-    assert engine.step(items, _squares).loss == pytest.approx(float(_squares(logprobs)), rel=1e-5)
-
-
 def _squares(logprobs: list[torch.Tensor]) -> torch.Tensor:
     return -torch.stack([each.square().mean() for each in logprobs]).sum()
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft's use of transformers
-def test_adapters_on_either_side():
-    base, images = seeing_model("llava"), FAMILIES["llava"].images()
-    items = trajectories(base, images, HISTORIES[:3])
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "linear_1"], r=4, init_lora_weights=False))
-    tw.verify(model, items, 12, processor=images).raise_if_failed()
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    assert any("vision_tower" in name for name in trained)
-    assert any("language_model" in name for name in trained)
 
 
 def test_what_cannot_be_computed_is_named():

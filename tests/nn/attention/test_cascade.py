@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.plain_trees import image_rows
 from treewise.errors import ConfigError
-from treewise.nn.attention import row_blocks
+from treewise.nn.attention import row_blocks, softcap
 from treewise.nn.attention.cascade import cascade_attention, kernel_takes_groups
 from treewise.nn.attention.gateway import Gateway, GatewayRead
 from treewise.nn.attention.mask import LayerRule, TreeMask
@@ -32,8 +32,9 @@ RULES = {
     "cap and window": LayerRule(SCALING, window=4, softcap=0.8),
 }
 HEADS = [(2, 2, 8, 8), (4, 2, 8, 8), (3, 1, 8, 8), (2, 2, 8, 5), (4, 2, 6, 16)]  # H, Hkv, D, D of the values
-# Small constants, so that small trees give full rectangles, tiles with gaps and causal squares.
-CONSTANTS = [(4096, 48, 256), (0, 1, 16), (24, 4, 9)]
+# Small constants, so that small trees give full rectangles, tiles with gaps and causal squares; of blocks, and of
+# capped tiles.
+CONSTANTS = [(4096, 48, 256, 256, 1024), (0, 1, 16, 4, 3), (24, 4, 9, 1, 1)]
 NAMES = ("output", "query", "key", "value", "sinks")
 
 
@@ -129,11 +130,14 @@ def check_float64(made, heads, rule, with_sinks, rows_as, seed):
 
 @pytest.fixture(params=CONSTANTS, ids=str)
 def _block_constants(request, monkeypatch):
-    for name, value in zip(("PAIRS_PER_CALL", "MIN_ROWS", "MAX_TILE_ROWS"), request.param, strict=True):
+    *of_blocks, rows, keys = request.param
+    for name, value in zip(("PAIRS_PER_CALL", "MIN_ROWS", "MAX_TILE_ROWS"), of_blocks, strict=True):
         monkeypatch.setattr(row_blocks, name, value)
+    monkeypatch.setattr(softcap, "TILE_ROWS", rows)
+    monkeypatch.setattr(softcap, "TILE_KEYS", keys)
 
 
-@pytest.mark.representatives("(4096, 48, 256)-both", "(24, 4, 9)-chunk", "(24, 4, 9)-cap")
+@pytest.mark.representatives("(4096, 48, 256, 256, 1024)-both", "(24, 4, 9, 1, 1)-chunk", "(0, 1, 16, 4, 3)-cap")
 @pytest.mark.usefixtures("_block_constants")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @given(

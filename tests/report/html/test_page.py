@@ -165,21 +165,21 @@ def test_the_fields_of_the_twin_are_documented(data_report: DataReport) -> None:
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
-@pytest.mark.parametrize("name", ["report", "report.txt"])
-def test_a_page_is_named_html(name: str, tmp_path: Path, data_report: DataReport) -> None:
-    with pytest.raises(ConfigError, match=r"\.html"):
-        write_page(tmp_path / name, data_report, None, "0")
-
-
-def test_a_page_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to report"):
-        write_page(tmp_path / "report.html", None, None, "0")
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, data_report: DataReport) -> None:
+@pytest.mark.parametrize(
+    ("name", "has_data", "message"),
+    [
+        ("report", True, r"\.html"),
+        ("report.txt", True, r"\.html"),
+        ("report.html", False, "nothing to report"),
+        ("file/report.html", True, "file"),
+    ],
+)
+def test_what_cannot_be_written_is_named(
+    name: str, has_data: bool, message: str, tmp_path: Path, data_report: DataReport
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file"):
-        write_page(tmp_path / "file" / "report.html", data_report, None, "0")
+    with pytest.raises(ConfigError, match=message):
+        write_page(tmp_path / name, data_report if has_data else None, None, "0")
 
 
 def test_numbers_are_printed_with_units() -> None:
