@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.nn.recurrent.rows import TreeRows
 from treewise.nn.recurrent.segments import (
     CALL_TOKENS,
     GATEWAY,
@@ -155,11 +154,3 @@ def test_short_segments_of_different_length_share_a_call() -> None:
     schedule = make_schedule(laid_out([-1, *[0] * 8], length))
     assert [len(group.segments) for group in schedule.batches] == [1, 8]
     assert len(schedule.order) < length.sum() + CALL_TOKENS
-
-
-def test_rows_of_one_path_need_no_arranging() -> None:
-    from treewise import Forest, Trajectory
-
-    run = plan(Forest.from_trajectories([Trajectory([1, 2, 3]), Trajectory([1, 2])]))
-    rows = TreeRows(run, 0, lay_out(run, 0))
-    assert rows.is_one_path

@@ -149,13 +149,9 @@ class StepCosts:
     max_tokens: int | None
     images: ImageCosts | None = None
 
-    def leaves(self, recompute: np.ndarray | None = None) -> Leaves:
-        """The leaves. recompute: [S] int64 extra cost of open tokens; by default as if every tree is whole."""
-        return self.leaves_with(self.once + (self.recompute if recompute is None else recompute))
-
-    def leaves_with(self, units: np.ndarray) -> Leaves:
-        """The leaves for any costs of the segments ([S] int64)."""
-        segments = self.segments
+    def leaves(self, units: np.ndarray | None = None) -> Leaves:
+        """The leaves. units: [S] int64 costs of the segments; None: as if every tree is whole."""
+        segments, units = self.segments, self.once + self.recompute if units is None else units
         end = np.append(segments.start[1:], segments.num_tokens)
         last = np.flatnonzero(segments.subtree_end == end)
         first = np.concatenate([[0], last[:-1] + 1])  # a leaf's new segments begin after the leaf before it

@@ -113,7 +113,7 @@ def _repeated_images(
 
 
 def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:
-    leaves = step.leaves_with(units)
+    leaves = step.leaves(units)
     owners = np.empty(len(leaves.new), dtype=np.int64)
     owners[leaves.of_trajectory] = rank_N
     return loads_of(leaves, owners, num_ranks)
@@ -199,10 +199,6 @@ class Placement:
     bound_seconds: float
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.seconds)
-
-    @property
     def imbalance(self) -> float:
         """Slowest rank over the mean of all; 1 is perfect."""
         return float(self.seconds.max() / self.seconds.mean())
@@ -247,10 +243,10 @@ def assign_ranks(
     may_cut = np.ones(len(leaves.new), dtype=bool)
     if split != "trajectories":
         may_cut = _between_rollouts(shapes, leaves) if split == "rollouts" else leaves.starts_tree()
-    bound = least_load(step, step.leaves(np.zeros_like(step.recompute)).joined(may_cut), num_ranks)
+    bound = least_load(step, step.leaves(step.once).joined(may_cut), num_ranks)
     if in_lockstep and cost.seconds_per_token > 0:
         even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens, image_tokens)
-        least = least_load(even, even.leaves(np.zeros_like(even.recompute)).joined(may_cut), num_ranks)
+        least = least_load(even, even.leaves(even.once).joined(may_cut), num_ranks)
         rank_N, _ = _assign(even, may_cut, num_ranks, least)
         loads = part_costs(step, rank_N, num_ranks).loads
     else:
@@ -277,7 +273,7 @@ def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) ->
             best, loads = owners, costs.loads
         if (costs.recompute == step.recompute).all() or loads.max() <= at_most or is_even(loads):
             break
-        leaves = step.leaves(costs.recompute).joined(may_cut)
+        leaves = step.leaves(step.once + costs.recompute).joined(may_cut)
         # Leaves have the mean cost of open tokens over ranks; each rank's difference from that stays constant.
         extra_load = costs.loads - loads_of(leaves, owners, num_ranks)
     if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:

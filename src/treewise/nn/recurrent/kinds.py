@@ -88,8 +88,9 @@ def tree_conv(layer: LayerContext, inputs: Float[Tensor, "1 C T"], width: int, c
     Computes T + S * (width - 1) rows for S segments. Where the path above a segment is shorter, it is
     padded with zeros, as at the beginning of a sequence.
     """
-    rows = layer.rows
-    if width == 1 or (rows.is_one_path and not len(rows.segments.cuts)):
+    rows, segments = layer.rows, layer.rows.segments
+    is_one_path = segments.num_segments == 1 and segments.gateway[0] < 0  # from a first token
+    if width == 1 or (is_one_path and not len(segments.cuts)):
         return conv(inputs)
     index = rows.conv_index(width, inputs.device)
     own_TC = inputs[0].transpose(0, 1)

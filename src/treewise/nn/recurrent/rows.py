@@ -60,11 +60,6 @@ class TreeRows:
     def schedule(self) -> Schedule:
         return make_schedule(self.segments)
 
-    @property
-    def is_one_path(self) -> bool:
-        """A single segment that begins with a first token: rows need no arrangement."""
-        return self.segments.num_segments == 1 and self.segments.gateway[0] < 0
-
     def tensor(self, name: object, array: Int[np.ndarray, "..."], device: torch.device) -> Int[Tensor, "..."]:
         """An index array as an int64 tensor, one for each device."""
         if (name, device) not in self._tensors:
