@@ -73,7 +73,7 @@ def conversations(seed: int = 0) -> list[Trajectory]:
     return [*items, Trajectory(items[1].token_ids[:-4])]
 
 
-SEEING = {"family": "llava", "images": "branches", "budget": "half"}
+SEEING = {"family": "llava", "images": "prompt", "budget": "tiny"}
 PIECES_ABOVE_IMAGES = [
     {**SEEING, **changes}
     for changes in (

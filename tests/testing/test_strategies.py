@@ -26,4 +26,4 @@ def test_hypothesis_is_missing() -> None:
 
 @pytest.mark.parametrize("name", testing.__all__)
 def test_every_name_is_there(name: str) -> None:
-    assert getattr(testing, name).__module__.startswith("treewise.testing")
+    assert getattr(testing, name).__module__.startswith("treewise.")

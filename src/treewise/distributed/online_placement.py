@@ -114,9 +114,10 @@ class OnlinePlacer:
         yield
         work = NO_WORK
         if plan is not None:
-            images, cost_of = plan.forest.images, self._image_tokens
-            has_costs = cost_of is not None and len(images)
-            work = work_of(plan, float(cost_of(plan.forest)[images.is_first_place].sum()) if has_costs else 0.0)
+            images, cost_of, tokens = plan.forest.images, self._image_tokens, 0.0
+            if cost_of is not None and len(images):
+                tokens = float(cost_of(plan.forest)[images.is_first_place].sum())
+            work = work_of(plan, tokens)
         self._measurements.append((work, synchronized_clock(device) - started))
 
     def on_step_end(self, num_steps: int) -> None:
