@@ -124,7 +124,12 @@ def test_a_fault_of_the_online_loop_is_found(monkeypatch, fault):
         monkeypatch.setattr(transformers_sampler, "draw_tokens", uncut)
     else:
         draw |= {"branching": "none", "credit": "value_steps"}
-        num_draws = group_tree._num_draws
-        monkeypatch.setattr(group_tree, "_num_draws", lambda *given: np.ones_like(num_draws(*given)))
+        counted = group_tree._num_draws_and_arrivals
+
+        def once(*given):
+            draws, arrivals = counted(*given)
+            return np.ones_like(draws), arrivals
+
+        monkeypatch.setattr(group_tree, "_num_draws_and_arrivals", once)
     space = crossings.online_loop()
     assert space.judge({**space.defaults, **draw}).kind == "wrong"
