@@ -45,14 +45,17 @@ def test_streams_are_given_by_node_or_by_token(write):
     left = {**LEFT, "advantages": 2, "old_logprobs": [-1, -2], "loss_weights": [0.5, 1]}
     right = {**RIGHT, "advantages": -1, "old_logprobs": -3}
     nodes = load_trees(write({"nodes": [ROOT, left, right]}))[0].nodes
-    assert [stream.tolist() for stream in nodes.streams["advantages"]] == [[0, 0], [2, 2], [-1, -1]]
-    assert [stream.tolist() for stream in nodes.streams["old_logprobs"]] == [[0, 0], [-1, -2], [-3, -3]]
-    assert [stream.tolist() for stream in nodes.streams["loss_weights"]] == [[0, 0], [0.5, 1], [1, 1]]
+    for name, expected in {
+        "advantages": [[0, 0], [2, 2], [-1, -1]],
+        "old_logprobs": [[0, 0], [-1, -2], [-3, -3]],
+        "loss_weights": [[0, 0], [0.5, 1], [1, 1]],
+    }.items():
+        assert [streams[name].tolist() for streams in nodes["streams"]] == expected
 
 
 def test_ids_default_to_the_index_of_the_node(write):
     nodes = [{"parent": None, "token_ids": [1, 2]}, {"parent": 0, "token_ids": [3]}, {"parent": 1, "token_ids": [4]}]
-    assert load_trees(write({"nodes": nodes}))[0].nodes.parents == [-1, 0, 1]
+    assert load_trees(write({"nodes": nodes}))[0].nodes["parent"] == [-1, 0, 1]
 
 
 def test_an_inner_node_may_end_a_trajectory(write):
@@ -63,7 +66,7 @@ def test_an_inner_node_may_end_a_trajectory(write):
 def test_a_chain_of_20000_nodes_does_not_recurse(write):
     nodes = [{"parent": i - 1 if i else None, "token_ids": [i]} for i in range(20_000)]
     tree = load_trees(write({"nodes": nodes}))[0]
-    assert tree.nodes.parents[-1] == 19_998
+    assert tree.nodes["parent"][-1] == 19_998
     assert tree.forest().num_tokens == 20_000
 
 

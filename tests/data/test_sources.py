@@ -114,11 +114,11 @@ def test_dumps_of_other_stacks_are_read_without_import(tmp_path):
 
 
 def test_rows_beyond_memory_go_to_a_mapped_file(tmp_path, tokenizer, monkeypatch):
-    from treewise.data.io import cache
+    from treewise.data.io import rows as stored
 
     whole = load_trees(RECORDS)
-    monkeypatch.setattr(cache, "MAX_MEMORY_BYTES", 50)
-    monkeypatch.setattr(cache, "FLUSH_BYTES", 20)
+    monkeypatch.setattr(stored, "MAX_MEMORY_BYTES", 50)
+    monkeypatch.setattr(stored, "FLUSH_BYTES", 20)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     for _ in range(2):  # rendered, then from the cache

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from treewise.data import load_trees
-from treewise.data.token_rows import first_drift
 from treewise.errors import DataError
+from treewise.tree.prefix_merge import common_prefix
 
 
 def recorded_rows(path):
@@ -134,9 +134,9 @@ def test_ids_beyond_the_vocabulary_are_named(write):
 def test_recorded_drift_is_found_at_its_first_token(fixtures):
     recorded = json.loads(gzip.decompress((fixtures / "retokenization_drift.json.gz").read_bytes()))
     sampled, rendered = recorded["sampled_prefix_ids"], recorded["rerendered_next_prompt_ids"]
-    at = first_drift(np.array(sampled), np.array(rendered))
+    at = common_prefix(np.array(sampled), np.array(rendered))
     assert at == next(i for i, (a, b) in enumerate(zip(sampled, rendered, strict=False)) if a != b)
-    assert first_drift(np.array(sampled), np.array(recorded["spliced_next_prompt_ids"])) is None
+    assert common_prefix(np.array(sampled), np.array(recorded["spliced_next_prompt_ids"])) == len(sampled)
 
 
 def test_drift_between_ids_and_text_is_a_warning_and_the_ids_are_kept(write, tokenizer):

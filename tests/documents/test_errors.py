@@ -15,7 +15,7 @@ from treewise.data import load_trees
 from treewise.engine.budget import Budget
 from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.nonfinite import NonFiniteGuard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")

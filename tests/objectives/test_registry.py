@@ -8,7 +8,7 @@ import pytest
 
 import treewise as tw
 from treewise.cli.commands import rl
-from treewise.cli.objectives import typed_settings
+from treewise.cli.config import typed_settings
 from treewise.errors import ConfigError
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.registry import (

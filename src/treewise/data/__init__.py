@@ -5,7 +5,6 @@ imported only to open a dump that `torch.save` wrote.
 """
 
 from treewise.data.dataset import (
-    DeclaredNodes,
     SelectedTrees,
     TrainingTree,
     TreeDataset,
@@ -25,6 +24,5 @@ __all__ = [
     "RenderOptions",
     "TreeDataset",
     "TrainingTree",
-    "DeclaredNodes",
     "LoadReport",
 ]

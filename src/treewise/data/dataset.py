@@ -15,63 +15,39 @@ from treewise.data.io.rows import first_id_outside, table_columns, trajectories_
 from treewise.errors import ConfigError, DataError, num
 from treewise.tree.declared import LazySequence
 from treewise.tree.forest import Forest
-from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
 MAX_MIXED = 100_000_000  # trees of a part of a mixture
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredNodes:
-    """The nodes of a declared tree, parents first.
-
-    Parameters:
-        parents: index of each node's parent, -1 for a root.
-        token_ids: the tokens that each node adds.
-        streams: per-token streams by name (`loss_weights` always), one value per token of each node.
-        ends: nodes at which a trajectory ends (leaves always).
-        rewards: one for each node, of the trajectory that ends there; None elsewhere.
-        rollouts: the same.
-        group: of all trajectories; the tree's name where None.
-        merge_siblings: merge siblings with equal tokens, or keep them apart.
-        images: of each node, with spans that count from its first token.
-    """
-
-    parents: list[int]
-    token_ids: list[np.ndarray]
-    streams: dict[str, list[np.ndarray]]
-    ends: list[bool]
-    rewards: list[float | None]
-    rollouts: list[str | int | float | None]
-    group: str | int | float | None
-    merge_siblings: bool
-    images: list[tuple[ImageSpan, ...]]
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingTree:
-    """Records that are trained as one tree: trajectories to be merged, or nodes of a declared tree."""
+    """Records that are trained as one tree: trajectories to be merged, or nodes of a declared tree.
+
+    nodes: columns of `table_columns`, a row for each node, parents first. merge_siblings: of nodes with equal tokens.
+    """
 
     name: str
     trajectories: list[Trajectory] | None
-    nodes: DeclaredNodes | None
+    nodes: dict[str, list[Any]] | None
     num_records: int
     source: str
+    merge_siblings: bool = True
 
     def forest(self) -> Forest:
         """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given."""
-        if self.trajectories is not None:
-            return Forest.from_trajectories(self.trajectories)
-        nodes: Any = self.nodes  # lists of arrays stand for lists of lists
+        if self.nodes is None:
+            return Forest.from_trajectories(self.trajectories or ())
+        nodes = self.nodes
         return Forest.from_nodes(
-            nodes.parents,
-            nodes.token_ids,
-            **nodes.streams,
-            ends=nodes.ends,
-            merge_siblings=nodes.merge_siblings,
-            group=self.name if nodes.group is None else nodes.group,
+            nodes["parent"],
+            nodes["token_ids"],
+            **{name: [streams[name] for streams in nodes["streams"]] for name in nodes["streams"][0]},
+            ends=list(map(bool, nodes["is_end"])),
+            merge_siblings=self.merge_siblings,
+            group=self.name if nodes["group"][0] is None else nodes["group"][0],
             source=self.source,
-            images=nodes.images,
+            images=nodes["images"],
         )
 
     def flat_trajectories(self) -> list[Trajectory]:
@@ -94,10 +70,11 @@ class TrainingTree:
         """`flat_trajectories` with their rewards and rollouts. Raises the same error."""
         if self.nodes is None:
             return self.flat_trajectories()
-        ends = [number for number, is_end in enumerate(self.nodes.ends) if is_end]
+        labels = zip(self.nodes["is_end"], self.nodes["reward"], self.nodes["rollout"], strict=True)
+        ends = [(reward, rollout) for is_end, reward, rollout in labels if is_end]
         return [
-            replace(item, reward=self.nodes.rewards[end], rollout=self.nodes.rollouts[end])
-            for item, end in zip(self.flat_trajectories(), ends, strict=True)
+            replace(item, reward=reward, rollout=rollout)
+            for item, (reward, rollout) in zip(self.flat_trajectories(), ends, strict=True)
         ]
 
 
@@ -132,9 +109,10 @@ class TreeDataset(LazySequence[TrainingTree]):
         return TrainingTree(
             name=self.names[index],
             trajectories=None if is_declared else trajectories_of(rows),
-            nodes=_declared_nodes(rows, self._merge_siblings) if is_declared else None,
+            nodes=rows if is_declared else None,
             num_records=self._num_records[index],
             source=rows["source"][0],
+            merge_siblings=self._merge_siblings,
         )
 
     def __repr__(self) -> str:
@@ -154,20 +132,6 @@ class TreeDataset(LazySequence[TrainingTree]):
                 f"{location}: token id {token} at position {position} is outside the vocabulary of {vocab_size} "
                 "tokens; the data was made with another tokenizer, or the model needs more embeddings."
             )
-
-
-def _declared_nodes(rows: dict[str, list[Any]], merge_siblings: bool) -> DeclaredNodes:
-    return DeclaredNodes(
-        parents=rows["parent"],
-        token_ids=rows["token_ids"],
-        streams={name: [streams[name] for streams in rows["streams"]] for name in rows["streams"][0]},
-        ends=[bool(is_end) for is_end in rows["is_end"]],
-        rewards=rows["reward"],
-        rollouts=rows["rollout"],
-        group=rows["group"][0],
-        merge_siblings=merge_siblings,
-        images=rows["images"],
-    )
 
 
 class SelectedTrees(LazySequence[TrainingTree]):

@@ -83,7 +83,13 @@ def token_rows(
     names = [name for name in STREAMS if any(node.value.get(name) is not None for node in nodes)]
     rows = []
     for node, parent in zip(nodes, parents, strict=True):
-        ids = _ids(node)
+        check_names(node.value, node.location)
+        value, mark = node.value.get("token_ids"), node.value.get("end")
+        if value is None:
+            raise DataError(f"{node.location}: no token_ids; all nodes of a tree need token_ids, or all a message.")
+        if mark is not None and not isinstance(mark, bool):
+            raise DataError(f"{node.location}: end must be true or false, found {shown(mark)}.")
+        ids = checks.token_ids(value, node.location, "merge the node into its parent")
         weights = _weights(node, len(ids), is_root=parent < 0)
         images = tuple(row_images(node, ids, reader))
         for image in images if node.value.get("loss_weights") is None else ():
@@ -97,7 +103,7 @@ def token_rows(
                 rollout=field_checks.label(node.value.get("rollout"), "rollout", node.location),
                 source=node.location,
                 parent=parent,
-                is_end=_end_mark(node),
+                is_end=mark,
                 images=images,
             )
         )
@@ -167,17 +173,10 @@ def _check_order(nodes: Sequence[Placed], parents: Sequence[int]) -> None:
         )
 
 
-def _ids(node: Placed) -> np.ndarray:
-    check_names(node.value, node.location)
-    value = node.value.get("token_ids")
-    if value is None:
-        raise DataError(f"{node.location}: no token_ids; all nodes of a tree need token_ids, or all a message.")
-    return checks.token_ids(value, node.location, "merge the node into its parent")
-
-
 def _weights(node: Placed, length: int, *, is_root: bool) -> np.ndarray:
     value = node.value.get("loss_weights")
-    weights = _numbers(node, "loss_weights", 1.0 if value is None else value, length)
+    given = 1.0 if value is None else value
+    weights = checks.numbers(given, "loss_weights", length, node.location, is_scalar_allowed=True)
     if is_root and not isinstance(value, list | np.ndarray):
         weights[0] = 0
     checks.loss_weights(weights, node.location, begins=is_root)
@@ -194,18 +193,7 @@ def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
                 f"{node.location}: {name} is missing, but other nodes have it and this one has trained tokens."
             )
         return np.zeros(len(weights), dtype=np.float32)
-    return _numbers(node, name, value, len(weights))
-
-
-def _numbers(node: Placed, name: str, value: Any, length: int) -> np.ndarray:
-    return checks.numbers(value, name, length, node.location, is_scalar_allowed=True)
-
-
-def _end_mark(node: Placed) -> bool | None:
-    mark = node.value.get("end")
-    if mark is not None and not isinstance(mark, bool):
-        raise DataError(f"{node.location}: end must be true or false, found {shown(mark)}.")
-    return mark
+    return checks.numbers(value, name, len(weights), node.location, is_scalar_allowed=True)
 
 
 def _check_paths(nodes: Sequence[Placed], parents: Sequence[int], rows: Sequence[Row], max_length: int | None) -> None:

@@ -12,7 +12,6 @@ import ipaddress
 import os
 import socket
 import stat
-import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.data.io.field_checks import shown
+from treewise.data.io.files import moved_into_place
 from treewise.errors import ConfigError, DataError, num, pip_install
 from treewise.tree.images import ImageSpan
 
@@ -87,7 +87,7 @@ class ImageReader:
     ) -> None:
         self.processor, self.folder, self.max_bytes, self.from_network = processor, folder, max_bytes, from_network
         self._downloads: dict[str, tuple[str, str]] = {}  # by address: what `source` returns
-        self._size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width
+        self.size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width of what `source` read
         self._expansion_of: dict[tuple[int, int], np.ndarray] = {}
 
     @cached_property
@@ -139,8 +139,15 @@ class ImageReader:
         positions = np.flatnonzero(token_ids == self.token)
         spans, used = [], 0
         for index, image in enumerate(images):
-            span, count = self._placed(image, positions[used:], data_file, f"{location}: images[{index}]")
-            spans.append(span)
+            where, left = f"{location}: images[{index}]", positions[used:]
+            source, digest = self.source(image, data_file, where)
+            count = int((self.expansion(self.size_of[digest], where) == self.token).sum())
+            if count > len(left):
+                raise DataError(
+                    f"{where}: the image has {count} tokens, but {len(left)} image tokens ({self.token}) are left in "
+                    "the row; one is missing, or the ids were made with another processor."
+                )
+            spans.append(ImageSpan(source, int(left[0]), int(left[count - 1]) + 1, digest))
             used += count
         if used != len(positions):
             raise DataError(
@@ -148,19 +155,6 @@ class ImageReader:
                 "together; were the ids made with another processor?"
             )
         return spans
-
-    def _placed(
-        self, image: object, positions: np.ndarray, data_file: Path | None, location: str
-    ) -> tuple[ImageSpan, int]:
-        """An image at the first of some placeholders ([n] int64), and how many it takes."""
-        source, digest = self.source(image, data_file, location)
-        count = int((self.expansion(self._size_of[digest], location) == self.token).sum())
-        if count > len(positions):
-            raise DataError(
-                f"{location}: the image has {count} tokens, but {len(positions)} image tokens ({self.token}) are "
-                "left in the row; one is missing, or the ids were made with another processor."
-            )
-        return ImageSpan(source, int(positions[0]), int(positions[count - 1]) + 1, digest), count
 
     def source(self, image: object, data_file: Path | None, location: str) -> tuple[str, str]:
         """The path of an image's file and its digest; the image was decoded once, so it is sound.
@@ -188,14 +182,10 @@ class ImageReader:
             if len(data) > self.max_bytes:
                 raise DataError(f"{location}: {_too_large(len(data), self.max_bytes)}")
         digest = hashlib.sha256(data).hexdigest()
-        if digest not in self._size_of:
+        if digest not in self.size_of:
             decoded_image = decoded(data, location if path is None else f"{location}: {path}")
-            self._size_of[digest] = decoded_image.height, decoded_image.width
+            self.size_of[digest] = decoded_image.height, decoded_image.width
         return str(self._kept(data, digest, location) if path is None else path.absolute()), digest
-
-    def size_of(self, digest: str) -> tuple[int, int]:
-        """Height and width of an image that `source` read."""
-        return self._size_of[digest]
 
     def expansion(self, size: tuple[int, int], location: str) -> np.ndarray:
         """[n] int32, the tokens that the processor writes in place of one placeholder for an image of (height, width);
@@ -227,11 +217,8 @@ class ImageReader:
         path = self.folder / digest
         try:
             if not path.is_file() or path.stat().st_size != len(data):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                handle, name = tempfile.mkstemp(dir=self.folder, prefix=".write-")
-                with os.fdopen(handle, "wb") as stream:
-                    stream.write(data)
-                os.replace(name, path)
+                with moved_into_place(path) as part:
+                    part.write_bytes(data)
         except OSError as error:
             raise DataError(
                 f"{location}: {path} cannot be written ({error.strerror}); name another cache_dir."
@@ -321,20 +308,16 @@ async def _within_time(address: str, max_bytes: int) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             await _check_host(url, is_redirect=url.host != first.host)
             async with client.stream("GET", url) as answer:
-                if answer.next_request is None:
-                    return await _content(answer.raise_for_status(), max_bytes)
-                url = answer.next_request.url
+                if answer.next_request is not None:
+                    url = answer.next_request.url
+                    continue
+                content = bytearray()
+                async for part in answer.raise_for_status().aiter_bytes():
+                    content += part
+                    if len(content) > max_bytes:
+                        raise _RefusedError(f"has more than {max_bytes:,} bytes (max_image_bytes); shrink the file")
+                return bytes(content)
     raise _RefusedError(f"was redirected more than {MAX_REDIRECTS} times")
-
-
-async def _content(answer: "httpx.Response", max_bytes: int) -> bytes:
-    parts, size = [], 0
-    async for part in answer.aiter_bytes():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise _RefusedError(f"has more than {max_bytes:,} bytes (max_image_bytes); shrink the file")
-    return b"".join(parts)
 
 
 async def _check_host(url: "httpx.URL", *, is_redirect: bool) -> None:

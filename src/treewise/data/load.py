@@ -19,11 +19,22 @@ from treewise.data import workers
 from treewise.data.dataset import TreeDataset, Trees, mix
 from treewise.data.images import ImageReader
 from treewise.data.importers.convert import read_sources
-from treewise.data.io import cache
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
-from treewise.data.io.rows import RecordResult, Row, content_hash, has_images
+from treewise.data.io.rows import (
+    MAPPED,
+    RecordResult,
+    Row,
+    RowStore,
+    cache_folder,
+    cache_key,
+    content_hash,
+    has_images,
+    read_entry,
+    tokenizer_hash,
+    write_entry,
+)
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
@@ -84,7 +95,7 @@ def load_trees(
         options=options,
         num_workers=num_workers,
         progress=progress,
-        folder=cache.cache_folder(cache_dir),
+        folder=cache_folder(cache_dir),
         quarantine=Path(os.devnull if read_only else quarantine_path or "quarantine.jsonl"),
         quarantines=on_bad_record == "quarantine",
         allow_partial_tail=allow_partial_tail,
@@ -155,13 +166,21 @@ def _load(
     entry = _entry(sources, tokenizer, settings)
     if entry is not None:
         try:
-            stored = cache.read_entry(entry) or cache.read_entry(entry.with_suffix(cache.MAPPED))
+            stored = read_entry(entry) or read_entry(entry.with_suffix(MAPPED))
         except DataError as error:
             warnings.append(f"{error}; it was rendered again.")
         else:
             if stored is not None:
                 return TreeDataset(*stored, LoadReport(**stored[1]["report"]), merge)
-    reader = RecordReader(tokenizer, settings.options, _image_reader(processor, settings))
+    images = settings.folder / "images"  # those that come as bytes; with read_only until the process ends
+    if processor is not None and settings.read_only:
+        images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
+        atexit.register(shutil.rmtree, images, ignore_errors=True)
+    own = settings.options
+    image_reader = processor and ImageReader(
+        processor, images, own.max_image_bytes, from_network=own.images_from_network
+    )
+    reader = RecordReader(tokenizer, own, image_reader)
     processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
     with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
         jobs = read_sources(sources, builder.report)
@@ -173,9 +192,9 @@ def _load(
         table, facts, report = builder.result(len(sources))
     # An image's file may change without the record, so records with images are read each time.
     if entry is not None and not report.dropped and not settings.read_only and not has_images(table):
-        path = entry.with_suffix(cache.MAPPED) if builder.store.is_mapped else entry
+        path = entry.with_suffix(MAPPED) if builder.store.is_mapped else entry
         try:
-            cache.write_entry(path, table, {**facts, "report": asdict(report)})
+            write_entry(path, table, {**facts, "report": asdict(report)})
         except OSError as error:
             warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
     report.warnings += warnings
@@ -194,20 +213,8 @@ def _entry(sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | None
     template = settings.options.chat_template
     if template and "{" not in template and Path(template).is_file():
         files.append(Path(template))
-    own = [settings.options.to_json(), str(settings.allow_partial_tail), cache.tokenizer_hash(tokenizer)]
-    return settings.folder / f"{cache.cache_key([*own, *names], files)}.parquet"
-
-
-def _image_reader(processor: "ProcessorMixin | None", settings: _Settings) -> ImageReader | None:
-    """Images that come as bytes are kept in the cache, or until the process ends."""
-    if processor is None:
-        return None
-    images = settings.folder / "images"
-    if settings.read_only:
-        images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
-        atexit.register(shutil.rmtree, images, ignore_errors=True)
-    options = settings.options
-    return ImageReader(processor, images, options.max_image_bytes, from_network=options.images_from_network)
+    own = [settings.options.to_json(), str(settings.allow_partial_tail), tokenizer_hash(tokenizer)]
+    return settings.folder / f"{cache_key([*own, *names], files)}.parquet"
 
 
 def _tokenizer(tokenizer: Any) -> object:
@@ -228,16 +235,13 @@ def _bar(progress: bool) -> Iterator[Callable[[int, int], None]]:
     """Gives `advance(num_bytes, num_records)`, which shows records and bytes read so far; the total of compressed files
     is not known beforehand. A log file gets no bar.
     """
-    if progress:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        console = Console(stderr=True)
-    if not progress or not (console.is_terminal or console.is_jupyter):
-        yield lambda *_: None
-        return
+    console = Console(stderr=True)
+    is_shown = progress and (console.is_terminal or console.is_jupyter)
     columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("records", total=None, megabytes=0.0)
 
         def advance(num_bytes: int, num_records: int) -> None:
@@ -264,7 +268,7 @@ class TreeBuilder:
     def __init__(self, reader: RecordReader, settings: _Settings) -> None:
         self.reader = reader
         self.settings = settings
-        self.store = cache.RowStore(settings.folder)
+        self.store = RowStore(settings.folder)
         self.stream: TextIO | None = None
         self.trees: list[_Tree] = []
         self.by_key: dict[str, _Tree] = {}
@@ -296,11 +300,19 @@ class TreeBuilder:
         self.report.num_compared += result.is_compared
         self.report.num_preferences += result.is_preference
         self.report.num_drifted += bool(result.drift)
-        self._keep_rollout_together(result)
+        if result.is_grouped_by_prompt and result.rollout is not None:
+            # Rows of one rollout that name no group have different prompts: that of the first is the rollout's.
+            first = (result.key or json.dumps(["rollout", result.rollout]), result.rows[0].group)
+            result.key, group = self.by_rollout.setdefault(json.dumps(result.rollout), first)
+            for row in result.rows:
+                row.group = group
         if result.error is not None:
             self._drop(result)
         elif result.node is not None:
-            self._add_node(result)
+            file, (name, node) = result.location.rpartition(":")[0], result.node
+            if (file, name) not in self.node_trees:
+                self.node_trees[file, name] = (self._new_tree(printable(json.loads(name))), [])
+            self.node_trees[file, name][1].append(Placed(result.location, node, Path(file)))
         else:
             tree = self.by_key.get(result.key) if result.key is not None else None
             if tree is None:
@@ -320,16 +332,6 @@ class TreeBuilder:
         self.report.num_trajectories += sum(row.parent is None or bool(row.is_end) for row in rows)
         self.store.add(tree.index, rows)
 
-    def _keep_rollout_together(self, result: RecordResult) -> None:
-        """Rows of one rollout that name no group have different prompts: that of the first is the rollout's."""
-        if not result.is_grouped_by_prompt or result.rollout is None:
-            return
-        name = json.dumps(result.rollout)
-        first = (result.key or json.dumps(["rollout", result.rollout]), result.rows[0].group)
-        result.key, group = self.by_rollout.setdefault(name, first)
-        for row in result.rows:
-            row.group = group
-
     def finish_node_trees(self) -> None:
         """Builds the trees that were given one node per line."""
         for (file, name), (tree, placed) in self.node_trees.items():
@@ -347,11 +349,8 @@ class TreeBuilder:
         report = self.report
         trees = [tree for tree in self.trees if tree.num_rows]
         if not trees:
-            reason = (
-                f" ({num(len(report.dropped), 'record')} left out; the first: {': '.join(report.dropped[0])})"
-                if report.dropped
-                else ""
-            )
+            left = report.dropped
+            reason = f" ({num(len(left), 'record')} left out; the first: {': '.join(left[0])})" if left else ""
             raise DataError(f"no record to train on in {num(num_sources, 'file')}{reason}.")
         index_of_tree = np.full(len(self.trees), -1)
         index_of_tree[[tree.index for tree in trees]] = np.arange(len(trees))
@@ -367,15 +366,6 @@ class TreeBuilder:
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
         return table, facts, report
-
-    def _add_node(self, result: RecordResult) -> None:
-        assert result.node is not None
-        file, _, _ = result.location.rpartition(":")
-        name, node = result.node
-        if (file, name) not in self.node_trees:
-            tree = self._new_tree(printable(json.loads(name)))
-            self.node_trees[file, name] = (tree, [])
-        self.node_trees[file, name][1].append(Placed(result.location, node, Path(file)))
 
     def _drop(self, result: RecordResult) -> None:
         assert result.error is not None

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from treewise.data.io.field_checks import label, number, printable, shown
 from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse
 from treewise.data.io.forms import Record, detect_form, unused_keys
 from treewise.data.io.options import RenderOptions
-from treewise.data.io.other_forms import REWRITTEN, has_mask, label_of, pair_name, split_pair, with_mask
+from treewise.data.io.other_forms import PER_TOKEN, REWRITTEN, split_pair, with_mask
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
 from treewise.data.render.images import Placer, with_column, with_images_read
@@ -31,6 +31,7 @@ from treewise.tree.trajectory import STREAMS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PAIR = ("prompt", "completion")
 NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, or load_trees(..., tokenizer))."
 
 
@@ -49,7 +50,13 @@ class RecordReader:
         result = RecordResult(location=raw.location)
         try:
             self._fill(result, Placed(raw.location, parse(raw), data_file))
-            self._check_length(result)
+            limit = self.options.max_length
+            for row in result.rows if not result.is_declared else ():
+                if limit is not None and row.num_tokens > limit:
+                    raise DataError(
+                        f"{row.source or result.location}: {row.num_tokens} tokens, more than max_length {limit}; "
+                        "raise it, shorten the record or quarantine it. Nothing is cut."
+                    )
         except DataError as error:
             text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else None
             return RecordResult(
@@ -60,9 +67,11 @@ class RecordReader:
             )
         if self.tokenizer is not None and "_template" in self.__dict__:
             result.warnings += list(self._template.notes)
-            if result.unused_keys:
-                reads = self._template.mentions
-                result.unused_keys = [key for key in result.unused_keys if "[]." not in key or not reads(key)]
+            written = str(self._template.text or getattr(self.tokenizer, "chat_template", None))  # and may read it
+            unused = result.unused_keys
+            result.unused_keys = [
+                key for key in unused if not (key.startswith("messages[].") and key.partition(".")[2] in written)
+            ]
         return result
 
     @cached_property
@@ -81,7 +90,7 @@ class RecordReader:
         if form in REWRITTEN:
             record = REWRITTEN[form](record, location)
             form = detect_form(record, location)
-        if form == "token_row" and has_mask(record):
+        if form == "token_row" and any(name in record for name in PER_TOKEN):
             record = with_mask(record, location)
         item = replace(item, value=record)
         result.unused_keys = unused_keys(record, form, self.options.group_by, location)
@@ -106,10 +115,14 @@ class RecordReader:
             placed = declared_nodes.nodes_of_record(item)
             is_forest = record.get("forest") is True
             result.is_declared, result.rows = self.declared_rows(placed, find_tools(item), is_forest=is_forest)
-            if result.is_declared:
-                self._label_ends(result.rows, record, group, rollout, location)
+            reward = number(record.get("reward"), "reward", location)
+            for row in result.rows if result.is_declared else ():  # ends that have no labels of their own get these
+                row.group = group
+                row.reward = reward if row.is_end and row.reward is None else row.reward
+                row.rollout = rollout if row.is_end and row.rollout is None else row.rollout
         else:
-            result.rows, group = self._rendered(form, item, group)
+            group = self._prompt_group(item) if form == "prompt_completion" and group is None else group
+            result.rows = self._rendered(form, item)
         if form in ("token_row", "grouped_rows"):
             result.warnings += [line for row in result.rows for line in token_rows.unlikely_logprobs(row, location)]
         elif not result.is_declared:
@@ -118,15 +131,15 @@ class RecordReader:
         result.key = None if alone else json.dumps(group)
         result.name = location if group is None or result.is_grouped_by_prompt else printable(group)
 
-    def _rendered(self, form: str, item: Placed, group: Label) -> tuple[list[Row], Label]:
-        """The rows of a record that holds text, and its group."""
+    def _rendered(self, form: str, item: Placed) -> list[Row]:
+        """The rows of a record that holds text."""
         record, location = item.value, item.location
         if self.tokenizer is None:
             raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
         if form == "text":
-            return self._text(record["text"], location), group
+            return self._text(record["text"], location)
         if form == "prompt_completion":
-            return self._pair(item, group)
+            return self._pair(item)
         tools = find_tools(item)
         talk = self._talk(clean_conversation(record["messages"], location), item)
         if form == "calls":
@@ -135,8 +148,8 @@ class RecordReader:
                     f"{location}: thinking='keep' needs one conversation; logged calls are rendered as_inference."
                 )
             calls = chat.logged_calls(talk, record["calls"], self.options.train_on, location)
-            return chat.render_calls(self._template, calls, tools, location), group
-        return self._conversation(talk, tools, location), group
+            return chat.render_calls(self._template, calls, tools, location)
+        return self._conversation(talk, tools, location)
 
     def _talk(self, talk: WeightedMessages, item: Placed) -> WeightedMessages:
         """A conversation as the template takes it, with its images read."""
@@ -153,22 +166,26 @@ class RecordReader:
     def _fill_preference(self, result: RecordResult, item: Placed, form: str, group: Label) -> None:
         """Two rollouts of one pair, or one with a label, in the tree of their prompt. A reward of 1 is preferred to 0.
 
-        The pair has a group of its own, so that a tree may hold many.
+        The pair has a group of its own, so that a tree may hold many, named by the file's name and line, which is the
+        same wherever the file lies.
         """
         location = item.location
         if form == "preference":
             chosen, rejected = split_pair(item.value, location)
             parts = [(f"{location}: chosen", 1.0, chosen), (f"{location}: rejected", 0.0, rejected)]
         else:
-            parts = [(location, label_of(item.value, location), item.value)]
+            told = item.value["label"]
+            if not isinstance(told, bool | np.bool_) and told not in (0, 1):
+                raise DataError(f"{location}: label must be true (desirable) or false, found {shown(told)}.")
+            parts = [(location, float(told), item.value)]
         for where, reward, part in parts:
-            rows, key = self._rendered("prompt_completion", Placed(where, part, item.file), group)
+            rows = self._rendered("prompt_completion", own_item := Placed(where, part, item.file))
             own = {key: value for key, value in part.items() if key != "reward"}
-            self._label(rows, own, pair_name(location), where, where)
+            self._label(rows, own, f"pair {PurePath(location).name}", where, where)
             for row in rows:
                 row.reward, row.rollout = reward, where
             result.rows += rows
-            result.key = json.dumps(key)
+            result.key = json.dumps(self._prompt_group(own_item) if group is None else group)
         result.name = location if group is None else str(group)
         result.is_preference = True
 
@@ -188,20 +205,22 @@ class RecordReader:
         made = chat.conversation_calls(talk, self.options.train_on, location, first, keeps=keeps)
         return (chat.render_kept if keeps else chat.render_calls)(self._template, made, tools, location)
 
-    def _pair(self, item: Placed, group: Label) -> tuple[list[Row], Label]:
+    def _prompt_group(self, item: Placed) -> str:
+        """A group of its own for every prompt."""
+        prompt = item.value["prompt"]
+        whole = [prompt, item.value["images"]] if "images" in item.value else prompt
+        text = json.dumps(whole, sort_keys=True, default=_digest)
+        return "prompt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _pair(self, item: Placed) -> list[Row]:
         record, location = item.value, item.location
         prompt, completion = record["prompt"], record["completion"]
-        if group is None:
-            text = json.dumps(
-                [prompt, record["images"]] if "images" in record else prompt, sort_keys=True, default=_digest
-            )
-            group = "prompt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
         if "images" in record and isinstance(prompt, str):
             raise DataError(
                 f"{location}: images beside a prompt of plain text; give messages (lists of role and content)."
             )
         if isinstance(prompt, str) and isinstance(completion, str):
-            return chat.render_pair(self._template, prompt, completion, location), group
+            return chat.render_pair(self._template, prompt, completion, location)
         if isinstance(prompt, str):
             raise DataError(f"{location}: completion is a list of messages, so prompt must be one too, not text.")
         if isinstance(completion, str):
@@ -210,7 +229,7 @@ class RecordReader:
         after = clean_conversation(completion, location, "completion")
         talk = WeightedMessages(before.messages + after.messages, before.weights + after.weights)
         talk = self._talk(talk, item)
-        return self._conversation(talk, find_tools(item), location, len(before.messages)), group
+        return self._conversation(talk, find_tools(item), location, len(before.messages))
 
     def declared_rows(self, placed: Sequence[Placed], tools: Tools, *, is_forest: bool) -> tuple[bool, list[Row]]:
         """Rows of a declared tree: its nodes where they hold tokens (true), rendered calls where they hold messages.
@@ -234,15 +253,6 @@ class RecordReader:
             row.source = row.rollout = call.location
         return False, rows
 
-    def _label_ends(self, rows: list[Row], record: Record, group: Label, rollout: Label, location: str) -> None:
-        """Labels of a record for all its ends that have none of their own."""
-        reward = number(record.get("reward"), "reward", location)
-        for row in rows:
-            row.group = group
-            if row.is_end:
-                row.reward = reward if row.reward is None else row.reward
-                row.rollout = rollout if row.rollout is None else row.rollout
-
     def _label(self, rows: list[Row], record: Record, group: Label, rollout: Label, location: str) -> None:
         """Values of the record that hold for all its rows."""
         reward = number(record.get("reward"), "reward", location)
@@ -265,7 +275,9 @@ class RecordReader:
     def _compare(self, result: RecordResult, item: Placed) -> None:
         """Compares the ids of a row with its text, where it has one. The ids are trained either way."""
         record, location = item.value, item.location
-        plain = _plain_text(record)
+        parts = [record.get(name) for name in (["text"] if isinstance(record.get("text"), str) else _PAIR)]
+        texts = [part for part in parts if isinstance(part, str)]
+        plain = "".join(texts) if len(texts) == len(parts) else None
         if self.tokenizer is None or ("messages" not in record and plain is None):
             return
         try:
@@ -299,26 +311,7 @@ class RecordReader:
         named = next((name for name in ("group", "task_id") if record.get(name) is not None), "group")
         return label(record.get(named), named, location)
 
-    def _check_length(self, result: RecordResult) -> None:
-        limit = self.options.max_length
-        if limit is None or result.is_declared:
-            return
-        for row in result.rows:
-            if row.num_tokens > limit:
-                raise DataError(
-                    f"{row.source or result.location}: {row.num_tokens} tokens, more than max_length {limit}; raise "
-                    "it, shorten the record or quarantine it. Nothing is cut."
-                )
-
 
 def _digest(value: Any) -> str:
     """What stands for the bytes of an image in a hash."""
     return hashlib.sha256(value if isinstance(value, bytes) else value.tobytes()).hexdigest()
-
-
-def _plain_text(record: Record) -> str | None:
-    """The text of a token row that holds no messages."""
-    if isinstance(record.get("text"), str):
-        return str(record["text"])
-    prompt, completion = record.get("prompt"), record.get("completion")
-    return prompt + completion if isinstance(prompt, str) and isinstance(completion, str) else None

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,9 @@ from treewise.data.io.files import (
     DEFAULT_MAX_RECORD_BYTES,
     PARQUET_BATCH_ROWS,
     RawRecord,
-    batch_records,
     find_files,
     read_records,
+    rows_of_batches,
 )
 from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
@@ -74,7 +75,8 @@ def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES)
         DataError: nothing, or something else; a path, split or name that does not exist; several splits at once.
     """
     if isinstance(data, str | Path):
-        return _open_path(data, max_record_bytes)
+        named = _open_hub(str(data)) if str(data).startswith(HUB) else _open_saved(str(data))
+        return [Source.of_file(file, max_record_bytes) for file in find_files(data)] if named is None else [named]
     arrow = _open_object(data)
     if arrow is not None:
         return [arrow]
@@ -92,14 +94,6 @@ def is_raw_data(data: object) -> bool:
     if isinstance(data, list | tuple):
         return bool(data) and isinstance(data[0], str | Path | Mapping)
     return isinstance(data, Iterator)
-
-
-def _open_path(path: str | Path, max_record_bytes: int) -> list[Source]:
-    text = str(path)
-    if text.startswith(HUB):
-        return [_open_hub(text)]
-    saved = _open_saved(text)
-    return [saved] if saved is not None else [Source.of_file(file, max_record_bytes) for file in find_files(path)]
 
 
 def _open_list(items: list[Any], max_record_bytes: int) -> list[Source]:
@@ -138,7 +132,7 @@ def _open_object(data: Any) -> Source | None:
         DataError: a dictionary of several splits.
     """
     if isinstance(data, pa.Table):
-        return Source("table", lambda: _table_records(data, "table"), num_bytes=data.nbytes)
+        return _of_table(data, "table")
     if _is_of("pandas", data):
         return Source("data frame", lambda: _frame_records(data), num_bytes=int(data.memory_usage().sum()))
     if not _is_of("datasets", data):
@@ -148,7 +142,8 @@ def _open_object(data: Any) -> Source | None:
             names = ", ".join(map(str, data))
             raise DataError(f"a {type(data).__name__} of several splits ({names}): give one, such as data['train'].")
         ((_, data),) = data.items()
-    return _of_dataset(data, _name_of(data))
+    name, split = getattr(getattr(data, "info", None), "dataset_name", None) or "dataset", getattr(data, "split", None)
+    return _of_dataset(data, f"{name}[{split}]" if split else str(name))
 
 
 def _is_special(item: object) -> bool:
@@ -197,23 +192,23 @@ def _open_saved(text: str) -> Source | None:
     folder, split = _folder_and_split(text)
     if not _is_saved(folder):
         return None
-    datasets = _datasets(text)
-    if (folder / SAVED_SPLITS).is_file():
-        names = [path.name for path in sorted(folder.iterdir()) if (path / SAVED_SET).is_file()]
-        if split is None and len(names) == 1:
-            split = names[0]
-        if split not in names:
-            hint = "" if split is None else did_you_mean(split, names)
-            raise DataError(f"{text}: name one of its splits: {', '.join(f'{folder}[{n}]' for n in names)}.{hint}")
-        folder = folder / str(split)
-    elif split is not None:
-        raise DataError(f"{text}: the folder holds one data set, without splits; leave [{split}] out.")
     try:
-        data = datasets.load_from_disk(str(folder))
+        data = _datasets(text).load_from_disk(str(folder))
+    except ConfigError:
+        raise
     except Exception as error:  # arrow's, json's, and several of datasets' own
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{folder}: a damaged folder of save_to_disk ({type(error).__name__}: {reason}).") from error
-    return _of_dataset(data, str(folder))
+    if not isinstance(data, dict):
+        if split is not None:
+            raise DataError(f"{text}: the folder holds one data set, without splits; leave [{split}] out.")
+        return _of_dataset(data, str(folder))
+    if split is None and len(data) == 1:
+        (split,) = data
+    if split not in data:
+        hint = "" if split is None else did_you_mean(split, data)
+        raise DataError(f"{text}: name one of its splits: {', '.join(f'{folder}[{name}]' for name in data)}.{hint}")
+    return _of_dataset(data[split], str(folder / str(split)))
 
 
 def _folder_and_split(text: str) -> tuple[Path, str | None]:
@@ -247,12 +242,6 @@ def _is_of(library: str, data: object) -> bool:
     return isinstance(data, tuple(getattr(module, name) for name in _CLASSES[library]))
 
 
-def _name_of(data: object) -> str:
-    name = getattr(getattr(data, "info", None), "dataset_name", None) or "dataset"
-    split = getattr(data, "split", None)
-    return f"{name}[{split}]" if split else str(name)
-
-
 def _of_dataset(data: Any, name: str) -> Source:
     if not hasattr(data, "num_rows"):  # an IterableDataset: its size is not known before its end
         return Source(name, lambda: _mapping_records(data, name))
@@ -261,15 +250,12 @@ def _of_dataset(data: Any, name: str) -> Source:
         return Source(name, lambda: _mapping_records(data, name))
     fraction = data.num_rows / max(1, data.data.num_rows)  # of a selection
     num_bytes = int(data.data.nbytes * fraction)
-    return Source(name, lambda: _dataset_records(data, name), num_bytes=num_bytes, identity=identity)
 
+    def records() -> Iterator[RawRecord]:
+        tables = data.with_format("arrow").iter(batch_size=PARQUET_BATCH_ROWS)
+        return rows_of_batches((batch for table in tables for batch in table.combine_chunks().to_batches()), name)
 
-def _dataset_records(data: Any, name: str) -> Iterator[RawRecord]:
-    start = 1
-    for table in data.with_format("arrow").iter(batch_size=PARQUET_BATCH_ROWS):
-        for batch in table.combine_chunks().to_batches():
-            yield from batch_records(batch, name, start)
-            start += batch.num_rows
+    return Source(name, records, num_bytes=num_bytes, identity=identity)
 
 
 def _mapping_records(data: Iterable[Mapping[str, object]], name: str) -> Iterator[RawRecord]:
@@ -277,11 +263,9 @@ def _mapping_records(data: Iterable[Mapping[str, object]], name: str) -> Iterato
         yield RawRecord(f"{name}:row {number}", {key: plain(value) for key, value in row.items()}, is_row=True)
 
 
-def _table_records(table: pa.Table, name: str) -> Iterator[RawRecord]:
-    start = 1
-    for batch in table.to_batches(max_chunksize=PARQUET_BATCH_ROWS):
-        yield from batch_records(batch, name, start)
-        start += batch.num_rows
+def _of_table(table: pa.Table, name: str, path: Path | None = None, identity: str | None = None) -> Source:
+    batches = partial(table.to_batches, max_chunksize=PARQUET_BATCH_ROWS)
+    return Source(name, lambda: rows_of_batches(batches(), name), path, table.nbytes, identity)
 
 
 def _open_arrow_file(path: Path) -> Source:
@@ -297,22 +281,19 @@ def _open_arrow_file(path: Path) -> Source:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not an Arrow file ({shown(str(error))}).") from None
     facts = path.stat()
-    identity = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
-    return Source(str(path), lambda: _table_records(table, str(path)), path, table.nbytes, identity)
+    return _of_table(table, str(path), path, f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
 
 
 def _frame_records(frame: Any) -> Iterator[RawRecord]:
     """Rows of a data frame; NaN, NaT and None in a cell stand for an absent field, as pandas writes them."""
-    names = [str(name) for name in frame.columns]
-    for index, values in enumerate(frame.itertuples(index=False, name=None)):
-        row = {name: plain(value) for name, value in zip(names, values, strict=True) if not _is_missing(value)}
-        yield RawRecord(f"data frame:row {index + 1}", row, is_row=True)
 
+    def is_there(value: object) -> bool:
+        is_nan = isinstance(value, float) and value != value
+        return value is not None and not is_nan and type(value).__name__ not in ("NAType", "NaTType")
 
-def _is_missing(value: object) -> bool:
-    if value is None or isinstance(value, float):
-        return value is None or value != value
-    return type(value).__name__ in ("NAType", "NaTType")
+    names, rows = list(map(str, frame.columns)), frame.itertuples(index=False, name=None)
+    cells = (zip(names, values, strict=True) for values in rows)
+    return _mapping_records(({name: value for name, value in row if is_there(value)} for row in cells), "data frame")
 
 
 def plain(value: Any) -> Any:

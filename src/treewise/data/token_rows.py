@@ -113,20 +113,22 @@ def grouped_rows(item: Placed, group: Label) -> list[Row]:
         values = {"token_ids": seq["ids"], "loss_weights": weights, "reward": seq.get("reward")}
         if "advantages" in seq:
             values["advantages"] = seq["advantages"]
-        if seq.get("behaviour_logprobs") is not None:
-            values["sampler_logprobs"] = _scattered(seq["behaviour_logprobs"], weights, where)
+        if seq.get("behaviour_logprobs") is not None:  # of the trained tokens alone, or of all
+            given, trained = number_list(seq["behaviour_logprobs"], "behaviour_logprobs", where), weights > 0
+            if len(given) not in (len(weights), trained.sum()):
+                raise DataError(
+                    f"{where}: {len(given)} behaviour_logprobs for {trained.sum()} trained tokens; they must align."
+                )
+            values["sampler_logprobs"] = given
+            if len(given) != len(weights):
+                values["sampler_logprobs"] = np.zeros(len(weights), dtype=np.float32)
+                values["sampler_logprobs"][trained] = given
         row = token_row(Placed(where, values), group, seq.get("rollout", f"{location}#{index}"))
         del row.streams["loss_weights"]
         row.spans = [int(bound) for span in seq["loss"] for bound in span]
         row.span_weights = [1.0] * len(seq["loss"])
         rows.append(row)
     return rows
-
-
-def first_drift(sampled: np.ndarray, rendered: np.ndarray) -> int | None:
-    """The first position where re-tokenised text differs from the sampled ids; None where none does."""
-    same = common_prefix(np.asarray(sampled), np.asarray(rendered))
-    return same if same < min(len(sampled), len(rendered)) else None
 
 
 def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: str, *, is_plain: bool) -> str | None:
@@ -136,16 +138,13 @@ def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: st
     """
     rendered = joined(encoder.encode([text])[0])
     begin = encoder.begin_ids() if is_plain else rendered[:0]
-    if (
-        len(begin)
-        and np.array_equal(sampled[: len(begin)], begin)
-        and not np.array_equal(rendered[: len(begin)], begin)
-    ):
+    begins = [common_prefix(ids, begin) == len(begin) for ids in (sampled, rendered)]
+    if begins == [True, False]:
         rendered = np.concatenate([begin, rendered])
-    at = first_drift(sampled, rendered)
-    if at is None and len(rendered) >= len(sampled):
+    at = common_prefix(sampled, rendered)
+    if at == len(sampled):
         return None
-    if at is None:
+    if at == len(rendered):
         return (
             f"{location}: token_ids has {len(sampled)} tokens but its messages render to {len(rendered)}; "
             "the text is incomplete. The ids are trained as they are."
@@ -182,18 +181,3 @@ def _weights_from_spans(spans: Any, length: int, location: str) -> np.ndarray:
         weights[span[0] : span[1]] = 1
         last = span[1]
     return weights
-
-
-def _scattered(values: object, weights: np.ndarray, location: str) -> np.ndarray:
-    """Log-probs of the trained tokens alone, put at their positions."""
-    trained = np.flatnonzero(weights)
-    values = number_list(values, "behaviour_logprobs", location)
-    if len(values) == len(weights):
-        return values
-    if len(values) != len(trained):
-        raise DataError(
-            f"{location}: {len(values)} behaviour_logprobs for {len(trained)} trained tokens; they must align."
-        )
-    stream = np.zeros(len(weights), dtype=np.float32)
-    stream[trained] = values
-    return stream

@@ -44,12 +44,8 @@ def read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Ite
         for num_bytes, batch in batches:
             yield num_bytes, [reader.read(raw, path) for raw, path in batch]
         return
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start,
-        initargs=(pickle.dumps(reader),),
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, spawn, initializer=_start, initargs=(pickle.dumps(reader),))
     running: deque[tuple[int, Future[list[RecordResult]]]] = deque()
     try:
         while True:

@@ -1,9 +1,16 @@
-"""Rows as an Arrow table: nothing is lost in it, and the content hash depends on all that is trained."""
+"""Rows as an Arrow table: nothing is lost in it, and the content hash depends on all that is trained; and in the cache,
+where a change of what records are read as raises the number in its key.
+"""
+
+import hashlib
+import json
 
 import numpy as np
 import pytest
 
-from treewise.data import load_trees
+from tests.data.io.test_other_forms import SAME
+from treewise.data import RenderOptions, load_trees
+from treewise.data.io import rows
 from treewise.data.io.rows import content_hash, row_from_trajectory, rows_to_table, table_columns, trajectories_of
 from treewise.tree.trajectory import STREAMS, Trajectory
 
@@ -20,8 +27,8 @@ OTHERS = {
 
 
 def hash_of(*items):
-    rows = [row_from_trajectory(Trajectory(**item)) for item in items]
-    return content_hash(rows_to_table([0] * len(rows), rows), ["tree"])
+    found = [row_from_trajectory(Trajectory(**item)) for item in items]
+    return content_hash(rows_to_table([0] * len(found), found), ["tree"])
 
 
 def test_rows_come_back_from_a_table():
@@ -41,10 +48,43 @@ def test_the_hash_depends_on_which_rows_are_one_rollout_and_not_on_its_name(writ
     row = {"token_ids": [1, 2, 3], "group": "g"}
 
     def fingerprint(*rollouts, name):
-        rows = [row if rollout is None else {**row, "rollout": rollout} for rollout in rollouts]
-        return load_trees(write(*rows, name=name)).fingerprint
+        records = [row if rollout is None else {**row, "rollout": rollout} for rollout in rollouts]
+        return load_trees(write(*records, name=name)).fingerprint
 
     apart, joined = fingerprint("a", "b", name="x.jsonl"), fingerprint("a", "a", name="x.jsonl")
     assert apart != joined
     assert fingerprint("c", "c", name="x.jsonl") == joined
     assert fingerprint(None, None, name="y.jsonl") == apart == fingerprint(None, None, name="x.jsonl")
+
+
+# Raise `rows.READING` where this hash changes, and write the new one down.
+READING, FINGERPRINTS = 1, "ddae2b5ea4b159fcac61ff1dce6a2c8c433982848c87a1429a71fd0327c1a63f"
+
+
+def test_a_change_of_what_is_read_raises_the_number_of_reading(fixtures, tokenizer, qwen3_template):
+    found = []
+    for name in ("gsm8k", "nemo", "tau2_grok", "tau_airline", "tokens", "whowhen"):
+        for template in ("chatml", qwen3_template):
+            options = RenderOptions(chat_template=template, on_hidden="warn")
+            found.append(load_trees(fixtures / f"{name}.jsonl.gz", tokenizer, options=options).fingerprint)
+    for theirs, ours in SAME.values():
+        for record in (theirs, ours):
+            found.append(load_trees([record], tokenizer, options={"chat_template": "chatml"}).fingerprint)
+    assert (rows.READING, hashlib.sha256("".join(found).encode()).hexdigest()) == (READING, FINGERPRINTS)
+
+
+@pytest.mark.parametrize("change", ["READING", "__version__", "settings", "content", "name"])
+def test_the_key_follows_the_version_the_settings_and_the_files(change, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"token_ids": [1, 2]}))
+    before = rows.cache_key(["a"], [path])
+    assert rows.cache_key(["a"], [path]) == before
+    if change == "READING":
+        monkeypatch.setattr(rows, change, rows.READING + 1)
+    elif change == "__version__":
+        monkeypatch.setattr(rows.treewise, change, "9.9.9")
+    elif change == "content":
+        path.write_text(json.dumps({"token_ids": [1, 3]}))
+    elif change == "name":
+        path = path.rename(tmp_path / "others.jsonl")
+    assert rows.cache_key(["b" if change == "settings" else "a"], [path]) != before

@@ -6,7 +6,7 @@ import pytest
 
 from treewise.data import RenderOptions, load_trees
 from treewise.data.render.messages import detail_spans, union
-from treewise.data.render.turns import intersection, spans_of_sampled
+from treewise.data.render.turns import spans_of_sampled
 from treewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a tree."}
@@ -133,7 +133,6 @@ def test_a_prompt_that_opens_a_thinking_block_closes_it_as_context(tokenizer):
 
 def test_spans():
     assert union([(5, 6), (0, 2), (2, 3), (4, 4)]) == [(0, 3), (5, 6)]
-    assert intersection([(0, 4), (6, 9)], [(2, 7)]) == [(2, 4), (6, 7)]
     assert detail_spans([{"begin_offset": 1, "end_offset": 1, "train": True}], "abc", "x") == [(1, 2)]
     assert spans_of_sampled([(2, 4)], "cdE", "abcd\n", "E") == [(0, 3)]
     assert spans_of_sampled([(3, 4)], "cdE", "abcdE\n", "E") == [(1, 2)]

@@ -62,9 +62,8 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         inputs, outputs = _json(value.get("inputs")), _json(value.get("outputs"))
         extra = _json(value.get("extra"))
         invocation = extra.get("invocation_params") if isinstance(extra, dict) else None
-        tools = None
-        for holder in (inputs, invocation):
-            tools = tools or (holder.get("tools") if isinstance(holder, dict) else None)
+        holders = [holder for holder in (inputs, invocation) if isinstance(holder, dict)]
+        tools = next((holder["tools"] for holder in holders if holder.get("tools")), None)
         messages = inputs.get("messages", inputs.get("input")) if isinstance(inputs, dict) else inputs
         stats = _json(value.get("feedback_stats"))
         scores = [
@@ -173,7 +172,6 @@ def _openai_message(message: Record, location: str) -> Record:
     if "kwargs" in message and isinstance(message.get("id"), list):
         kind = str(message["id"][-1]).removesuffix("Chunk").removesuffix("Message").lower()
         message = {**message["kwargs"]}
-        kind = {"human": "human", "ai": "ai"}.get(kind, kind)
     elif isinstance(message.get("data"), dict) and kind is not None:
         message = message["data"]
     if "role" not in message:

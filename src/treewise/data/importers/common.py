@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,14 @@ class Context:
             DataError: several rewards and no name, a name that is not there, or something that is no finite number.
         """
         if isinstance(value, dict):
+            names = ", ".join(map(str, list(value)[:8]))
             if self.reward_field is None:
-                raise DataError(
-                    f"{location}: several rewards ({', '.join(map(str, list(value)[:8]))}); name one with --reward."
-                )
+                raise DataError(f"{location}: several rewards ({names}); name one with --reward.")
             if self.reward_field not in value:
-                raise DataError(
-                    f"{location}: no reward {self.reward_field!r} among {', '.join(map(str, list(value)[:8]))}."
-                )
+                raise DataError(f"{location}: no reward {self.reward_field!r} among {names}.")
             value = value[self.reward_field]
         if value is None:
             return None
-        if isinstance(value, bool):
-            value = float(value)
         if not isinstance(value, int | float | np.number) or not math.isfinite(float(value)):
             raise DataError(f"{location}: a reward must be one finite number, found {shown(value)}.")
         return float(value)
@@ -67,15 +63,8 @@ def first_of(value: Record, *names: str) -> object:
 
 
 def integers(value: object, name: str, location: str) -> list[int]:
-    """A flat list of integers (token ids).
-
-    Raises:
-        DataError: anything else.
-    """
-    array = _array(value, name, location)
-    if len(array) and array.dtype.kind not in "iu":
-        raise DataError(f"{location}: {name} must be a flat list of integers, found {shown(value)}.")
-    return [int(each) for each in array.tolist()]
+    """A flat list of integers (token ids). Raises `DataError` for anything else."""
+    return list(map(int, _flat(value, name, "integers", "iu", location)))
 
 
 def numbers(value: object, name: str, length: int, location: str) -> list[float]:
@@ -86,23 +75,30 @@ def numbers(value: object, name: str, length: int, location: str) -> list[float]
     """
     if isinstance(value, list):
         value = [0.0 if each is None else each for each in value]
-    array = _array(value, name, location)
-    if len(array) and array.dtype.kind not in "iufb":
-        raise DataError(f"{location}: {name} must be a flat list of numbers, found {shown(value)}.")
-    if len(array) != length:
-        raise DataError(f"{location}: {len(array)} {name} for {length} tokens; they must align.")
-    return [float(each) for each in array.tolist()]
+    found = _flat(value, name, "numbers", "iufb", location)
+    if len(found) != length:
+        raise DataError(f"{location}: {len(found)} {name} for {length} tokens; they must align.")
+    return list(map(float, found))
 
 
-def messages(value: object, name: str, location: str) -> list[Record]:
-    """A list of chat messages, not looked at closer than that.
+def _flat(value: object, name: str, what: str, kinds: str, location: str) -> list[Any]:
+    try:
+        array = np.asarray([] if value is None else value)
+    except (ValueError, OverflowError):  # ragged
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        raise DataError(f"{location}: {name} must be a flat list of {what}, found {shown(value)}.")
+    return array.tolist()
 
-    Raises:
-        DataError: anything else.
-    """
+
+def objects(value: object, name: str, location: str, what: str = "objects") -> list[Record]:
+    """A list of objects, not looked at closer than that. Raises `DataError` for another. what: they are, in words."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise DataError(f"{location}: {name} must be a list of messages, found {shown(value)}.")
+        raise DataError(f"{location}: {name} must be a list of {what}, found {shown(value)}.")
     return value
+
+
+messages = partial(objects, what="messages")
 
 
 def token_row(
@@ -119,10 +115,27 @@ def token_row(
     if not any(weights):
         context.leave_out(location, "no sampled token to train on")
         return
-    row: Record = {"token_ids": list(token_ids), "loss_weights": [_short(weight) for weight in weights]}
-    row |= {name: value for name, value in fields.items() if value is not None}
-    row["source"] = location
-    yield row
+    short = [int(weight) if weight.is_integer() else weight for weight in weights]  # almost all are 0 and 1
+    yield text_row(location, token_ids=list(token_ids), loss_weights=short, **fields)
+
+
+def sampled_row(
+    context: Context,
+    location: str,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    mask: object = None,
+    streams: Mapping[str, tuple[str, object]] | None = None,
+    **fields: object,
+) -> Iterator[Record]:
+    """`token_row` of a prompt and what was sampled after it. mask: what of it is trained; None: all. streams: of what
+    was sampled, by our names, each with its name in the dump; those of None are left away.
+    """
+    length, before = len(sampled), [0.0] * len(prompt)
+    weights = [1.0] * length if mask is None else numbers(mask, "the mask of the sampled tokens", length, location)
+    given = {ours: each for ours, each in (streams or {}).items() if each[1] is not None}
+    own = {ours: before + numbers(values, theirs, length, location) for ours, (theirs, values) in given.items()}
+    yield from token_row(context, location, [*prompt, *sampled], before + weights, **own, **fields)
 
 
 def text_row(location: str, **fields: object) -> Record:
@@ -139,44 +152,10 @@ def prompt_at_step(prompt: object, step: object) -> str | None:
 
 
 def openai_tools(value: object, location: str) -> list[Record] | None:
-    """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, `parameters`).
-
-    Raises:
-        DataError: something else.
-    """
-    if not value:
-        return None
-    tools = []
-    for tool in messages(value, "tools", location):
-        if "function" in tool or "name" not in tool:
-            tools.append(tool)
-        else:
-            tools.append({"type": "function", "function": {k: v for k, v in tool.items() if v is not None}})
-    return tools
-
-
-def only_dicts(values: Iterable[Any], name: str, location: str) -> list[Record]:
-    """A list of objects.
-
-    Raises:
-        DataError: something else among them.
-    """
-    items = list(values) if isinstance(values, list | tuple) else None
-    if items is None or not all(isinstance(each, dict) for each in items):
-        raise DataError(f"{location}: {name} must be a list of objects.")
-    return items
-
-
-def _array(value: object, name: str, location: str) -> np.ndarray:
-    try:
-        array = np.asarray([] if value is None else value)
-    except (ValueError, OverflowError):
-        array = np.zeros((0, 0))
-    if array.ndim != 1:
-        raise DataError(f"{location}: {name} must be a flat list, found {shown(value)}.")
-    return array
-
-
-def _short(weight: float) -> float | int:
-    """Weights are almost always 0 and 1; whole numbers are written as such."""
-    return int(weight) if weight.is_integer() else weight
+    """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, `parameters`)."""
+    return [
+        tool
+        if "function" in tool or "name" not in tool
+        else {"type": "function", "function": {k: v for k, v in tool.items() if v is not None}}
+        for tool in messages(value or [], "tools", location)
+    ] or None

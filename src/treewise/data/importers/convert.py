@@ -62,6 +62,17 @@ class ImportReport:
         return asdict(self)
 
 
+def _rows(source: str, name: str, records: Iterable[Placed], context: Context) -> Iterator[Record]:
+    """What the reader of a format makes of the records of a source."""
+    try:
+        yield from READERS[name](records, context)
+    except MISSHAPEN as error:
+        raise DataError(
+            f"{source}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); see docs/rl.md, or "
+            "name another format (treewise import --from)."
+        ) from error
+
+
 class RolloutImport:
     """An iterable of records; `report` is complete when it is exhausted. See `import_rollouts`."""
 
@@ -80,23 +91,24 @@ class RolloutImport:
             first = next(records, None)
             if first is None:
                 raise DataError(f"{path}: no record; the file is empty.")
-            name = self.format or _required_format(first.value, first.location)
+            name = self.format or detect_format(first.value)
+            if name is None:
+                keys = ", ".join(str(key) for key in list(first.value)[:12]) or "none"
+                raise DataError(
+                    f"{first.location}: a record with the keys {keys} matches no known format; name it with --from "
+                    f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/data.md) need no import."
+                )
             self.report.formats[str(path)] = name
             # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
             self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
             try:
-                for row in READERS[name](chain([first], records), self.context):
+                for row in _rows(str(path), name, chain([first], records), self.context):
                     yield self._checked(row)
             except DataError as error:
                 seen = detect_format(first.value)
                 if seen in (None, name):
                     raise
                 raise DataError(f"{error} The record's keys are those of {seen!r}, not of {name!r}.") from None
-            except MISSHAPEN as error:
-                raise DataError(
-                    f"{path}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); "
-                    "see docs/rl.md, or name another format with --from."
-                ) from error
         unjoined(self.context)
         if not self.report.num_rows:
             left_out = self.report.left_out
@@ -124,7 +136,12 @@ class RolloutImport:
             result = self._reader.read(RawRecord(location, dict(row)), Path(location))
             if result.error is not None:
                 raise DataError(result.error)
-            self._note_drift(row, result.drift)
+            if self.context.tokenizer is not None and {"messages", "text"} & set(row) and has_ids:
+                report.num_compared += 1
+                report.num_drifted += bool(result.drift)
+                if result.drift and self.strict:
+                    raise DataError(f"{result.drift[0]} (--strict)")
+                report.drifts += result.drift if len(report.drifts) < MAX_SHOWN_DRIFTS else []
             group = location if (own := result.rows[0].group) is None else own
             report.num_tokens += sum(each.num_tokens for each in result.rows)
         if has_ids:
@@ -144,18 +161,6 @@ class RolloutImport:
         if has_ids and not self.keep_messages:
             row = {name: value for name, value in row.items() if name not in ("messages", "tools", "text")}
         return row
-
-    def _note_drift(self, row: Record, drift: Sequence[str]) -> None:
-        if self.context.tokenizer is None or not {"messages", "text"} & set(row) or "token_ids" not in row:
-            return
-        self.report.num_compared += 1
-        if not drift:
-            return
-        if self.strict:
-            raise DataError(f"{drift[0]} (--strict)")
-        self.report.num_drifted += 1
-        if len(self.report.drifts) < MAX_SHOWN_DRIFTS:
-            self.report.drifts += drift
 
 
 def import_rollouts(
@@ -181,7 +186,11 @@ def import_rollouts(
         DataError: a file of no known format, or a record that its format does not allow.
         ConfigError: an unknown format name.
     """
-    known = None if format is None else _format_named(format)
+    known = format and format.lower().replace("_", "-")  # underscores and capitals are forgiven
+    known = {"prime": "prime-rl", "primerl": "prime-rl"}.get(known or "", known)
+    if known is not None and known not in FORMATS:
+        hint = did_you_mean(known, FORMATS)
+        raise ConfigError(f"unknown format {format!r}; choose one of {', '.join(FORMATS)}.{hint}")
     return RolloutImport(_files(paths), known, Context(reward_field, tokenizer), strict, keep_messages)
 
 
@@ -204,27 +213,6 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     return files
 
 
-def _required_format(record: Record, location: str) -> str:
-    name = detect_format(record)
-    if name is None:
-        keys = ", ".join(str(key) for key in list(record)[:12]) or "none"
-        raise DataError(
-            f"{location}: a record with the keys {keys} matches no known format; name it with --from "
-            f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/data.md) need no import."
-        )
-    return name
-
-
-def _format_named(name: str) -> str:
-    """A name of `FORMATS`; underscores and capitals are forgiven."""
-    plain = name.lower().replace("_", "-")
-    plain = {"prime": "prime-rl", "primerl": "prime-rl"}.get(plain, plain)
-    if plain not in FORMATS:
-        hint = did_you_mean(plain, FORMATS)
-        raise ConfigError(f"unknown format {name!r}; choose one of {', '.join(FORMATS)}.{hint}")
-    return plain
-
-
 def read_sources(sources: Sequence[Source], report: LoadReport) -> Iterator[tuple[RawRecord, Path | None]]:
     """The records of sources in treewise's own forms, with their files. What importers leave out is reported.
 
@@ -245,30 +233,18 @@ def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str
     first = next(records, None)
     if first is None:
         raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
-    name = _dump_format(first)
+    try:
+        record = parse(first)
+        name = None if has_form(record) else detect_format(record)
+    except DataError:  # its reader says so, with the place
+        name = None
     if name is None:
         yield first
         yield from records
         return
     context = Context(halves=halves)
     placed = (Placed(raw.location, parse(raw)) for raw in chain([first], records))
-    try:
-        for row in READERS[name](placed, context):
-            location = row.pop("source")
-            yield RawRecord(location, row, num_bytes=first.num_bytes)
-    except MISSHAPEN as error:
-        raise DataError(
-            f"{source.name}: looks like a dump of {name}, but does not have its shape ({type(error).__name__}: "
-            f"{error}); name another format with `treewise import --from`."
-        ) from error
+    for row in _rows(source.name, name, placed, context):
+        yield RawRecord(row.pop("source"), row, num_bytes=first.num_bytes)
     report.dropped += context.left_out
     report.warnings += [f"{source.name}: {text} ({count} times)" for text, count in context.warnings.items()]
-
-
-def _dump_format(first: RawRecord) -> str | None:
-    """The format of a dump; None for treewise's own forms, and for a record that its reader reports as invalid."""
-    try:
-        record = parse(first)
-    except DataError:
-        return None
-    return None if has_form(record) else detect_format(record)

@@ -25,8 +25,8 @@ from treewise.data.importers.common import (
     messages,
     numbers,
     openai_tools,
+    sampled_row,
     text_row,
-    token_row,
 )
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
@@ -68,22 +68,25 @@ def read(
     calls_of: makes of what was logged records that hold a request and a response each, or a request alone.
     """
     runs: dict[str, _Run] = {}
-    ends, asked = _Ends(), _Asked()
+    ends, asked = _Standing(), _Standing()  # of calls with their replies, and of requests alone
     for record in calls_of(records, context):
         name = _named(record.value, RUN_NAMES)
         if record.value.get("response") is None:
-            name, calls = asked.calls_before(record, name, context)
+            name, calls = _replies_shown(record, name, asked, context)
         else:
             calls = list(_calls(record, context))
             if not calls:
                 continue
-            name = ends.run_of(calls[0].history, context) if name is None else name
+            if name is None:
+                keys = list(_prefix_keys(calls[0].history))
+                name, length = ends.run_at(keys, None, context)
+                ends.open.pop((name, keys[length - 1] if length else ""), None)
         run = runs.setdefault(str(name or record.location), _Run(str(name or record.location)))
         for call in calls:
-            ends.add(call, run.name)
+            ends.add(_key([*call.history, call.reply]), run.name, call.location)
         run.calls += calls
         _label(run, record, context)
-    for location in asked.unanswered.values():
+    for location in asked.open.values():
         context.leave_out(location, "a request whose reply no later request shows")
     for run in runs.values():
         if run.calls:
@@ -101,16 +104,10 @@ def _rows(run: _Run, context: Context) -> Iterator[Record]:
             by_tools.setdefault(json.dumps(call.tools, sort_keys=True), []).append(call)
             continue
         prompt, completion, logprobs = call.ids
-        before = [0.0] * len(prompt)
-        yield from token_row(
-            context,
-            call.location,
-            [*prompt, *completion],
-            before + [1.0] * len(completion),
-            sampler_logprobs=None if logprobs is None else before + logprobs,
-            messages=[*call.history, call.reply],
-            tools=call.tools,
-            **shared,
+        streams = {"sampler_logprobs": ("logprobs", logprobs)}
+        talk = [*call.history, call.reply]
+        yield from sampled_row(
+            context, call.location, prompt, completion, None, streams, messages=talk, tools=call.tools, **shared
         )
     for calls in by_tools.values():
         yield _pooled(calls, shared)
@@ -132,74 +129,60 @@ def _pooled(calls: list[_Call], shared: Record) -> Record:
     return text_row(calls[0].location, messages=talk, calls=entries, tools=calls[0].tools, **shared)
 
 
-class _Asked:
-    """Requests without responses: which run asked with these messages, and which replies are known already."""
+class _Standing:
+    """Where conversations stand: the runs that have got to some messages, by the key of these.
+
+    open: run and key, with the location, of what nothing has gone on from yet. known: replies that were shown already.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, list[str]] = {}
+        self.open: dict[tuple[str | None, str], str] = {}
         self.known: set[tuple[str, str]] = set()
-        self.unanswered: dict[tuple[str, str], str] = {}
 
-    def calls_before(self, record: Placed, name: str | int | None, context: Context) -> tuple[str, list[_Call]]:
-        """The run of a request, and the calls whose replies it shows: its assistant messages after the longest messages
-        that the run has asked with. What the first request of a run holds was given to it.
-        """
-        location = record.location
-        request = _body(record.value.get("request", record.value), f"{location}: request")
-        if not isinstance(request, dict) or "messages" not in request:
-            context.leave_out(location, "no chat call (its request has no messages)")
-            return str(name or location), []
-        history = [_plain(each) for each in messages(request["messages"], "messages", location)]
-        keys = list(_prefix_keys(history))
-        run, start = str(name or location), len(history)
-        for length in range(len(history) - 1, 0, -1):
-            runs = [each for each in self.runs.get(keys[length - 1], ()) if name is None or each == str(name)]
-            if runs:
-                waiting = [each for each in runs if (each, keys[length - 1]) in self.unanswered]
-                run, start = (waiting or runs)[0], length
-                if len(set(runs)) > 1:
-                    context.warn(AMBIGUOUS)
-                break
-        tools = openai_tools(request.get("tools"), location)
-        calls = []
-        for index in range(start, len(history)):
-            self.unanswered.pop((run, keys[index - 1]), None)
-            if history[index].get("role") == "assistant" and (run, keys[index]) not in self.known:
-                self.known.add((run, keys[index]))
-                calls.append(_Call(location, history[:index], {"content": "", **history[index]}, tools, None))
-        if keys:
-            self.runs.setdefault(keys[-1], []).append(run)
-            self.unanswered[run, keys[-1]] = location
-        return run, calls
-
-
-class _Ends:
-    """Where conversations stand: which run's reply ends with these messages."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, list[str]] = {}
-        self.continued: set[tuple[str, str]] = set()
-
-    def add(self, call: _Call, run: str) -> None:
-        """Notes where a call has left its conversation."""
-        key = _key([*call.history, call.reply])
+    def add(self, key: str, run: str, location: str) -> None:
         runs = self.runs.setdefault(key, [])
         if run not in runs:
             runs.append(run)
+        self.open[run, key] = location
 
-    def run_of(self, history: list[Record], context: Context) -> str | None:
-        """The run that these messages continue, by their longest prefix; None where they begin one."""
-        for length, key in reversed(list(enumerate(_prefix_keys(history), 1))):
-            runs = self.runs.get(key)
-            if not runs:
-                continue
-            fresh = [name for name in runs if (key, name) not in self.continued] or runs
+    def run_at(self, keys: list[str], name: str | None, context: Context) -> tuple[str | None, int]:
+        """The run that has got furthest into a conversation, one that is open first, and how many messages far; name:
+        the only one that may. None where the messages begin a run.
+        """
+        for length in range(len(keys), 0, -1):
+            runs = [each for each in self.runs.get(keys[length - 1], ()) if name in (None, each)]
             if len(runs) > 1:
                 context.warn(AMBIGUOUS)
-            if length < len(history) or len(runs) == 1:
-                self.continued.add((key, fresh[0]))
-            return fresh[0]
-        return None
+            if runs:
+                return next((each for each in runs if (each, keys[length - 1]) in self.open), runs[0]), length
+        return None, 0
+
+
+def _replies_shown(
+    record: Placed, name: str | int | None, asked: _Standing, context: Context
+) -> tuple[str, list[_Call]]:
+    """The run of a request alone, and the calls whose replies it shows: its assistant messages after the longest
+    messages that the run has asked with. What the first request of a run holds was given to it.
+    """
+    location = record.location
+    request = _body(record.value.get("request", record.value), f"{location}: request")
+    if not isinstance(request, dict) or "messages" not in request:
+        context.leave_out(location, "no chat call (its request has no messages)")
+        return str(name or location), []
+    history = [_plain(each) for each in messages(request["messages"], "messages", location)]
+    keys = list(_prefix_keys(history))
+    found, start = asked.run_at(keys[:-1], None if name is None else str(name), context)
+    run, tools = found or str(name or location), openai_tools(request.get("tools"), location)
+    calls = []
+    for index in range(start if found else len(history), len(history)):
+        asked.open.pop((run, keys[index - 1]), None)
+        if history[index].get("role") == "assistant" and (run, keys[index]) not in asked.known:
+            asked.known.add((run, keys[index]))
+            calls.append(_Call(location, history[:index], {"content": "", **history[index]}, tools, None))
+    if keys:
+        asked.add(keys[-1], run, location)
+    return run, calls
 
 
 def _prefix_keys(history: list[Record]) -> Iterator[str]:
@@ -230,7 +213,9 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
         return
     choices = response.get("choices")
     if not choices:
-        context.leave_out(location, f"a call without a reply{_error(response)}")
+        error = response.get("error")
+        why = f" ({shown(error.get('message') if isinstance(error, dict) else error)})" if error else ""
+        context.leave_out(location, f"a call without a reply{why}")
         return
     history = [_plain(each) for each in messages(request["messages"], "messages", location)]
     tools = openai_tools(request.get("tools"), location)
@@ -267,7 +252,7 @@ def _label(run: _Run, record: Placed, context: Context) -> None:
     fields = {**(_metadata(record.value)), **record.value}
     if fields.get(name) is None:
         return
-    reward = context.reward({name: fields[name]}[name], f"{record.location}: {name}")
+    reward = context.reward(fields[name], f"{record.location}: {name}")
     if run.reward is not None and reward != run.reward:
         context.warn("runs whose calls have different rewards: the last one counts for the whole run")
     run.reward = reward
@@ -300,8 +285,3 @@ def _body(value: object, location: str) -> object:
 
 def _plain(message: Record) -> Record:
     return {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
-
-
-def _error(response: Record) -> str:
-    error = response.get("error")
-    return f" ({shown(error.get('message') if isinstance(error, dict) else error)})" if error else ""

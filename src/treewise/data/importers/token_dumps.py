@@ -19,8 +19,9 @@ from treewise.data.importers.common import (
     integers,
     messages,
     numbers,
-    only_dicts,
+    objects,
     prompt_at_step,
+    sampled_row,
     text_row,
     token_row,
 )
@@ -33,7 +34,6 @@ from treewise.errors import DataError
 TORCH_SUFFIXES = (".pt", ".pth")
 # Ours: theirs, in the order in which they are looked for.
 PRIME_RL = {"sampler_logprobs": ("inference_logprobs",), "advantages": ("advantages",)}
-SLIME = {"sampler_logprobs": ("rollout_log_probs",)}
 VERL = {
     "old_logprobs": ("old_log_probs",),
     "sampler_logprobs": ("rollout_log_probs",),
@@ -42,7 +42,7 @@ VERL = {
 }
 VERL_SCORES = ("token_level_scores", "rm_scores", "token_level_rewards")
 AREAL = {"sampler_logprobs": ("logprobs",), "old_logprobs": ("prox_logp",), "advantages": ("advantages",)}
-TRL = {"old_logprobs": ("old_per_token_logps",), "ref_logprobs": ("ref_per_token_logps",)}
+TRL = {"old_logprobs": "old_per_token_logps", "ref_logprobs": "ref_per_token_logps"}
 TRL_MASKS = ("env_mask", "tool_mask", "completion_mask")
 OneSample = Callable[[Record, str, Context], Iterator[Record]]
 
@@ -80,7 +80,7 @@ def read_slime(records: Iterable[Placed], context: Context) -> Iterator[Record]:
         if "samples" not in record.value:
             yield from _slime_sample(record.value, record.location, context)
             continue
-        for index, sample in enumerate(only_dicts(record.value["samples"], "samples", record.location)):
+        for index, sample in enumerate(objects(record.value["samples"], "samples", record.location)):
             yield from _slime_sample(sample, f"{record.location}: samples[{index}]", context)
 
 
@@ -94,17 +94,16 @@ def _slime_sample(value: Record, location: str, context: Context) -> Iterator[Re
     length = value.get("response_length")
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(ids):
         raise DataError(f"{location}: response_length {shown(length)} does not fit {len(ids)} tokens.")
-    given = {name: item for name, item in value.items() if item != []}
     before = len(ids) - length
-    if given.get("teacher_log_probs") is not None:
+    if value.get("teacher_log_probs"):
         context.warn("teacher_log_probs are not imported: compute reference log-probs with --reference")
-    mask = value.get("loss_mask")
-    yield from token_row(
+    yield from sampled_row(
         context,
         location,
-        ids,
-        [0.0] * before + ([1.0] * length if mask is None else numbers(mask, "loss_mask", length, location)),
-        **_streams(given, SLIME, length, location, before),
+        ids[:before],
+        ids[before:],
+        value.get("loss_mask"),
+        {"sampler_logprobs": ("rollout_log_probs", value.get("rollout_log_probs") or None)},
         group=value.get("group_index"),
         rollout=first_of(value, "rollout_id", "index"),
         reward=context.reward(value.get("reward"), location),
@@ -162,27 +161,15 @@ def _verl_sample(value: Record, location: str, context: Context) -> Iterator[Rec
     if value.get("response_mask") is not None:
         sampled = numbers(value["response_mask"], "response_mask", len(response), location)
         mask = [each * own for each, own in zip(sampled, mask, strict=True)]
-    streams = _streams(value, VERL, len(response), location, before)
-    yield from _unpadded_row(
-        context,
-        location,
-        seen,
-        [*prompt, *response],
-        [0.0] * before + mask,
-        streams,
-        group=value.get("uid"),
-        reward=_verl_score(value, len(response), location, context),
-    )
-
-
-def _verl_score(value: Record, length: int, location: str, context: Context) -> float | None:
-    """The sum of the scores that verl spreads over the response, as verl itself sums them."""
     if context.reward_field is not None and context.reward_field not in VERL_SCORES:
-        return context.reward(value, location)
-    for name in (context.reward_field,) if context.reward_field else VERL_SCORES:
-        if value.get(name) is not None:
-            return float(sum(numbers(value[name], name, length, location)))
-    return None
+        reward = context.reward(value, location)
+    else:  # scores are spread over the response, and summed as verl itself sums them
+        known = (context.reward_field,) if context.reward_field else VERL_SCORES
+        name = next((each for each in known if value.get(each) is not None), None)
+        reward = None if name is None else sum(numbers(value[name], name, len(response), location))
+    streams, ids = _streams(value, VERL, len(response), location, before), [*prompt, *response]
+    weights = [0.0] * before + mask
+    yield from _unpadded_row(context, location, seen, ids, weights, streams, group=value.get("uid"), reward=reward)
 
 
 def _areal_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -210,7 +197,18 @@ def _areal_text(value: Record, location: str, context: Context) -> Iterator[Reco
     ids: list[int] = []
     weights: list[float] = []
     drifted = False
-    for role, text, length in _areal_parts(value, location):
+    parts: list[tuple[str, Any, Any]]
+    if value.get("segments"):
+        segments = objects(value["segments"], "segments", location)
+        parts = [(str(part.get("role")), str(part.get("text")), part.get("len")) for part in segments]
+    else:
+        seqlen, prompt_len = value.get("seqlen"), value.get("prompt_len")
+        if not isinstance(seqlen, int) or not isinstance(prompt_len, int):
+            raise DataError(f"{location}: seqlen and prompt_len must be integers.")
+        parts = [("prompt", value.get("prompt"), prompt_len), ("gen", value.get("completion"), seqlen - prompt_len)]
+    for role, text, length in parts:
+        if not isinstance(text, str):
+            raise DataError(f"{location}: prompt and completion must be text.")
         own = context.tokenizer(text, add_special_tokens=False)["input_ids"]
         drifted |= len(own) != length
         ids += own
@@ -219,21 +217,6 @@ def _areal_text(value: Record, location: str, context: Context) -> Iterator[Reco
         context.warn("text that gives another number of tokens than was sampled (retokenisation drift)")
     reward = context.reward(value if context.reward_field else value.get("reward"), location)
     yield from token_row(context, location, ids, weights, group=value.get("task_id"), reward=reward)
-
-
-def _areal_parts(value: Record, location: str) -> Iterator[tuple[str, str, Any]]:
-    """Role, text and number of tokens of each part of a dumped sample."""
-    if value.get("segments"):
-        for part in only_dicts(value["segments"], "segments", location):
-            yield str(part.get("role")), str(part.get("text")), part.get("len")
-        return
-    seqlen, prompt_len = value.get("seqlen"), value.get("prompt_len")
-    if not isinstance(seqlen, int) or not isinstance(prompt_len, int):
-        raise DataError(f"{location}: seqlen and prompt_len must be integers.")
-    for role, name, length in (("prompt", "prompt", prompt_len), ("gen", "completion", seqlen - prompt_len)):
-        if not isinstance(value.get(name), str):
-            raise DataError(f"{location}: {name} must be text.")
-        yield role, value[name], length
 
 
 def _trl_text(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -254,16 +237,13 @@ def _trl_sample(value: Record, location: str, context: Context) -> Iterator[Reco
     """What a `rollout_func` returns: `prompt_ids`, `completion_ids`, `logprobs`, optional `env_mask`."""
     prompt = integers(value.get("prompt_ids"), "prompt_ids", location)
     completion = integers(value.get("completion_ids"), "completion_ids", location)
-    length, before = len(completion), [0.0] * len(prompt)
-    mask = first_of(value, *TRL_MASKS)
-    weights = [1.0] * length if mask is None else numbers(mask, "env_mask", length, location)
-    streams = _streams(value, TRL, length, location, len(prompt))
-    if logprobs := _trl_logprobs(value, completion, location):
-        streams["sampler_logprobs"] = before + numbers(logprobs, "logprobs", length, location)
+    streams = {ours: (theirs, value.get(theirs)) for ours, theirs in TRL.items()}
+    streams["sampler_logprobs"] = ("logprobs", _trl_logprobs(value, completion, location) or None)
     labels = _trl_labels(value, location, context)
     if isinstance(labels["advantages"], list):
-        labels["advantages"] = before + numbers(labels["advantages"], "advantages", length, location)
-    yield from token_row(context, location, [*prompt, *completion], before + weights, **streams, **labels)
+        streams["advantages"] = ("advantages", labels.pop("advantages"))
+    mask = first_of(value, *TRL_MASKS)
+    yield from sampled_row(context, location, prompt, completion, mask, streams, **labels)
 
 
 def _trl_logprobs(value: Record, completion: list[int], location: str) -> object:

@@ -12,8 +12,9 @@ from treewise.data.importers.common import (
     integers,
     messages,
     numbers,
-    only_dicts,
+    objects,
     openai_tools,
+    sampled_row,
     text_row,
     token_row,
 )
@@ -45,7 +46,7 @@ def read_verifiers(records: Iterable[Placed], context: Context) -> Iterator[Reco
 
 
 def _episode(episode: Record, location: str, context: Context) -> Iterator[Record]:
-    traces = only_dicts(episode["traces"], "traces", location)
+    traces = objects(episode["traces"], "traces", location)
     if not traces:
         context.leave_out(location, f"an episode without a trace{_first_error(episode)}")
     group = _dict(episode.get("group")).get("id")
@@ -65,7 +66,7 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
     if agent.get("trainable") is False:
         context.leave_out(location, f"agent {shown(agent.get('name'))} is not trained")
         return
-    nodes = only_dicts(trace["nodes"], "nodes", location)
+    nodes = objects(trace["nodes"], "nodes", location)
     shared = {"group": group, "rollout": trace.get("id"), "reward": _total(trace, location, context)}
     sampled = [index for index, node in enumerate(nodes) if node.get("sampled")]
     if not sampled:
@@ -194,16 +195,14 @@ def _step(step: Record, shared: Record, location: str, context: Context) -> Iter
     tokens = step["tokens"]
     prompt = integers(tokens.get("prompt_ids"), "prompt_ids", location)
     completion = integers(tokens.get("completion_ids"), "completion_ids", location)
-    before, length = [0.0] * len(prompt), len(completion)
-    mask = numbers(tokens.get("completion_mask") or [1] * length, "completion_mask", length, location)
-    logprobs = tokens.get("completion_logprobs")
     talk = [*(step.get("prompt") or []), *(step.get("completion") or [])]
-    yield from token_row(
+    yield from sampled_row(
         context,
         location,
-        [*prompt, *completion],
-        before + mask,
-        sampler_logprobs=before + numbers(logprobs, "completion_logprobs", length, location) if logprobs else None,
+        prompt,
+        completion,
+        tokens.get("completion_mask") or None,
+        {"sampler_logprobs": ("completion_logprobs", tokens.get("completion_logprobs") or None)},
         advantages=context.reward(step.get("advantage"), f"{location}: advantage"),
         messages=talk if talk and all(isinstance(each, dict) for each in talk) else None,
         **shared,
@@ -222,7 +221,7 @@ def read_art(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     for record in records:
         value, location = record.value, record.location
         if "trajectories" in value:
-            for index, item in enumerate(only_dicts(value["trajectories"], "trajectories", location)):
+            for index, item in enumerate(objects(value["trajectories"], "trajectories", location)):
                 yield from _art_trajectory(item, location, f"{location}: trajectories[{index}]", context)
             continue
         number = value.get("group_index")
@@ -235,7 +234,7 @@ def _art_trajectory(value: Record, group: str | None, location: str, context: Co
     named = {**(metrics or {}), "reward": value.get("reward")} if context.reward_field else value.get("reward")
     shared = {"group": group, "rollout": location, "reward": context.reward(named, location)}
     more = _decoded(value.get("additional_histories"), f"{location}: additional_histories")
-    for index, history in enumerate([value, *only_dicts(more or [], "additional_histories", location)]):
+    for index, history in enumerate([value, *objects(more or [], "additional_histories", location)]):
         where = location if not index else f"{location}: additional_histories[{index - 1}]"
         entries = history.get("messages_and_choices", history.get("messages"))
         talk = [_art_message(entry, where) for entry in messages(entries, "messages_and_choices", where)]

@@ -8,8 +8,11 @@ import errno
 import glob
 import gzip
 import json
+import os
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -80,14 +83,35 @@ def read_records(path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -
 
     max_record_bytes: of a line, or of a `.json` file, after decompression; nothing longer is held in memory.
     """
-    _check_magic(path)
-    try:
+    with _errors_named(path):
+        _check_magic(path)
         if path.name.endswith(".parquet"):
             yield from _parquet_rows(path)
         elif path.name.endswith((".json", ".json.gz")):
             yield from _json_list(path, max_record_bytes)
         else:
             yield from _json_lines(path, max_record_bytes)
+
+
+def read_bytes(path: Path, max_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> bytes:
+    """The whole (decompressed) content of a small side file.
+
+    Raises:
+        DataError: a file that is damaged, cannot be read, or holds more than `max_bytes`.
+    """
+    with _errors_named(path):
+        _check_magic(path)
+        with _open(path) as stream:
+            data = stream.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise DataError(_too_long(printable(path), "the file", max_bytes))
+        return data
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
     except EOFError:
         raise DataError(
             f"{printable(path)}: the gzip file is cut short; write it again or restore it from its source."
@@ -98,23 +122,19 @@ def read_records(path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -
         raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
 
 
-def read_bytes(path: Path, max_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> bytes:
-    """The whole (decompressed) content of a small side file.
-
-    Raises:
-        DataError: a file that is damaged, cannot be read, or holds more than `max_bytes`.
+@contextmanager
+def moved_into_place(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, whose folder is made, which takes its place in the end: a process that is killed leaves
+    nothing half-written.
     """
-    _check_magic(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".write-", suffix=path.suffix)
+    os.close(handle)
     try:
-        with _open(path) as stream:
-            data = stream.read(max_bytes + 1)
-            if len(data) > max_bytes:
-                raise DataError(_too_long(printable(path), "the file", max_bytes))
-            return data
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{printable(path)}: damaged or cut-short gzip data ({error}).") from None
-    except OSError as error:
-        raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
+        yield Path(name)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def stem(path: Path) -> str:
@@ -163,11 +183,8 @@ def _expand(path: Path) -> Iterable[Path]:
 
 
 def _check_magic(path: Path) -> None:
-    try:
-        with path.open("rb") as stream:
-            head = stream.read(4)
-    except OSError as error:
-        raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
+    with path.open("rb") as stream:
+        head = stream.read(4)
     if path.name.endswith(".gz"):
         if not head.startswith(GZIP_MAGIC):
             raise DataError(
@@ -208,27 +225,19 @@ def _too_long(location: str, what: str, limit: int) -> str:
     return f"{location}: {what} holds more than {limit:,} bytes (max_record_bytes); raise it if that is meant."
 
 
-def _lines(stream: BinaryIO, path: Path, limit: int) -> Iterator[bytes]:
-    number = 0
-    while line := stream.readline(limit + 2):  # and its line end
-        number += 1
-        if len(line.rstrip(b"\r\n")) > limit:
-            raise DataError(_too_long(f"{printable(path)}:{number}", "the line", limit))
-        yield line
-
-
 def _json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
     with _open(path) as stream:
-        offset = 0
-        for number, line in enumerate(_lines(stream, path, limit), 1):
+        offset = number = 0
+        while line := stream.readline(limit + 2):  # and its line end
+            number += 1
             start, offset = offset, offset + len(line)
-            body = line.rstrip(b"\r\n")
+            body, location = line.rstrip(b"\r\n"), f"{printable(path)}:{number}"
+            if len(body) > limit:
+                raise DataError(_too_long(location, "the line", limit))
             if number == 1 and body.startswith(UTF8_MARK):
                 body, start = body[len(UTF8_MARK) :], start + len(UTF8_MARK)
             if body.strip():
-                yield RawRecord(
-                    f"{printable(path)}:{number}", body, start, not line.endswith(b"\n"), num_bytes=len(line)
-                )
+                yield RawRecord(location, body, start, not line.endswith(b"\n"), num_bytes=len(line))
 
 
 def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
@@ -282,22 +291,21 @@ def _parquet_rows(path: Path) -> Iterator[RawRecord]:
     import pyarrow.parquet as pq
 
     try:
-        number = 0
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                yield from batch_records(batch, printable(path), number + 1)
-                number += batch.num_rows
+            yield from rows_of_batches(file.iter_batches(batch_size=PARQUET_BATCH_ROWS), printable(path))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
 
 
-def batch_records(batch: "pa.RecordBatch", name: str, first: int) -> Iterator[RawRecord]:
-    """The rows of an Arrow record batch, of which the first is row `first` of `name`."""
-    columns = [_column_values(column) for column in batch.columns]
-    num_bytes = batch.nbytes // max(1, batch.num_rows)
-    for number, values in enumerate(zip(*columns, strict=True), first):
-        row = dict(zip(batch.schema.names, values, strict=True))
-        yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
+def rows_of_batches(batches: "Iterable[pa.RecordBatch]", name: str) -> Iterator[RawRecord]:
+    """The rows of Arrow record batches, numbered from 1."""
+    number = 0
+    for batch in batches:
+        num_bytes = batch.nbytes // max(1, batch.num_rows)
+        for values in zip(*map(_column_values, batch.columns), strict=True):
+            number += 1
+            row = dict(zip(batch.schema.names, values, strict=True))
+            yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
 
 
 def _column_values(column: "pa.Array") -> list[Any]:
@@ -318,6 +326,12 @@ def _column_values(column: "pa.Array") -> list[Any]:
 class PartialTailError(DataError):
     """The last line of a file, cut off while it was written."""
 
+    def __init__(self, location: str) -> None:
+        super().__init__(
+            f"{location}: incomplete final line (the writer stopped in the middle); "
+            "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
+        )
+
 
 def parse(raw: RawRecord) -> dict[str, Any]:
     """The record as an object, nulls at the top removed (a null field is an absent field).
@@ -326,15 +340,14 @@ def parse(raw: RawRecord) -> dict[str, Any]:
         DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
         PartialTailError: the same in a last line without a line end.
     """
-    value = parsed_object(raw)
-    if raw.is_row:
-        value = {key: _without_nulls(item) for key, item in value.items()}
-    record = {key: item for key, item in value.items() if item is not None}
+    items = parsed_object(raw).items()
+    record = {key: _without_nulls(item) if raw.is_row else item for key, item in items if item is not None}
     if record.get("tools") == "":  # as LLaMA-Factory writes none
         del record["tools"]
     for name in NESTED:
-        if isinstance(record.get(name), str):
-            record[name] = parse_text(record[name], f"{raw.location}: {name}")
+        text = record.get(name)
+        if isinstance(text, str):
+            record[name] = parse_text(text, f"{raw.location}: {name}")
     return record
 
 
@@ -372,12 +385,12 @@ def _parse_line(raw: RawRecord) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         if raw.is_tail and error.reason == "unexpected end of data":
-            raise PartialTailError(_partial(raw)) from None
+            raise PartialTailError(raw.location) from None
         at = raw.offset + error.start
         raise DataError(f"{raw.location}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
         if raw.is_tail:
-            raise PartialTailError(_partial(raw)) from None
+            raise PartialTailError(raw.location) from None
         near = shown(text[max(0, error.pos - 15) : error.pos + 15])
         raise DataError(f"{raw.location}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
     except _RepeatedKeyError as error:
@@ -391,13 +404,6 @@ def _parse_line(raw: RawRecord) -> dict[str, Any]:
     if b"\\ud" in raw.payload or b"\\uD" in raw.payload:
         _check_surrogates(text, value, raw)
     return value
-
-
-def _partial(raw: RawRecord) -> str:
-    return (
-        f"{raw.location}: incomplete final line (the writer stopped in the middle); "
-        "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
-    )
 
 
 def _check_surrogates(text: str, value: dict[str, Any], raw: RawRecord) -> None:

@@ -245,16 +245,11 @@ def detect_format(record: Mapping[str, Any]) -> str | None:
 def has_form(record: Record) -> bool:
     """Whether a record's keys are those of a form, and not those of another stack's dump."""
     forms = _forms_of(record)
-    if forms == ["chat"] and _awaits_response(record):
-        return False
+    if forms == ["chat"] and ("response" in record or "choices" in record):  # a logged call, whose reply is there?
+        last = record["messages"][-1] if isinstance(record["messages"], list) and record["messages"] else None
+        if isinstance(last, dict) and last.get("role") in ("user", "tool", "function", "system", "developer"):
+            return False
     return bool(forms) and not (set(forms) & {"input_ids", "prompt_completion", "nodes"} and _foreign(record))
-
-
-def _awaits_response(record: Record) -> bool:
-    """Whether this is a logged call: the reply to its messages stands beside them."""
-    last = record["messages"][-1] if isinstance(record["messages"], list) and record["messages"] else None
-    is_open = isinstance(last, dict) and last.get("role") in ("user", "tool", "function", "system", "developer")
-    return is_open and ("response" in record or "choices" in record)
 
 
 def _forms_of(record: Record) -> list[str]:
@@ -262,21 +257,19 @@ def _forms_of(record: Record) -> list[str]:
         for form in BY_KEYS_ALONE:
             if all(key in record for key in FORMS[form].needs):
                 return [form]
-    forms = []
-    if "nodes" in record:
-        forms.append("nodes")
-    if "tree" in record and ("token_ids" in record or "message" in record):
-        forms.append("tree_node")
-    elif "token_ids" in record:
-        forms.append("token_row")
-    elif "messages" in record:
-        forms.append("calls" if "calls" in record else "chat")
-    if "seqs" in record:
-        forms.append("grouped_rows")
-    if ("completion" in record and "token_ids" not in record) or ("prompt" in record and not forms):
+    has_ids, has_talk = "token_ids" in record, "messages" in record
+    is_node = "tree" in record and (has_ids or "message" in record)
+    signs = {
+        "nodes": "nodes" in record,
+        "tree_node": is_node,
+        "token_row": has_ids and not is_node,
+        "chat": has_talk and not has_ids and not is_node and "calls" not in record,
+        "calls": "calls" in record and (has_ids or (has_talk and not is_node)),
+        "grouped_rows": "seqs" in record,
+    }
+    forms = [form for form, is_there in signs.items() if is_there]
+    if ("completion" in record and not has_ids) or ("prompt" in record and not forms):
         forms.append("prompt_completion")
-    if "token_ids" in record and "calls" in record:
-        forms.append("calls")
     return forms or (["text"] if "text" in record else [])
 
 

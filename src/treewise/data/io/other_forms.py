@@ -5,7 +5,6 @@ ShareGPT's `conversations`, alpaca's `instruction`/`output`, `input_ids` with `l
 """
 
 from collections.abc import Callable
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -104,11 +103,6 @@ def from_input_ids(record: Record, location: str) -> Record:
     return with_mask({**rest, "token_ids": record["input_ids"]}, location, "input_ids")
 
 
-def has_mask(record: Record) -> bool:
-    """Whether a row of token ids marks what is trained under another name than `loss_weights`."""
-    return any(name in record for name in PER_TOKEN)
-
-
 def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Record:
     """A token row whose `labels`, mask and padding are `loss_weights`; without a mask every token is trained.
 
@@ -128,7 +122,14 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
         if len(values) != len(ids):
             raise DataError(f"{location}: {len(values)} {name} for {len(ids)} {ids_name}; they must align.")
     weights = _weights(masks, arrays, ids, ids_name, location)
-    keep = _unpadded(arrays.get("attention_mask"), location)
+    mask, keep = arrays.get("attention_mask"), None
+    if mask is not None and not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{location}: attention_mask holds other values than 0 and 1; {_PACKED}.")
+    if mask is not None and not mask.all():
+        seen = np.flatnonzero(mask)
+        if not len(seen) or len(seen) != seen[-1] - seen[0] + 1:
+            raise DataError(f"{location}: attention_mask has zeros between ones; padding is at the ends only.")
+        keep = slice(int(seen[0]), int(seen[-1]) + 1)
     positions = arrays.get("position_ids", np.arange(len(ids)))[slice(None) if keep is None else keep]
     if positions.ndim == 1 and (np.diff(positions) != 1).any():
         raise DataError(f"{location}: position_ids do not rise by 1 from token to token; {_PACKED}.")
@@ -163,19 +164,6 @@ def _weights(
         weights = weights.astype(np.float32)
         weights[:1] = 0  # nothing predicts a first token, and flat training does not count it
     return weights
-
-
-def _unpadded(mask: np.ndarray | None, location: str) -> slice | None:
-    if mask is None:
-        return None
-    if not np.isin(mask, (0, 1)).all():
-        raise DataError(f"{location}: attention_mask holds other values than 0 and 1; {_PACKED}.")
-    if mask.all():
-        return None
-    positions = np.flatnonzero(mask)
-    if not len(positions) or len(positions) != positions[-1] - positions[0] + 1:
-        raise DataError(f"{location}: attention_mask has zeros between ones; padding is at the ends only.")
-    return slice(int(positions[0]), int(positions[-1]) + 1)
 
 
 def split_pair(record: Record, location: str) -> tuple[Record, Record]:
@@ -213,19 +201,6 @@ def _after(messages: object, prompt: list[Any]) -> object:
     if isinstance(messages, list) and len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
         return messages[len(prompt) :]
     return messages
-
-
-def pair_name(location: str) -> str:
-    """A name for a pair: the file's name and line, which is the same wherever the file lies."""
-    return f"pair {PurePath(location).name}"
-
-
-def label_of(record: Record, location: str) -> float:
-    """The label of a completion: 1 for desirable, 0 for undesirable."""
-    label = record["label"]
-    if not isinstance(label, bool | np.bool_) and label not in (0, 1):
-        raise DataError(f"{location}: label must be true (desirable) or false, found {shown(label)}.")
-    return float(label)
 
 
 REWRITTEN: dict[str, Callable[[Record, str], Record]] = {

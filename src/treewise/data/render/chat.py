@@ -42,9 +42,11 @@ def conversation_calls(
         sampled = sampled[-1:]
     trained = [i for i in sampled if talk.weights[i] > 0]
     if not trained:
+        roles = [message["role"] for message in talk.messages]
+        counts = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
         reason = "has no assistant message" if not sampled else "trains no assistant message (each has weight 0)"
         raise DataError(
-            f"{location}: the record {reason} among {talk.role_counts()}, so no token is trained; "
+            f"{location}: the record {reason} among {counts or 'no messages'}, so no token is trained; "
             "add an assistant message, give one a weight above 0, or drop the record."
         )
     if trained[0] == 0:
@@ -206,20 +208,15 @@ def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float, np.
     same = 0
     while same < min(len(pieces), len(before)) and pieces[same] is before[same]:
         same += 1
-    spans, weights = [], []
+    spans: list[int] = []
+    weights: list[float] = []
     for piece, weight, mask in trained:
         is_trained = np.ones(len(pieces[piece]), dtype=bool) if mask is None else mask.copy()
         is_trained[: max(0, 1 - int(bounds[piece]))] = False  # nothing predicts a first token
-        for start, end in _runs(is_trained) if weight else []:
-            spans += [int(bounds[piece]) + start, int(bounds[piece]) + end]
-            weights.append(weight)
+        edges = np.flatnonzero(np.diff(is_trained, prepend=False, append=False)) if weight else np.zeros(0, dtype=int)
+        spans += (int(bounds[piece]) + edges).tolist()  # [start, end) of every run of trained tokens
+        weights += [weight] * (len(edges) // 2)
     return Row(joined(pieces[same:]), shared=int(bounds[same]), spans=spans, span_weights=weights)
-
-
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of every run of true values."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def _pool_index(value: object, size: int, location: str) -> int:

@@ -72,7 +72,7 @@ def with_images_read(message: Message, reader: ImageReader | None, data_file: Pa
     read = []
     for index, image in enumerate(message[IMAGES]):
         source, digest = reader.source(image, data_file, f"{location}, image {index}")
-        read.append(ReadImage(source, digest, reader.size_of(digest)))
+        read.append(ReadImage(source, digest, reader.size_of[digest]))
     return {**message, IMAGES: read}
 
 

@@ -33,11 +33,6 @@ class WeightedMessages:
     messages: list[Message]
     weights: list[float]
 
-    def role_counts(self) -> str:
-        """`2 user, 1 assistant`, for error messages."""
-        roles = [message["role"] for message in self.messages]
-        return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no messages"
-
 
 def clean_conversation(value: object, location: str, name: str = "messages") -> WeightedMessages:
     """Checked messages.
@@ -87,11 +82,15 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
             message.setdefault("reasoning_content", message.pop(other))
     if not isinstance(message.get("reasoning_content", ""), str):
         raise DataError(f"{location}: reasoning_content must be text.")
-    _map_function_call(message, location)
-    if not message.get("tool_calls"):
-        message.pop("tool_calls", None)
-    else:
-        message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in _list(message, location)]
+    if old := message.pop("function_call", None):  # OpenAI's older name of the one tool call that it is
+        if message.get("tool_calls"):
+            raise DataError(f"{location} has both function_call and tool_calls; give the calls once, as tool_calls.")
+        message["tool_calls"] = [old]
+    if calls := message.pop("tool_calls", None):
+        calls = parse_text(calls, f"{location}.tool_calls") if isinstance(calls, str) else calls
+        if not isinstance(calls, list):
+            raise DataError(f"{location}: tool_calls must be a list, found {type(calls).__name__}.")
+        message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in calls]
     own_weight = weight(value.get("weight"), location)
     if message.get("train_detail") is not None:
         if message.get("tool_calls") or message.get("reasoning_content"):
@@ -147,16 +146,6 @@ def _train_mark(value: Message, location: str) -> bool | None:
     return bool(marks[0])
 
 
-def _map_function_call(message: Message, location: str) -> None:
-    """OpenAI's older `function_call` as the one tool call that it is."""
-    old = message.pop("function_call", None)
-    if not old:
-        return
-    if message.get("tool_calls"):
-        raise DataError(f"{location} has both function_call and tool_calls; give the calls once, as tool_calls.")
-    message["tool_calls"] = [old]
-
-
 def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
     """The text of a message, with `IMAGE` where an image stands, and its images in order."""
     if isinstance(content, str):
@@ -186,15 +175,6 @@ def _image_of_part(part: Message) -> object:
         if value is not None:
             return f"data:;base64,{value}" if name == "base64" else value
     return COLUMN
-
-
-def _list(message: Message, location: str) -> list[Any]:
-    calls = message["tool_calls"]
-    if isinstance(calls, str):
-        calls = parse_text(calls, f"{location}.tool_calls")
-    if not isinstance(calls, list):
-        raise DataError(f"{location}: tool_calls must be a list, found {type(calls).__name__}.")
-    return calls
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
@@ -271,12 +251,11 @@ def find_tools(item: Placed) -> Tools:
         DataError: a `tools_ref` without a file that holds it; tools that are not a list of objects.
     """
     record, data_file, location = item.value, item.file, item.location
-    if record.get("tools") is None and isinstance(record.get("functions"), list):  # OpenAI's older name
-        functions = [{"type": "function", "function": function} for function in record["functions"]]
-        return clean_tools(functions, location)
-    if record.get("tools") is not None or record.get("tools_ref") is None:
-        return clean_tools(record.get("tools"), location)
-    name = record["tools_ref"]
+    tools, name = record.get("tools"), record.get("tools_ref")
+    if tools is None and isinstance(record.get("functions"), list):  # OpenAI's older name
+        tools = [{"type": "function", "function": function} for function in record["functions"]]
+    if tools is not None or name is None:
+        return clean_tools(tools, location)
     if data_file is None:
         raise DataError(
             f"{location}: tools_ref {shown(name)} is looked up beside the data file, and this record is from none; "

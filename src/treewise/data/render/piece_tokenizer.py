@@ -6,7 +6,7 @@ instead of a new tokenisation. Tokens that reach over their borders (`lstrip`, `
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,13 @@ class Encoder:
     def encode(self, texts: Sequence[str]) -> list[Pieces]:
         """Ids of texts, as pieces to be put in a row. Equal pieces are the same array."""
         cut = [self._pieces(text) for text in texts]
-        self._learn(piece for pieces in cut for piece in pieces)
+        needed = dict.fromkeys(piece for pieces in cut for piece in pieces)
+        if self._known_chars > MAX_REMEMBERED_CHARS:
+            self._known = {piece: self._known[piece] for piece in needed if piece in self._known}
+            self._known_chars = sum(map(len, self._known))
+        new = [piece for piece in needed if piece not in self._known]
+        self._known |= dict(zip(new, self._encode_all(new), strict=True))
+        self._known_chars += sum(map(len, new))
         return [tuple(self._known[piece] for piece in pieces) for pieces in cut]
 
     def encode_continuations(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -106,16 +112,6 @@ class Encoder:
         starts = [m.start() for m in self._cut.finditer(text) if m.group() in self._safe and m.start()]
         bounds = [0, *starts, len(text)]
         return [text[low:high] for low, high in pairwise(bounds) if high > low]
-
-    def _learn(self, pieces: Iterable[str]) -> None:
-        needed = dict.fromkeys(pieces)
-        if self._known_chars > MAX_REMEMBERED_CHARS:
-            self._known = {piece: self._known[piece] for piece in needed if piece in self._known}
-            self._known_chars = sum(map(len, self._known))
-        new = [piece for piece in needed if piece not in self._known]
-        for piece, ids in zip(new, self._encode_all(new), strict=True):
-            self._known[piece] = ids
-            self._known_chars += len(piece)
 
     def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         if not texts:

@@ -12,6 +12,7 @@ back is hidden. Later messages of the same shape cost one look-up.
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,6 @@ STANDARD_ROLES = {"developer": "system", "function": "tool"}
 CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").partition("#}\n")[2]
 UNWRITTEN_TOOLS = "the chat template never writes tools; the model does not see them (chat_template: chatml does)"
 NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
-
-Render = Callable[[list[Message]], str]
 
 
 class Template:
@@ -60,7 +59,8 @@ class Template:
         self.on_hidden = on_hidden
         self.placer = placer
         self.notes: dict[str, None] = {}
-        self.probe = FieldProbe()
+        self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}  # by shape: the fields that are hidden
+        self._looks: dict[tuple[Any, ...], int] = {}
         self._reads_parts_alone = False
         question: Message = {"role": "user", "content": MARK}
         # Some templates of vision models write content parts only; some would quote arguments given as text twice.
@@ -77,11 +77,6 @@ class Template:
             [with_arguments(m, as_text, f"{location}: messages[{i}]") for i, m in enumerate(talk.messages)],
             talk.weights,
         )
-
-    def mentions(self, key: str) -> bool:
-        """Whether the template's text holds the key of a message (`messages[].key`), so that it may read it."""
-        text = self.text or getattr(self.tokenizer, "chat_template", None)
-        return key.startswith("messages[].") and key.partition(".")[2] in str(text)
 
     def render(
         self,
@@ -160,99 +155,57 @@ class Template:
                 continue
             seen.add(id(message))
             texts = [text for part in message["content"].split(IMAGE) if (text := part.strip())]
-            if message["role"] == "assistant" or all(text in prompt or _as_json(text) in prompt for text in texts):
+            if message["role"] == "assistant" or all(
+                text in prompt or json.dumps(text, ensure_ascii=False)[1:-1] in prompt  # as `tojson` writes it
+                for text in texts
+            ):
                 continue
-            renders = (lambda talk: self.render([talk], tools, location, generation=True)[0],)
-            hidden = self.probe.hidden_in_context(history, index, bool(tools), renders, remembers=False)
+            hidden = self._hidden_in_context(history, index, tools, location, remembers=False)
             if hidden:
                 self.report_hidden(hidden, f"{location}: message {index} ({message['role']})")
 
     def _shown_message(self, messages: list[Message], index: int, tools: Tools, location: str) -> Message:
         """Message `index`, under its standard role where its own is hidden."""
         message = messages[index]
-        renders = [lambda talk: self.render([talk], tools, location, generation=True)[0]]
-        if message["role"] == "assistant":  # templates drop what was sampled long ago
-            renders.append(lambda talk: self.render([talk], tools, location)[0])
-        hidden = self.probe.hidden_in_context(messages, index, bool(tools), renders)
+        hidden = self._hidden_in_context(messages, index, tools, location)
         if hidden == ():
             return message
         role = message["role"]
         if role in STANDARD_ROLES:
             mapped = {**message, "role": STANDARD_ROLES[role]}
             around = [*messages[:index], mapped, *messages[index + 1 :]]
-            if self.probe.hidden_in_context(around, index, bool(tools), renders) == ():
-                self.notes[f"the chat template has no role {role}; its messages are rendered as {mapped['role']}"] = (
-                    None
-                )
+            if self._hidden_in_context(around, index, tools, location) == ():
+                note = f"the chat template has no role {role}; its messages are rendered as {mapped['role']}"
+                self.notes[note] = None
                 return mapped
         if hidden:  # None: the template raises an error, which the rendering itself reports
             self.report_hidden(hidden, f"{location}: message {index} ({role})")
         return message
 
-    def report_hidden(self, fields: Sequence[str], whose: str) -> None:
-        """Raises `DataError` for fields that the template does not write, or notes them (`on_hidden="warn"`)."""
-        names = ", ".join(fields)
-        if self.on_hidden == "warn":
-            self.notes[f"the chat template leaves out {names} of some messages (on_hidden: warn)"] = None
-            return
-        raise DataError(
-            f"{whose}: the chat template does not write its {names}; remove it, put it into content, give a "
-            "chat_template that writes it ('chatml'), or set on_hidden: warn to go on without it."
-        )
-
-    def _writes(self, text: str, talk: list[Message]) -> bool:
-        """Whether the template writes a text that a conversation holds."""
-        try:
-            return text in self.render([talk], None, "probe")[0]
-        except DataError:
-            return False
-
-
-class FieldProbe:
-    """The shapes of messages met so far under one template, with the fields of each that are hidden."""
-
-    def __init__(self) -> None:
-        self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}
-        self._looks: dict[tuple[Any, ...], int] = {}
-
-    def hidden_in_context(
-        self,
-        messages: Sequence[Message],
-        index: int,
-        has_tools: bool,
-        renders: Sequence[Render],
-        *,
-        remembers: bool = True,
+    def _hidden_in_context(
+        self, messages: Sequence[Message], index: int, tools: Tools, location: str, *, remembers: bool = True
     ) -> tuple[str, ...] | None:
         """Fields of message `index` that reach no prompt; None where the template raises an error.
 
-        renders: the whole history with the generation prompt, then messages alone. Templates that put a system message
-        into the turn after it need the first, those that drop what is old need the second.
+        The whole history is rendered with the generation prompt, an assistant's message also as the last one. Templates
+        that put a system message into the turn after it need the first, those that drop what is old need the second.
         """
-        message = messages[index]
-        marked, sentinels = with_sentinels(message, name_is_known=_is_named_by_call(messages, index))
-        sentinels.pop("reasoning_content", None)  # templates may drop the reasoning of earlier turns
-        sentinels.pop("thinking in content", None)
-        before = messages[index - 1]["role"] if index else None
-        key = ("context", message["role"], tuple(sentinels), before, has_tools)
+        role, before = messages[index]["role"], messages[index - 1]["role"] if index else None
+        marked, sentinels = with_sentinels(messages[index], name_is_known=_is_named_by_call(messages, index))
+        for name in ("reasoning_content", "thinking in content"):  # templates may drop the reasoning of earlier turns
+            sentinels.pop(name, None)
+        key = ("context", role, tuple(sentinels), before, bool(tools))
         if not remembers:  # a message that was not found in its prompt is probed itself: the first of each shape are
             self._looks[key] = self._looks.get(key, 0) + 1
         if key not in self._hidden or (not remembers and self._looks[key] <= MAX_LOOKS):
-            hidden = list(sentinels)
-            has_rendered = False
-            around = [*messages[:index], marked, *messages[index + 1 :]]
-            for render, talk in zip(renders, (around, around[: index + 1]), strict=False):
-                try:
-                    text = render(talk).lower()
-                except DataError:
-                    continue
-                has_rendered = True
-                hidden = [name for name in hidden if sentinels[name] not in text]
-                if not hidden:
-                    break
-            if not has_rendered:
+            around, texts = [*messages[:index], marked, *messages[index + 1 :]], []
+            for talk in (around, around[: index + 1]) if role == "assistant" else (around,):
+                with suppress(DataError):
+                    texts.append(self.render([talk], tools, location, generation=talk is around)[0].lower())
+            if not texts:
                 return None
-            self._hidden[key] = tuple(hidden)
+            shown = "\n".join(texts)
+            self._hidden[key] = tuple(name for name, sentinel in sentinels.items() if sentinel not in shown)
         return self._hidden[key]
 
     def hidden_in_turn(
@@ -275,6 +228,24 @@ class FieldProbe:
                 if sentinel not in (whole if field == "name" else trained)
             )
         return self._hidden[key]
+
+    def report_hidden(self, fields: Sequence[str], whose: str) -> None:
+        """Raises `DataError` for fields that the template does not write, or notes them (`on_hidden="warn"`)."""
+        names = ", ".join(fields)
+        if self.on_hidden == "warn":
+            self.notes[f"the chat template leaves out {names} of some messages (on_hidden: warn)"] = None
+            return
+        raise DataError(
+            f"{whose}: the chat template does not write its {names}; remove it, put it into content, give a "
+            "chat_template that writes it ('chatml'), or set on_hidden: warn to go on without it."
+        )
+
+    def _writes(self, text: str, talk: list[Message]) -> bool:
+        """Whether the template writes a text that a conversation holds."""
+        try:
+            return text in self.render([talk], None, "probe")[0]
+        except DataError:
+            return False
 
 
 def with_sentinels(message: Message, *, name_is_known: bool) -> tuple[Message, dict[str, str]]:
@@ -358,8 +329,3 @@ def _parsed(text: str | None, location: str) -> str | None:
     except RecursionError:
         raise ConfigError(f"{location}: Jinja nested too deeply to read.") from None
     return text
-
-
-def _as_json(text: str) -> str:
-    """As a template's `tojson` writes it, without the quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

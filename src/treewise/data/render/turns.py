@@ -7,7 +7,7 @@ generation prompt. TRL asks for templates patched to be append-only instead; her
 history forks.
 
 What the template writes in a turn and the model did not sample (the empty `<think>` block of a turn without reasoning)
-is context. What it leaves out of a message is an error, or a warning: `template.FieldProbe` finds it. A template may
+is context. What it leaves out of a message is an error, or a warning: `template` finds it. A template may
 mark what is trained by `{% generation %}` blocks, as transformers' `return_assistant_tokens_mask` and TRL's
 `assistant_only_loss` read them; a message by axolotl's `train_detail`. Spans are half-open ranges of characters.
 """
@@ -73,7 +73,7 @@ def check_turn(template: Template, call: Call, tools: Tools) -> None:
             f"{call.location}: the trained message holds {holds}, neither content nor tool_calls; "
             "give what was sampled, set its weight to 0, or drop it."
         )
-    hidden = template.probe.hidden_in_turn(
+    hidden = template.hidden_in_turn(
         call.history, call.turn, bool(tools), lambda marked: _with_turn(template, call, marked, tools)
     )
     if hidden:
@@ -93,7 +93,8 @@ def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: s
         if spans != [(0, len(sampled))]:
             template.notes[_GENERATION_NOTE] = None
     if call.turn.get("train_detail") is not None:
-        spans = intersection(spans, _detail_in_sampled(template, call, sampled, tools))
+        details = _detail_in_sampled(template, call, sampled, tools)
+        spans = union([part for limits in details for part in clip(spans, limits)])
     return RenderedCall(prompt, opening, sampled, None if spans == [(0, len(sampled))] else spans)
 
 
@@ -175,9 +176,10 @@ def _behind_header(template: Template, call: Call, tools: Tools, prompt: str, wh
     if start >= 0:
         return whole[start + len(header) :]
     if header.rstrip().endswith(THINK):
-        opened = header[: header.rindex(THINK)]
+        opened, content = header[: header.rindex(THINK)], call.turn["content"]
         start = whole.rfind(opened, 0, same)
-        reasoning = _reasoning(call.turn)
+        thought = content.rpartition(THINK_END)[0].split(THINK)[-1]
+        reasoning = (call.turn.get("reasoning_content") or thought).strip("\n")
         if start >= 0 and reasoning:
             return f"{reasoning}\n{THINK_END}\n\n" + whole[start + len(opened) :].lstrip("\n")
         raise DataError(
@@ -189,13 +191,6 @@ def _behind_header(template: Template, call: Call, tools: Tools, prompt: str, wh
         f"{_difference(prompt, whole)} If the turn was sampled with other template settings, give them in "
         "chat_template_kwargs."
     )
-
-
-def _reasoning(turn: Message) -> str:
-    if turn.get("reasoning_content"):
-        return turn["reasoning_content"].strip("\n")
-    before, mark, _ = turn["content"].rpartition(THINK_END)
-    return before.split(THINK)[-1].strip("\n") if mark else ""
 
 
 def _with_mark(history: list[Message], turn: int, *, with_calls: bool = True) -> list[Message]:
@@ -252,11 +247,6 @@ def _detail_in_sampled(template: Template, call: Call, sampled: str, tools: Tool
     details = detail_spans(call.turn["train_detail"], content, call.location)
     spans = [(low + start, high + start) for low, high in details]
     return union([*clip(spans, (at, at + len(kept))), (at + len(kept), len(sampled))])
-
-
-def intersection(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What lies in a span of both."""
-    return union([part for limits in second for part in clip(first, limits)])
 
 
 def common_prefix(a: str, b: str) -> int:
