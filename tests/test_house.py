@@ -36,7 +36,6 @@ WHOLE_PACKAGE = {
     "rl/online/test_meshes": "runs of policies that no process has whole",
     "planning/test_fastest": "the fastest of several plans",
     "distributed/placement/test_image_costs": "what images cost a rank",
-    "trainer/test_step_profile": "a profile of some steps",
     "distributed/test_context": "context parallelism against one process",
     "engine/test_offload": "gateways and held graphs in host memory",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",

@@ -22,7 +22,7 @@ from tests.trainer.torn import FILE_EVENTS
 from treewise.errors import TreewiseError
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.manifest import MANIFEST, read_manifest
+from treewise.trainer.checkpoint.store import MANIFEST, read_manifest
 
 NUM_RANKS = 2
 NUM_KILLS = 3  # of each run; then it is left to end

@@ -15,9 +15,9 @@ from tests.trainer.helpers import losses, some_trees, tiny_model
 from treewise.errors import CheckpointError
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer
-from treewise.trainer.checkpoint import manifest, store
+from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import to_plain
-from treewise.trainer.checkpoint.manifest import MANIFEST, identity, read_manifest, sealed_text
+from treewise.trainer.checkpoint.store import MANIFEST, identity, read_manifest, sealed_text
 
 
 def state_of(trainer):
@@ -286,7 +286,7 @@ def test_a_disk_that_refuses_is_a_clear_error_and_harms_nothing(make_trainer, tr
     elif failing == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     else:
-        monkeypatch.setattr(manifest, "safe_open", reads_damaged)
+        monkeypatch.setattr(store, "safe_open", reads_damaged)
     try:
         with pytest.raises(CheckpointError, match=r"step 3 could not be saved .*it takes .* [KM]iB, .* free\. Earlier"):
             trainer.train(resume_from_checkpoint=str(last))

@@ -59,18 +59,6 @@ def test_an_epoch_is_cut_into_exactly_so_many_batches(num_ranks, num_batches):
     assert sorted(tree for batch in batches for tree in batch) == list(range(11))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_an_epoch_of_seven_trees_in_six_steps(make_trainer, trees, accumulation):
-    settings = {"steps_per_epoch": 6, "gradient_accumulation_steps": accumulation, "num_train_epochs": 2}
-    trainer = make_trainer(trees, **settings)
-    trainer.train()
-    assert trainer.state.global_step == 12
-    sizes = [entry["tree_tokens"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(sizes) == 12
-    assert sum(sizes[:6]) == sum(sizes[6:])
-
-
 def test_more_steps_than_trees_are_an_error(make_trainer, trees):
     with pytest.raises(ConfigError, match="steps_per_epoch=9: give 1 to 7, the number of trees"):
         make_trainer(trees, steps_per_epoch=9).train()

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.hub_server import hub_server
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.store import read_manifest
 
 
 @pytest.fixture

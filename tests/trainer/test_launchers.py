@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.main import main
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.store import read_manifest
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("trainer/test_launchers")]
 

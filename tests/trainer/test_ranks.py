@@ -13,7 +13,7 @@ from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.store import read_manifest
 
 pytestmark = [
     pytest.mark.xdist_group("trainer/test_ranks"),

@@ -141,19 +141,6 @@ def test_what_compiles_the_layers(make_trainer, trees, monkeypatch):
     assert type(prepared) is type(trainer.model)  # and not compiled once more around the layers
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"torch_compile": True, "sharded": True}, "torch_compile cannot be combined with sharded"),
-        ({"torch_compile_mode": "reduce-overhead"}, "records CUDA graphs"),
-        ({"torch_compile_backend": "cuda"}, "torch_compile_backend='cuda' is unknown"),
-    ],
-)
-def test_compilation_that_is_refused(tmp_path, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **settings)
-
-
 def test_hooks_on_accumulated_gradients_are_refused_where_a_step_has_several_batches(make_trainer, trees):
     for accumulation in (1, 2):
         trainer = make_trainer(trees, max_steps=1, gradient_accumulation_steps=accumulation)

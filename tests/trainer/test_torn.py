@@ -13,7 +13,7 @@ from tests.trainer import torn
 from tests.trainer.helpers import some_trees
 from tests.trainer.torn import killed_at
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.manifest import MANIFEST, read_manifest
+from treewise.trainer.checkpoint.store import MANIFEST, read_manifest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

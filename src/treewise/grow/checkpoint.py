@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from treewise.errors import ConfigError
-from treewise.trainer.checkpoint.manifest import flush_file, flush_folder
+from treewise.trainer.checkpoint.store import flush_file, flush_folder
 
 logger = logging.getLogger("treewise")
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from treewise.errors import CheckpointError, DataError
 from treewise.serve.weights import ServedModel, Shape, Weights
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.manifest import MANIFEST, listed_files, read_manifest, write_atomically
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, load_optimizer, optimizer_state, save_optimizer
+from treewise.trainer.checkpoint.store import MANIFEST, listed_files, read_manifest, write_atomically
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 KINDS = {  # what each request saves

@@ -184,10 +184,18 @@ class TreeTrainingArguments(TrainingArguments):
         if self.shard_config and not self.sharded:
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
         self.shard_settings()
-        self._start_group()
+        is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
+            watchdog.start_group(self.ddp_timeout)  # transformers does it, too, but ignores `ddp_timeout`
         self._take_over_compilation()
         watchdog.begin(self.ddp_timeout)
-        self._check_launched_alone()
+        is_for_several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
+        if is_for_several and "WORLD_SIZE" not in os.environ and int(self.world_size) == 1:
+            raise ConfigError(  # steps would have fewer trees than requested
+                "accelerate launch was asked for several processes and started one, as it does with --cpu. Start them "
+                "with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (on a CPU, too, "
+                "with use_cpu: true); for one process give --num_processes 1 and unset MASTER_PORT."
+            )
         mesh_config(self.tp_size, self.ep_size, int(self.world_size))
         check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
 
@@ -196,24 +204,6 @@ class TreeTrainingArguments(TrainingArguments):
         known = self.__dataclass_fields__.get(name)
         value = None if known is None else getattr(self, name)
         return known is not None and value != known.default and value not in ("", [], None)
-
-    def _start_group(self) -> None:
-        """Joins the processes of a run on CPUs. transformers does it, too, but ignores `ddp_timeout`."""
-        is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
-            watchdog.start_group(self.ddp_timeout)
-
-    def _check_launched_alone(self) -> None:
-        """Raises `ConfigError` for `accelerate launch --cpu --num_processes 2`, which starts one process and sets a
-        port for several. Steps would have fewer trees than requested.
-        """
-        is_for_several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
-        if is_for_several and "WORLD_SIZE" not in os.environ and int(self.world_size) == 1:
-            raise ConfigError(
-                "accelerate launch was asked for several processes and started one, as it does with --cpu. Start them "
-                "with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (on a CPU, too, "
-                "with use_cpu: true); for one process give --num_processes 1 and unset MASTER_PORT."
-            )
 
     def _take_over_fsdp(self) -> None:
         """Takes FSDP settings over from transformers and accelerate, which leaves parameters whole on a CPU."""

@@ -130,12 +130,8 @@ class TreeLoader(DataLoader):
             generator=torch.Generator().manual_seed(0),
             **options,
         )
-        self.sampler_of_trees = sampler
+        self.sampler_of_trees, self.num_trees = sampler, sampler.num_trees
         self._begun: tuple[int, Iterator[list[Forest]]] | None = None  # epoch and its iterator
-
-    @property
-    def num_trees(self) -> int:
-        return self.sampler_of_trees.num_trees
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler_of_trees.set_epoch(epoch)
@@ -204,10 +200,10 @@ def as_trees(
     """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
     if dataset is None:
         return None
-    if is_raw_data(dataset) and not (name == "eval_dataset" and isinstance(dataset, dict)):
-        return load_trees(dataset, tokenizer, options=render)
     if name == "eval_dataset" and isinstance(dataset, dict):
         return {key: as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
+    if is_raw_data(dataset):
+        return load_trees(dataset, tokenizer, options=render)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
     if len(dataset) == 0:
@@ -241,24 +237,20 @@ def survey(dataset: Sequence[Any]) -> DataFacts:
         if forest.path_lengths[longest] > num_longest:
             num_longest = int(forest.path_lengths[longest])
             source = forest.trajectories[longest].source or f"item {index}"
-        if not isinstance(known, str):
-            _hash_forest(digest, forest)
+        if isinstance(known, str):
+            continue
+        tables = {"parent": forest.parent, "ends": forest.ends}  # the shape of the tree, and all that is trained on it
+        if forest.tree_streams:
+            tables |= {"token_ids": forest.token_ids, **forest.tree_streams}
+        for name, values in sorted(tables.items()):
+            digest.update(f"{name}:{values.dtype}{values.shape}".encode())
+            digest.update(np.ascontiguousarray(values).data)
+        update_with_content(digest, () if forest.tree_streams else forest.trajectories)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
     trajectories, tree_tokens, flat_tokens, leaf_tokens, images = map(int, counts)
     return DataFacts(
         fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, num_longest, source, images
     )
-
-
-def _hash_forest(digest: "hashlib._Hash", forest: Forest) -> None:
-    """Feeds a `hashlib` object with the shape of a tree and everything that is trained on it."""
-    tables = {"parent": forest.parent, "ends": forest.ends}
-    if forest.tree_streams:
-        tables |= {"token_ids": forest.token_ids, **forest.tree_streams}
-    for name, values in sorted(tables.items()):
-        digest.update(f"{name}:{values.dtype}{values.shape}".encode())
-        digest.update(np.ascontiguousarray(values).data)
-    update_with_content(digest, () if forest.tree_streams else forest.trajectories)
 
 
 # -- loaders of a run -------------------------------------------------------------------------------------------------
@@ -275,25 +267,6 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int, tree_order: TreeOr
     if args.places_trees:
         return TreeSampler(num_trees, size * args.data_size, seed, 0, 1, *steps, tree_order)
     return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps, tree_order)
-
-
-def training_loader(
-    args: TreeTrainingArguments, dataset: Sequence[Any], epoch: int = 0, tree_order: TreeOrder | None = None
-) -> TreeLoader:
-    """Batches of one epoch. transformers sets the epoch before each one, but earlier versions of it not in an epoch
-    that is resumed in its middle; so the first one is given here.
-    """
-    sampler = make_sampler(args, len(dataset), tree_order)
-    sampler.set_epoch(epoch)
-    return TreeLoader(args, dataset, sampler)
-
-
-def evaluation_loader(args: TreeTrainingArguments, dataset: Sequence[Any] | None) -> TreeLoader:
-    """This rank's batches of an evaluation set, in order. Raises `ConfigError` without a data set."""
-    if dataset is None:
-        raise ConfigError("evaluation needs an eval_dataset.")
-    size = args.per_device_eval_batch_size
-    return TreeLoader(args, dataset, TreeSampler(len(dataset), size, None, args.data_index, args.data_size))
 
 
 def make_placer(

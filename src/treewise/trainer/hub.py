@@ -58,34 +58,22 @@ class UploadingTrainer(Trainer):
             _warning_if_it_fails(f"the model was not uploaded; later: {later}", lambda: self._upload("Model save"))
 
     @override
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: object,
-    ) -> "CommitInfo | Future[CommitInfo] | None":
-        """Saves and uploads the model with a card; the commit, or with `blocking=False` its future. kwargs: of
-        `create_model_card`.
-        """
+    def push_to_hub(self, commit_message: str | None = None, **card: object) -> CommitInfo | None:
+        """Saves and uploads the model; the commit. card: of `create_model_card`."""
         if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
+            self.init_hf_repo()
         self.save_model(_internal_call=True)
-        options = {"run_as_future": not blocking, "token": token, "revision": revision}
-        given = {name: value for name, value in options.items() if value is not None}
-        return self._upload(commit_message or "End of training", given, **kwargs)
+        return self._upload(commit_message or "End of training", **card)
 
-    def _upload(self, message: str, options: dict[str, Any] | None = None, **card: object) -> CommitInfo | None:
-        """Uploads the model in the run's folder, after what is in the background. options: of `upload_folder`."""
+    def _upload(self, message: str, **card: object) -> CommitInfo | None:
+        """Uploads the model in the run's folder, after what is in the background."""
         if not self.is_world_process_zero():
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.create_model_card(**{"model_name": str(self.hub_model_id).split("/")[-1], **card})
         self._finish_current_push()
-        folder, names = self.args.output_dir, [*self.model_files, "README.md"]
-        self.uploaded = self._commit(folder, message, allow_patterns=names, **(options or {}))
+        names = [*self.model_files, "README.md"]
+        self.uploaded = self._commit(self.args.output_dir, message, allow_patterns=names)
         return self.uploaded
 
     def upload_checkpoint(self, checkpoint: Path) -> None:

@@ -74,21 +74,14 @@ def check_given(model: object, model_init: object, dataset: object, objective: o
         )
 
 
-def by_name(model: PreTrainedModel | str | Path | None) -> PreTrainedModel | None:
-    """The model, loaded in float32 where it is given by its name."""
-    return load_model.load_weights(str(model)) if isinstance(model, str | Path) else model
-
-
 def loaded(model: object, processor: object, dataset: object, peft_config: object, seed: int) -> tuple[Any, Any]:
     """Model and tokenizer, loaded where they are given by name, and the model with new adapters where asked for."""
     if isinstance(processor, str | Path):
         processor = load_model.load_processor(str(processor))
-    name = str(model) if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    if isinstance(model, str | Path):
-        model = by_name(model)
-        if processor is None:
-            processor = load_model.load_processor(name, required=False)
-    elif processor is None and is_raw_data(dataset) and Path(name or "absent").is_dir():
+    is_named = isinstance(model, str | Path)
+    name = str(model) if is_named else getattr(getattr(model, "config", None), "_name_or_path", "")
+    model = load_model.load_weights(name) if is_named else model
+    if processor is None and (is_named or (is_raw_data(dataset) and Path(name or "absent").is_dir())):
         processor = load_model.load_processor(name, required=False)
     if peft_config is not None:
         if not isinstance(peft_config, Mapping) and not hasattr(peft_config, "peft_type"):
@@ -116,20 +109,14 @@ def check_mesh(model: PreTrainedModel | None, args: TreeTrainingArguments) -> No
         take_over(model)
 
 
-class ScoredTrees:
+class ScoredTrees(list[list[Trajectory]]):
     """Trees with the reference's log-probs. The fingerprint is that of the data and the names of what scored it, so a
     run may be resumed where sums of floats round otherwise.
     """
 
     def __init__(self, trees: Sequence[list[Trajectory]], facts: Sequence[object]) -> None:
-        self._trees = trees
+        super().__init__(trees)
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return len(self._trees)
-
-    def __getitem__(self, index: int) -> list[Trajectory]:
-        return self._trees[index]
 
 
 def with_references(
@@ -151,7 +138,11 @@ def with_references(
     if isinstance(dataset, dict):
         own = (objective, model, reference, args, processor)
         return {name: with_references(each, *own) for name, each in dataset.items()}
-    trees = [_rows(dataset[index]) for index in range(len(dataset))]
+    items = [dataset[index] for index in range(len(dataset))]
+    trees = [
+        list(tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories)
+        for tree in items
+    ]
     wants_baseline = isinstance(objective, KTO) and objective.baseline == "mismatched"
     adds_baseline = wants_baseline and all(row.reward is not None for tree in trees for row in tree)
     if adds_baseline:
@@ -167,12 +158,6 @@ def with_references(
     names = [getattr(each.config, "_name_or_path", "") for each in (model, scorer)]
     dtype = str(next(scorer.parameters()).dtype)
     return ScoredTrees(trees, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
-
-
-def _rows(tree: object) -> list[Trajectory]:
-    return list(
-        tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories
-    )
 
 
 def with_logprobs(

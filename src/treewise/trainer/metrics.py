@@ -12,8 +12,9 @@ logged is a lower bound: `efficiency_at_least`.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import psutil
@@ -73,9 +74,8 @@ class Throughput:
     """Tokens, FLOPs and seconds since the last log; evaluation and saving are not counted."""
 
     def __init__(self) -> None:
-        self._tree_tokens = self._flat_tokens = 0
-        self._tree_flops = self._flat_flops = 0.0
-        self._seconds = self._started = self._waited = 0.0
+        self._sums: dict[str, float] = defaultdict(float)  # tokens, FLOPs and seconds, since the last log
+        self._started = 0.0
         self._model: nn.Module | None = None
         self._flop_model: FlopModel | None = None
         self._measured_rate: float | None = None
@@ -84,7 +84,7 @@ class Throughput:
     @property
     def tokens(self) -> tuple[float, float]:
         """Tree tokens and flat tokens of this rank since the last log."""
-        return float(self._tree_tokens), float(self._flat_tokens)
+        return self._sums["tree_tokens"], self._sums["flat_tokens"]
 
     def begin_run(self, device: torch.device, dtype: torch.dtype) -> None:
         """Measures the device's rate. dtype: of the matrix products of the run."""
@@ -96,14 +96,14 @@ class Throughput:
         """Around what a step begins with: until its trees are loaded, merged, placed and planned."""
         self._started = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - self._started
+        self._sums["waited"] += time.perf_counter() - self._started
 
     def end_step(self) -> None:
-        self._seconds += time.perf_counter() - self._started
+        self._sums["seconds"] += time.perf_counter() - self._started
 
     def add(self, out: StepOutput) -> None:
-        self._tree_tokens += out.num_tree_tokens
-        self._flat_tokens += out.num_flat_tokens
+        self._sums["tree_tokens"] += out.num_tree_tokens
+        self._sums["flat_tokens"] += out.num_flat_tokens
 
     def flops_of(self, model: nn.Module, forests: Sequence[Forest]) -> tuple[float, float] | None:
         """FLOPs of tree and of flat training; None before `add_flops` read the model, or for unknown shapes."""
@@ -119,18 +119,21 @@ class Throughput:
         of the model are not known.
         """
         if self._model is not model:
-            self._model, self._flop_model = model, _flop_model_or_none(model)
+            self._model, self._flop_model = model, None
+            with suppress(AttributeError, TypeError, ValueError, ZeroDivisionError, KeyError):  # another kind of config
+                self._flop_model = flop_model(model)
         flops = batch.flops or self.flops_of(model, batch.forests)
         if flops is None:
             num_parameters = sum(each.numel() for each in model.parameters())
             return 6.0 * sum(each.num_tokens for each in batch.forests) * num_parameters
-        self._tree_flops += flops[0]
-        self._flat_flops += flops[1]
+        self._sums["tree_flops"] += flops[0]
+        self._sums["flat_flops"] += flops[1]
         return flops[0]
 
     def take(self, tree_tokens: float, flat_tokens: float) -> dict[str, float]:
         """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""
-        seconds = max(self._seconds, 1e-9)
+        sums, self._sums = self._sums, defaultdict(float)
+        seconds = max(sums["seconds"], 1e-9)
         # The peak of this rank's GPU since the run began; on a CPU the present size of the process.
         has_gpu = torch.cuda.is_available()
         memory = torch.cuda.max_memory_allocated() if has_gpu else psutil.Process().memory_info().rss
@@ -140,15 +143,13 @@ class Throughput:
             "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
             "tree_tokens": tree_tokens,
             "memory_bytes": float(memory),
-            "batch_wait_share": float(f"{self._waited / seconds:.4g}"),
+            "batch_wait_share": float(f"{sums['waited'] / seconds:.4g}"),
         }
-        if self._tree_flops:
-            entries["flop_bound"] = round(self._flat_flops / self._tree_flops, 4)
+        if sums["tree_flops"]:
+            entries["flop_bound"] = round(sums["flat_flops"] / sums["tree_flops"], 4)
             for name, rate in (("mfu", self._peak), ("efficiency_at_least", self._measured_rate)):
                 if rate:
-                    entries[name] = float(f"{self._tree_flops / seconds / rate:.4g}")
-        self._tree_tokens = self._flat_tokens = 0
-        self._tree_flops = self._flat_flops = self._seconds = self._waited = 0.0
+                    entries[name] = float(f"{sums['tree_flops'] / seconds / rate:.4g}")
         return entries
 
 
@@ -180,10 +181,3 @@ def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
     except (RuntimeError, MemoryError):
         return None
     return 2.0 * size**3 / max(min(seconds), 1e-9)
-
-
-def _flop_model_or_none(model: nn.Module) -> FlopModel | None:
-    try:
-        return flop_model(model)
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError, KeyError):  # a configuration of another kind
-        return None

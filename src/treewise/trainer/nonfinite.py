@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from treewise.errors import NonFiniteError, num
-from treewise.trainer.checkpoint.manifest import own_file
+from treewise.trainer.checkpoint.store import own_file
 from treewise.tree.forest import Forest
-from treewise.tree.images import ImageSpan
 
 logger = logging.getLogger("treewise")
 
@@ -50,7 +49,11 @@ class NonFiniteGuard:
         """
         if is_finite:
             self._num_consecutive = 0
-            self._warn_of_spike(step, norm, forests)
+            median = statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else 0.0
+            if self.spike_factor and norm > self.spike_factor * median > 0:
+                trees = ", ".join(sources(forests)) or "unnamed trees"
+                logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
+            self._norms.append(norm)
             return True
         write_rows(self.path, forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
@@ -65,25 +68,11 @@ class NonFiniteGuard:
         many = f" Skipped in a row before: {num(self.max_skipped, 'step')}." if self.policy == "skip" else ""
         raise NonFiniteError(f"{message}{many} Lower learning_rate, or look at these records.")
 
-    def _warn_of_spike(self, step: int, norm: float, forests: Sequence[Forest]) -> None:
-        if self.spike_factor and len(self._norms) >= _FEWEST_NORMS:
-            median = statistics.median(self._norms)
-            if norm > self.spike_factor * median > 0:
-                trees = ", ".join(sources(forests)) or "unnamed trees"
-                logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
-        self._norms.append(norm)
-
 
 def sources(forests: Iterable[Forest], limit: int = 5) -> list[str]:
     """The first few sources of the trajectories of some trees."""
-    names: dict[str, None] = {}
-    for forest in forests:
-        for trajectory in forest.trajectories:
-            if trajectory.source:
-                names.setdefault(trajectory.source)
-            if len(names) == limit:
-                return list(names)
-    return list(names)
+    named = (each.source for forest in forests for each in forest.trajectories if each.source)
+    return list(dict.fromkeys(named))[:limit]
 
 
 def nonfinite_trajectories(forest: Forest, logprobs_of: Callable[[Forest], list[torch.Tensor]]) -> list[str]:
@@ -114,26 +103,16 @@ def write_rows(path: Path, forests: Iterable[Forest], facts: dict[str, Any]) -> 
 def _rows(forest: Forest) -> Iterator[dict[str, Any]]:
     for trajectory in forest.trajectories:
         streams = {"token_ids": trajectory.token_ids, **trajectory.streams}
+        row: dict[str, Any] = {name: values.tolist() for name, values in streams.items()}
+        if trajectory.images:  # paths, or bytes as data addresses
+            row["images"] = [
+                f"data:;base64,{base64.b64encode(each.source).decode()}"
+                if isinstance(each.source, bytes)
+                else str(Path(each.source).absolute())
+                for each in trajectory.images
+            ]
         labels = {name: getattr(trajectory, name) for name in _LABELS}
-        seen = {"images": [_address(image) for image in trajectory.images]} if trajectory.images else {}
-        yield (
-            {name: values.tolist() for name, values in streams.items()}
-            | seen
-            | {
-                name: value if isinstance(value, str | int | float) else str(value)
-                for name, value in labels.items()
-                if value is not None and value != ""
-            }
-        )
-
-
-def _address(image: ImageSpan) -> str:
-    """The path of an image, or its bytes as a data address, as rows of token ids take them."""
-    if isinstance(image.source, bytes):
-        return f"data:;base64,{base64.b64encode(image.source).decode()}"
-    return str(Path(image.source).absolute())
-
-
-def nonfinite_path(output_dir: str, rank: int, num_ranks: int) -> Path:
-    """The file of `write_rows` in the folder of a run; one for each rank of several."""
-    return Path(output_dir) / (f"nonfinite.rank{rank}.jsonl" if num_ranks > 1 else "nonfinite.jsonl")
+        for name, value in labels.items():
+            if value is not None and value != "":
+                row[name] = value if isinstance(value, str | int | float) else str(value)
+        yield row

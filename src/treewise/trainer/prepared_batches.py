@@ -7,21 +7,18 @@ generators and everything that a checkpoint records are left as they are, so a r
 what it would have trained. The first step of a run waits for its trees: nothing computes before it.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from operator import length_hint
-from typing import TypeVar
 
 from treewise.engine.prepared import PreparedForest
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 
 Batches = Iterator[list[Forest]]
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,37 +54,42 @@ class PreparedSteps:
     ) -> None:
         self._prepare, self._epoch_from = prepare, epoch_from
         self._batches_per_step, self._is_ahead = args.gradient_accumulation_steps, args.prepare_ahead
-        self._epoch: Batches | None = None  # of the step that comes next
-        self._steps: Generator[list[PreparedBatch], None, None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: Future[list[PreparedBatch]] | None = None  # the step that comes next
+        self._epoch: Batches | None = None  # that it is taken from
+        self._end: int | None = None  # the step after that epoch's last one; None: unknown
 
     def next_step(self, epoch: Batches, step: int) -> list[PreparedBatch]:
         """The batches of the next step; none at the end of an epoch. An error of theirs is raised here.
 
         epoch: the same iterator for each step of an epoch. step: index of the first step that is taken from it.
         """
-        if self._steps is None or self._epoch is not epoch:
+        if not self._is_ahead:
+            return self._batches_of(epoch, step)
+        if self._waiting is None or self._epoch is not epoch:
             self._close()
-            self._epoch = epoch
-            if self._is_ahead:
-                self._steps = prefetched(self._steps_of_epochs(epoch, step), self._batches_of)
-            else:
-                self._steps = (self._batches_of((epoch, each)) for each in count(step))
-        return next(self._steps, [])
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="treewise-prefetch")
+            self._begin(epoch, step)
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        batches = waiting.result()
+        if step + 1 != self._end:
+            self._submit(step + 1)
+        elif self._epoch_from is not None and (following := self._epoch_from(step + 1)) is not None:
+            self._begin(following, step + 1)
+        return batches
 
-    def _steps_of_epochs(self, epoch: Batches | None, step: int) -> Iterator[tuple[Batches, int]]:
-        """Epoch and index of each step. Runs in the caller's thread, one step ahead: before the last step of an epoch
-        is handed out, the next epoch begins.
-        """
-        while epoch is not None:
-            self._epoch, num_batches = epoch, length_hint(epoch, -1)
-            num_steps = None if num_batches < 0 else -(-num_batches // self._batches_per_step)
-            for each in islice(count(step), num_steps):
-                yield epoch, each
-            step += num_steps or 0
-            epoch = None if self._epoch_from is None else self._epoch_from(step)
+    def _begin(self, epoch: Batches, step: int) -> None:
+        num_batches = length_hint(epoch, -1)
+        self._epoch, self._end = epoch, None if num_batches < 0 else step - (-num_batches // self._batches_per_step)
+        self._submit(step)
 
-    def _batches_of(self, item: tuple[Batches, int]) -> list[PreparedBatch]:
-        epoch, step = item
+    def _submit(self, step: int) -> None:
+        assert self._thread is not None
+        assert self._epoch is not None
+        self._waiting = self._thread.submit(self._batches_of, self._epoch, step)
+
+    def _batches_of(self, epoch: Batches, step: int) -> list[PreparedBatch]:
         return [self._prepare(step, batch) for batch in islice(epoch, self._batches_per_step)]
 
     @contextmanager
@@ -99,36 +101,6 @@ class PreparedSteps:
             self._close()
 
     def _close(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-        self._epoch = self._steps = None
-
-
-def prefetched(items: Iterable[Given], make: Callable[[Given], Made]) -> Generator[Made, None, None]:
-    """`make(item)` of each item in order, the next one in a thread while the caller uses this one.
-
-    One item is taken from `items` ahead of the one in use, always in the caller's thread, so a data loader need not be
-    safe for threads. Results are those of a plain loop, as long as `make` depends on its item alone: it must neither
-    draw from a shared random generator nor touch the device. An error of `make` or of `items` is raised in place
-    of its own result, with its traceback. Leaving the loop early waits for the result in progress and drops it.
-    """
-    iterator = iter(items)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="treewise-prefetch") as thread:
-        waiting = _next(iterator, make, thread)
-        while waiting is not None:
-            result = waiting.result()
-            waiting = _next(iterator, make, thread)
-            yield result
-
-
-def _next(iterator: Iterator[Given], make: Callable[[Given], Made], thread: ThreadPoolExecutor) -> Future[Made] | None:
-    """The next result, in progress; None if there are no more items. An error of `items` becomes that result."""
-    try:
-        item = next(iterator)
-    except StopIteration:
-        return None
-    except Exception as error:
-        failed: Future[Made] = Future()
-        failed.set_exception(error)
-        return failed
-    return thread.submit(make, item)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._thread = self._waiting = self._epoch = None

@@ -1,13 +1,25 @@
-"""What holds around a whole training run: the lock of its folder, signals, the watch over other processes."""
+"""What holds around a whole training run: the lock of its folder, signals, the watch over other processes.
 
+One run per folder: a file that names its process, locked until that process ends. The lock is the operating system's
+(`flock`), so it ends with a killed run; the content of the file is for people. A forked child (a worker of a loader)
+would share the lock and outlive a killed run by seconds, so forked children close the descriptor at once. Without flock
+support, a holder on this host is checked by its pid; a holder on another host is assumed alive.
+"""
+
+import errno
 import json
 import logging
+import os
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import psutil
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
@@ -15,10 +27,9 @@ from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
 from treewise.distributed.watchdog import watching
 from treewise.engine.profiling import Profile, Recording, mean
-from treewise.errors import StoppedError
+from treewise.errors import ConfigError, StoppedError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
-from treewise.trainer.run_lock import RunLock
 
 logger = logging.getLogger("treewise")
 
@@ -113,3 +124,115 @@ class StepProfiler(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.is_world_process_zero and not self._profiles:
             logger.warning(f"profile: the run ended before step {FIRST}; nothing was profiled.")
+
+
+# -- the lock of a run's folder ----------------------------------------------------------------------------------------
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+NAME = ".treewise.lock"
+
+
+class RunLock:
+    """Keeps other runs out of a folder while it is held. One process may hold it several times over."""
+
+    _held: dict[Path, tuple[int, int]] = {}  # noqa: RUF012 - of all locks: folder -> (open file, times taken)
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+        self._is_new = False
+
+    def __enter__(self) -> "RunLock":
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Raises `ConfigError`, naming the process, while another one holds the folder."""
+        if self.folder in self._held:
+            descriptor, times = self._held[self.folder]
+            self._held[self.folder] = descriptor, times + 1
+            return
+        try:
+            self._is_new = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = self._open()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ConfigError(f"{self.folder / NAME} is a link; a run locks a plain file. Remove it.") from None
+            raise ConfigError(f"output_dir {self.folder} cannot be written ({error.strerror}).") from error
+        self._held[self.folder] = descriptor, 1
+
+    def release(self) -> None:
+        """Releases the folder after as many calls as `take` had; no effect in a forked process."""
+        if self.folder not in self._held:
+            return
+        descriptor, times = self._held.pop(self.folder)
+        if times > 1:
+            self._held[self.folder] = descriptor, times - 1
+            return
+        with suppress(OSError):
+            (self.folder / NAME).unlink()  # while locked, so that the file is still this lock's
+        os.close(descriptor)
+        if self._is_new:
+            with suppress(OSError):
+                self.folder.rmdir()  # only if nothing was written into it
+
+    @classmethod
+    def _forget(cls) -> None:
+        """In a forked process: closes the descriptors that it shares with its parent, whose locks stay."""
+        for descriptor, _ in cls._held.values():
+            with suppress(OSError):
+                os.close(descriptor)
+        cls._held.clear()
+
+    def _open(self) -> int:
+        path = self.folder / NAME
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            try:
+                self._lock(descriptor)
+                with suppress(FileNotFoundError):  # the last holder removed it after it was opened
+                    if os.path.samestat(os.fstat(descriptor), path.stat()):
+                        now = time.strftime("%Y-%m-%d %H:%M:%S")
+                        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+                        return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        holder: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            read = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+            holder = read if isinstance(read, dict) else {}
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                raise ConfigError(self._in_use(holder)) from None
+            except OSError:
+                pass  # a file system without locks
+        if holder and (holder.get("host") != socket.gethostname() or psutil.pid_exists(int(holder.get("pid") or 0))):
+            raise ConfigError(
+                f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: this file "
+                "system has no locks."
+            )
+
+    def _in_use(self, holder: dict[str, Any]) -> str:
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} (since {holder.get('since', '?')})"
+        return f"output_dir {self.folder} is in use by {who}; wait for it, stop it, or choose another folder."
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RunLock._forget)

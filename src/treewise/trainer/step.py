@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,9 +42,11 @@ from treewise.objectives.normalization import fixed_denominator
 from treewise.objectives.preference import MismatchedScores
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_path, nonfinite_trajectories, sources
+from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_trajectories, sources
 from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
+
+T = TypeVar("T")
 
 
 class StepRunner:
@@ -79,8 +82,9 @@ class StepRunner:
         self._max_tokens = args.max_tokens
         self._reserve_bytes, self._processor = reserve_bytes, processor
         self._ends: Ends | None = None  # of a sharded model
-        rows_file = nonfinite_path(args.output_dir, args.process_index, args.world_size)
-        self.guard = NonFiniteGuard(args.nonfinite, args.max_skipped_steps, args.spike_factor, rows_file)
+        rows_file = f"nonfinite.rank{args.process_index}.jsonl" if args.world_size > 1 else "nonfinite.jsonl"
+        limits = (args.nonfinite, args.max_skipped_steps, args.spike_factor)
+        self.guard = NonFiniteGuard(*limits, Path(args.output_dir) / rows_file)
         self.means = MetricMeans()
         # Of the present optimizer step.
         self._step, self._denominator, self._is_finite = 0, 1.0, True
@@ -212,14 +216,8 @@ class StepRunner:
         """
         if self.engine.router_loss_rule is None or (len(batches) == 1 and ranks.count() == 1):
             return None
-        self._measure_budget()
-        own: list[RouterCounts] = []
-        for batch in batches:
-            with self._batch(trains=False), self._autocast():
-                if batch.ready is not None:
-                    own.append(self.engine.count_experts(batch.ready))
-        if not self._is_first_of_batch:
-            own = []
+        own = self._of_each(batches, self.engine.count_experts)
+        own = own if self._is_first_of_batch else []
         parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
         return reduce(add, parts) if parts else None
 
@@ -230,16 +228,20 @@ class StepRunner:
             return objective
         if len(batches) == 1 and ranks.count() == 1:
             return objective
+        outs = self._of_each(batches, lambda ready: self.engine.evaluate(ready, MismatchedScores()))
+        sums = (sum(out.metrics[name] * out.weight for out in outs) for name in ("score", "count"))
+        total, count = self.sum_over_batches(*sums)
+        return replace(objective, baseline=max(0.0, total / count))
+
+    def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
+        """What is measured of each batch with trained tokens, without a graph."""
         self._measure_budget()
-        total = count = 0.0
+        found = []
         for batch in batches:
             with self._batch(trains=False), self._autocast():
                 if batch.ready is not None:
-                    out = self.engine.evaluate(batch.ready, MismatchedScores())
-                    total += out.metrics["score"] * out.weight
-                    count += out.metrics["count"] * out.weight
-        total, count = self.sum_over_batches(total, count)
-        return replace(objective, baseline=max(0.0, total / count))
+                    found.append(measure(batch.ready))
+        return found
 
     def train_batch(self, batch: PreparedBatch) -> StepOutput | None:
         """Forward and backward of this rank's part of a batch of the step; None if it has no trained token.

@@ -24,27 +24,28 @@ from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, StoppedError
+from treewise.errors import ConfigError
+from treewise.nn import load_model
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.normalization import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
-from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint, saved_intervals_ignored
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
+from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.data_loader import (
     DataFacts,
     TreeLoader,
+    TreeSampler,
     as_trees,
     check_preferences,
-    evaluation_loader,
     make_placer,
+    make_sampler,
     survey,
-    training_loader,
 )
 from treewise.trainer.hub import UploadingTrainer
-from treewise.trainer.inputs import MoreArguments, by_name, check_given, check_mesh, loaded, with_references
+from treewise.trainer.inputs import MoreArguments, check_given, check_mesh, loaded, with_references
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.trainer.run_context import StepEnd, StepProfiler, entered_run, stopped_error
@@ -101,19 +102,15 @@ class TreeTrainer(UploadingTrainer):
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
         model_init, render = more.get("model_init"), more.get("render")
-        check_given(
-            model,
-            model_init,
-            train_dataset,
-            objective,
-            [each for each in more if each not in MoreArguments.__annotations__],
-        )
+        others = [each for each in more if each not in MoreArguments.__annotations__]
+        check_given(model, model_init, train_dataset, objective, others)
         model, processing_class = loaded(model, processing_class, train_dataset, more.get("peft_config"), args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective, self._tree_order = objective, more.get("tree_order")
-        self._reference = by_name(more.get("reference"))
+        reference = more.get("reference")
+        self._reference = load_model.load_weights(str(reference)) if isinstance(reference, str | Path) else reference
         check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
@@ -193,15 +190,21 @@ class TreeTrainer(UploadingTrainer):
 
     @override
     def get_train_dataloader(self) -> TreeLoader:
-        epoch = (self._resumed.step if self._resumed else 0) // steps_per_epoch(self.args, len(self.train_dataset))
-        return training_loader(self.args, self.train_dataset, epoch, self._tree_order)
+        num_trees = len(self.train_dataset)
+        sampler = make_sampler(self.args, num_trees, self._tree_order)
+        # transformers sets the epoch before each one, but earlier versions not in one that is resumed in its middle.
+        sampler.set_epoch((self._resumed.step if self._resumed else 0) // steps_per_epoch(self.args, num_trees))
+        return TreeLoader(self.args, self.train_dataset, sampler)
 
     @override
     def get_eval_dataloader(self, eval_dataset: str | Sequence[object] | None = None) -> TreeLoader:
         self._score_references()
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        return evaluation_loader(self.args, self.eval_dataset if eval_dataset is None else eval_dataset)
+        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset, args = self.eval_dataset if dataset is None else dataset, self.args
+        if dataset is None:
+            raise ConfigError("evaluation needs an eval_dataset.")
+        own = (len(dataset), args.per_device_eval_batch_size, None, args.data_index, args.data_size)
+        return TreeLoader(args, dataset, TreeSampler(*own))
 
     get_test_dataloader = get_eval_dataloader
 
@@ -343,9 +346,9 @@ class TreeTrainer(UploadingTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         """What a run that is resumed must agree on."""
-        data, order = self.data_facts, self._tree_order
-        own = {"data": data.fingerprint, "num_trees": data.num_trees, "model": self._fingerprint}
-        return own | self.args.order_facts() | {"curriculum": None if order is None else order.description}
+        data = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
+        order = getattr(self._tree_order, "description", None)
+        return {**data, "model": self._fingerprint, **self.args.order_facts(), "curriculum": order}
 
     @override
     def _finalize_training(self, *args: object, **kwargs: object) -> TrainOutput:
@@ -383,8 +386,11 @@ class TreeTrainer(UploadingTrainer):
     @override
     def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> object:
         """A resumed run logs, evaluates and saves by its own settings and not by those in the checkpoint."""
-        with saved_intervals_ignored():
+        logging.getLogger("transformers.trainer_utils").disabled = True  # would warn where intervals differ
+        try:
             begun = super()._init_training_state(max_steps, *args, **kwargs)
+        finally:
+            logging.getLogger("transformers.trainer_utils").disabled = False
         self.state.compute_steps(self.args, max_steps)
         return begun
 
@@ -420,7 +426,11 @@ class TreeTrainer(UploadingTrainer):
                 resumed = self._resumed.folder if self._resumed else None
                 print_summary(self.args, self.train_dataset, self.data_facts, self.model.config, resumed)
             if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
-                return self._already_trained(self._resumed.folder)
+                end = self._resumed.folder  # its last weights and its log
+                self._load_from_checkpoint(str(end))
+                self.state = TrainerState.load_from_json(str(end / contents.STATE))
+                logger.warning("%s is the end of the run: no step is left to train", end)
+                return TrainOutput(self.state.global_step, float("nan"), {})
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
             self._throughput.begin_run(self.args.device, dtype)
             with self._checkpoints.flight_ended(), self._steps.ended():
@@ -435,16 +445,6 @@ class TreeTrainer(UploadingTrainer):
                 else:
                     if self._signals.received is None or self.state.global_step >= self.state.max_steps:
                         return result
-            raise self._stopped()
-
-    def _stopped(self) -> StoppedError:
-        step = self._checkpoints.last_step
-        where = f"; saved in {Path(self.args.output_dir) / f'checkpoint-{step}'}" if step else "; nothing to save yet"
-        return stopped_error(self._signals, f"stopped after step {self.state.global_step}{where}.")
-
-    def _already_trained(self, checkpoint: Path) -> TrainOutput:
-        """The result of a run that has no step left: its last weights and its log."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / contents.STATE))
-        logger.warning("%s is the end of the run: no step is left to train", checkpoint)
-        return TrainOutput(self.state.global_step, float("nan"), {})
+            step = self._checkpoints.last_step
+            saved = f"saved in {Path(self.args.output_dir) / f'checkpoint-{step}'}" if step else "nothing to save yet"
+            raise stopped_error(self._signals, f"stopped after step {self.state.global_step}; {saved}.")

@@ -13,7 +13,7 @@ from tests.trainer.helpers import in_child, losses, some_trees, tiny_model
 from treewise.errors import CheckpointError, StoppedError
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer.checkpoint import contents, store
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.store import read_manifest
 
 # -- written by a thread ----------------------------------------------------------------------------------------------
 

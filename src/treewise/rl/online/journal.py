@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from treewise.distributed import ranks
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
-from treewise.trainer.checkpoint.manifest import own_file
+from treewise.trainer.checkpoint.store import own_file
 
 logger = logging.getLogger("treewise")
 

@@ -13,7 +13,7 @@ import numpy as np
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import Outcome
 from treewise.rl.curriculum.self_check import CheckReport
-from treewise.trainer.checkpoint.manifest import write_atomically
+from treewise.trainer.checkpoint.store import write_atomically
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.checkpoint.manifest import listed_files
 from treewise.trainer.checkpoint.optimizer_state import (
     OPTIMIZER,
     OptimizerState,
@@ -40,13 +40,12 @@ from treewise.trainer.checkpoint.optimizer_state import (
     optimizer_state,
     save_optimizer,
 )
+from treewise.trainer.checkpoint.store import listed_files
 from treewise.trainer.checkpoint.weights import SHARDS, is_sharded_model, save_shards, sharded_weights
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
 SCHEDULE = "schedule.json"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
 
     own: list[Captured] = []
     folder = store.aside(run_dir, run.loop.global_step)
-    ranks.on_every_rank(_explained(folder, num_bytes, lambda: own.append(own_part())))
+    ranks.on_every_rank(store.explained(folder, num_bytes)(lambda: own.append(own_part())))
     return own[0]
 
 
@@ -131,27 +130,16 @@ def write(saved: Captured, run_dir: Path, facts: dict[str, Any], group: ProcessG
         CheckpointError: on all ranks, if any of them could not write; earlier checkpoints are untouched.
     """
     folder = store.aside(run_dir, saved.step)
-
-    def explained(stage: Callable[[], T]) -> Callable[[], T]:
-        return _explained(folder, saved.num_bytes, stage)
-
+    explained = partial(store.explained, folder, saved.num_bytes)
     try:
-        ranks.on_first_rank(explained(lambda: str(store.new_folder(run_dir, saved.step))), group)
+        ranks.on_first_rank(explained()(lambda: str(store.new_folder(run_dir, saved.step))), group)
         for stage in _stages(saved, folder, group):
-            ranks.on_every_rank(explained(stage), group)
-        return Path(ranks.on_first_rank(explained(lambda: str(store.publish(folder, facts))), group))
+            ranks.on_every_rank(explained()(stage), group)
+        return Path(ranks.on_first_rank(explained()(lambda: str(store.publish(folder, facts))), group))
     except CheckpointError:
         if ranks.own() == 0:  # all ranks have left the folder
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _explained(folder: Path, num_bytes: int, stage: Callable[[], T]) -> Callable[[], T]:
-    def explain() -> T:
-        with store.explained(folder, num_bytes):
-            return stage()
-
-    return explain
 
 
 def _stages(saved: Captured, folder: Path, group: ProcessGroup | None) -> Iterator[Callable[[], object]]:
@@ -159,17 +147,12 @@ def _stages(saved: Captured, folder: Path, group: ProcessGroup | None) -> Iterat
     run, is_sharded, optimizer = saved.run, bool(saved.shards), saved.optimizer
     if is_sharded:
         yield lambda: save_shards(folder / SHARDS, saved.shards, group)
-    if is_sharded and saved.weights is None:
-        yield lambda: _write_configuration(run, folder)
-    else:
-        yield lambda: write_model(folder, run.model, run.tokenizer, run.args, saved.weights)
+    is_whole = not is_sharded or saved.weights is not None
+    yield lambda: write_model(folder, run.model, run.tokenizer, run.args, saved.weights, is_whole=is_whole)
     if optimizer is not None:
         if is_sharded:
             yield lambda: save_shards(folder / OPTIMIZER, optimizer.tensors, group)
-        if ranks.own() == 0:
-            yield lambda: save_optimizer(folder, optimizer, is_sharded=is_sharded)
-        else:
-            yield lambda: None
+        yield lambda: save_optimizer(folder, optimizer, is_sharded=is_sharded) if ranks.own() == 0 else None
     yield lambda: write_texts(folder, saved.texts)
 
 
@@ -244,28 +227,22 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | None,
     args: TreeTrainingArguments,
     state: dict[str, torch.Tensor] | None = None,
+    *,
+    is_whole: bool = True,
 ) -> None:
     """The model as `from_pretrained` reads it, its tokenizer, and the settings of the run.
 
-    state: the gathered weights of a sharded model (`whole_state`).
+    state: the gathered weights of a sharded model (`whole_state`). is_whole: False for what lies beside its shards.
     """
-    if args.should_save:
-        folder.mkdir(parents=True, exist_ok=True)
+    if not args.should_save:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_whole:
         with as_whole_model(model):
             model.save_pretrained(folder, state_dict=state)
-        _write_beside_model(folder, tokenizer, args)
-
-
-def _write_configuration(run: RunState, folder: Path) -> None:
-    """What lies beside the shards of a model."""
-    if run.args.should_save:
-        model: Any = run.model
+    else:
         for each in model.peft_config.values() if hasattr(model, "peft_config") else [model.config]:
             each.save_pretrained(str(folder))
-        _write_beside_model(folder, run.tokenizer, run.args)
-
-
-def _write_beside_model(folder: Path, tokenizer: PreTrainedTokenizerBase | None, args: TreeTrainingArguments) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     # transformers would pickle the settings.

@@ -29,15 +29,20 @@ def to_plain(value: object, tensors: dict[str, torch.Tensor] | None = None, path
             return {_TAG: "tensor", "name": path}
         tensor = value.detach().cpu().contiguous()
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        return _tagged("inline", dtype=str(tensor.dtype), shape=list(tensor.shape), raw=_text(raw))
+        text = base64.b64encode(raw).decode("ascii")
+        return {_TAG: "inline", "dtype": str(tensor.dtype), "shape": list(tensor.shape), "raw": text}
     if isinstance(value, np.ndarray | np.generic):
         array = np.ascontiguousarray(value)
-        return _tagged("array", dtype=array.dtype.str, shape=list(np.shape(value)), raw=_text(array.tobytes()))
+        text = base64.b64encode(array.tobytes()).decode("ascii")
+        return {_TAG: "array", "dtype": array.dtype.str, "shape": list(np.shape(value)), "raw": text}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and _TAG not in value:
+        return {key: to_plain(item, tensors, f"{path}/{key}" if path else key) for key, item in value.items()}
     if isinstance(value, dict):
-        return _plain_dict(value, tensors, path)
+        pairs = [[to_plain(key), to_plain(item, tensors, f"{path}/{key}")] for key, item in value.items()]
+        return {_TAG: "dict", "items": pairs}
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         items = [to_plain(item, tensors, f"{path}/{index}") for index, item in enumerate(value)]
-        return items if isinstance(value, list) else _tagged("tuple", items=items)
+        return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
     raise CheckpointError(
         f"{path or 'state'} is a {type(value).__name__}, which cannot be saved without pickle; treewise writes none."
     )
@@ -66,18 +71,3 @@ def from_plain(value: object, tensors: dict[str, torch.Tensor] | None = None) ->
     dtype = getattr(torch, value["dtype"].removeprefix("torch."))
     flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(value["shape"])
-
-
-def _plain_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor] | None, path: str) -> object:
-    if all(isinstance(key, str) for key in value) and _TAG not in value:
-        return {key: to_plain(item, tensors, f"{path}/{key}" if path else key) for key, item in value.items()}
-    items = [[to_plain(key), to_plain(item, tensors, f"{path}/{key}")] for key, item in value.items()]
-    return _tagged("dict", items=items)
-
-
-def _tagged(kind: str, **content: object) -> dict[str, Any]:
-    return {_TAG: kind, **content}
-
-
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode("ascii")

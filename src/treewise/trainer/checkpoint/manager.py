@@ -22,7 +22,7 @@ from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.contents import ARGUMENTS, RunState
-from treewise.trainer.checkpoint.manifest import read_manifest
+from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.data_loader import TreeOrder
 
 # -- Which checkpoint a run goes on from, and what changed since it was saved -----------------------------------------
@@ -117,20 +117,6 @@ def _check_settings(checkpoint: Path, args: TreeTrainingArguments) -> list[str]:
             "from its weights."
         )
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
-
-
-@contextmanager
-def saved_intervals_ignored() -> Iterator[None]:
-    """transformers takes the intervals of logs, evaluations and saves over from a checkpoint, and warns where they
-    differ. A run here has its own, which it sets afterwards; so the warning would be wrong.
-    """
-    logger = logging.getLogger("transformers.trainer_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 logger = logging.getLogger("treewise")

@@ -2,7 +2,7 @@
 
 `optimizer.json` lists every tensor and holds all else. Before a tensor is made, that list is compared with what this
 run's optimizer keeps, because an entry that is missing, misshapen or not finite would give wrong weights silently. What
-belongs there follows from the optimizer itself: a new one of its class takes one step on a parameter of a few numbers.
+belongs there follows from the optimizer itself: a new one of its class takes one step on a parameter without values.
 """
 
 import inspect
@@ -32,7 +32,6 @@ SETTINGS = {
     *("weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho", "lambd", "lr_decay"),
     *("momentum_decay", "decoupled_weight_decay", "foreach", "fused"),
 }
-_SIZES = (2, 3, 5, 7, 11, 13)  # of the small parameter's axes: all different, so a state's axes are recognised
 # Means or sums of squares, of which optimizers take roots, and counts.
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "step")
 _WAY_OUT = "Use an earlier checkpoint, or start a new run from the weights."
@@ -87,14 +86,15 @@ def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = Fa
     Raises:
         CheckpointError: a value that cannot be saved without pickle.
     """
-    tensors = state.tensors
+    tensors: dict[str, torch.Tensor] = {}
+    entries = to_plain(state.entries, tensors)
     if not is_sharded:
         tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
         save_file(tensors, folder / f"{OPTIMIZER}.safetensors")
     members = [name for group in state.groups for name in group["params"]]
     content = {
         "kind": state.kind,
-        "state": {name: _plain_entries(name, entries) for name, entries in state.entries.items()},
+        "state": entries,
         "without_state": [name for name in members if name not in state.entries],  # were never trained
         "groups": to_plain(state.groups),
         "rest": to_plain(state.rest),
@@ -104,15 +104,6 @@ def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = Fa
         },
     }
     (folder / f"{OPTIMIZER}.json").write_text(json.dumps(content), encoding="utf-8")
-
-
-def _plain_entries(name: str, entries: dict[str, Any]) -> dict[str, Any]:
-    return {
-        entry: {"__is__": "tensor", "name": f"{name}/{entry}"}
-        if isinstance(value, torch.Tensor)
-        else to_plain(value, path=f"{name}/{entry}")
-        for entry, value in entries.items()
-    }
 
 
 def read_optimizer(folder: Path) -> OptimizerState:
@@ -177,9 +168,8 @@ def _content(folder: Path) -> tuple[OptimizerState, dict[str, Any]]:
                         raise CheckpointError(f"{path.name}: {entry} of {name} refers to the tensor {value['name']!r}.")
                     referred.add(value["name"])
         for odd in sorted(referred ^ set(content["shapes"])):
-            raise CheckpointError(
-                f"{path.name}: {odd} is {'listed with no shape' if odd in referred else 'of no parameter'}."
-            )
+            what = "listed with no shape" if odd in referred else "of no parameter"
+            raise CheckpointError(f"{path.name}: {odd} is {what}.")
         tensors = {name: _on_meta(name, *each) for name, each in content["shapes"].items()}
         entries = {name: from_plain(each, tensors) for name, each in content["state"].items()}
         listed = OptimizerState(content["kind"], entries, from_plain(content["groups"]), from_plain(content["rest"]))
@@ -262,7 +252,7 @@ def _refuse_other_parameters(listed: OptimizerState, optimizer: Optimizer, names
 
 def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: dict[int, str]) -> None:
     """Raises `CheckpointError` for the first entry that the optimizer's own steps would not make: missing, unknown, or
-    of another shape or dtype. Of a class that takes no step on a small CPU tensor, parameters of a group are compared.
+    of another shape or dtype. Of a class that takes no step without values, parameters of a group are compared.
     """
     index, first_of = 0, dict[tuple[int, int], set[str]]()
     for number, group in enumerate(_inner(optimizer).param_groups):
@@ -287,26 +277,24 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
 
 
 def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, str] | None:
-    """Kinds of a parameter's entries once it was trained; None for classes that take no step on a small CPU tensor."""
+    """Kinds of a parameter's entries once it was trained; None for classes that take no step without values."""
     kind, settings = type(optimizer), {name: value for name, value in group.items() if name != "params"}
-    small = nn.Parameter(torch.zeros(_SIZES[: parameter.dim()], dtype=parameter.dtype))
-    small.grad = torch.zeros_like(small)
+    empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    empty.grad = torch.empty_like(empty)
     known = inspect.signature(kind.__init__).parameters
     try:
-        twin = kind([small], **{name: value for name, value in settings.items() if name in known})
+        twin = kind([empty], **{name: value for name, value in settings.items() if name in known})
         twin.param_groups[0].update({**settings, "fused": None, "foreach": None})
         twin.step()
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    sizes = dict(zip(_SIZES, parameter.shape, strict=False))
-    return {entry: _kind(value, sizes) for entry, value in twin.state[small].items()}
+    return {entry: _kind(value) for entry, value in twin.state[empty].items()}
 
 
-def _kind(value: object, sizes: Mapping[int, int] | None = None) -> str:
-    """Shape and dtype in words. sizes: what the axes of the small parameter stand for."""
+def _kind(value: object) -> str:
+    """Shape and dtype in words."""
     if isinstance(value, torch.Tensor) and value.dim():
-        shape = [(sizes or {}).get(size, size) for size in value.shape]
-        return f"{shape} {str(value.dtype).removeprefix('torch.')}"
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     is_number = isinstance(value, torch.Tensor) or type(value) in (int, float)
     return "one number" if is_number else f"one {type(value).__name__}"
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.distributed.mesh import load_on_mesh, mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
-from treewise.trainer.checkpoint.manifest import listed_files
+from treewise.trainer.checkpoint.store import listed_files
 
 # -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------
 

@@ -6,7 +6,7 @@ import pytest
 
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.manifest import MANIFEST, is_verified, listed_files, read_manifest
+from treewise.trainer.checkpoint.store import MANIFEST, is_verified, listed_files, read_manifest
 
 
 @pytest.fixture
