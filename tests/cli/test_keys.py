@@ -163,7 +163,7 @@ def seen(tmp_path, monkeypatch):
         (training_run, "load_weights", weights),
         (load_model, "load_weights", weights),
         (training_run, "load_processor", None),
-        (online_run, "_tokenizer", lambda bound: found.update({"load_processor.name": bound["config"].tokenizer})),
+        (load_model, "load_tokenizer", lambda bound: found.update({"load_processor.name": bound["name"]})),
         (training_run, "adapted", lambda _: model),
         (training_run, "locate", None),
         (training_run, "check_settings", None),

@@ -6,6 +6,7 @@ Keys are flat, but for mappings (`lora`, `chat_template_kwargs`); flags write th
 import dataclasses
 import enum
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,9 @@ from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, 
 from treewise.nn.adapters import adapter_folder
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from treewise.objectives import Objective
     from treewise.trainer import TreeTrainingArguments
 
 Values = dict[str, Any]
@@ -77,9 +81,17 @@ def read_config(
         raise ConfigError(f"give {', '.join(f'--{short.get(key, key)}' for key in missing)}.")
     if missing:
         raise ConfigError(f"{path}: no {missing[0]}; add it to the file, or give --{missing[0]}.")
-    config = _config(checked, more or {}, tuple(name for name in aliases or () if name in schema(more)))
-    _check_adapters(config)
-    return dataclasses.replace(config, renamed=tuple(dict.fromkeys(renamed)))
+    unwritten = tuple(name for name in aliases or () if name in schema(more))
+    config = _config(checked, more or {}, unwritten=unwritten, renamed=tuple(dict.fromkeys(renamed)))
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(config, key) and config.lora is None and adapter_folder(config.model) is None:
+            raise ConfigError(
+                f"{key}: quantised weights cannot be trained themselves; add adapters, as in lora: "
+                "{r: 16, target_modules: all-linear}."
+            )
+    if config.load_in_4bit and config.load_in_8bit:
+        raise ConfigError("load_in_4bit and load_in_8bit are both given; choose one.")
+    return config
 
 
 def read_keys(
@@ -248,19 +260,13 @@ def _checked_lora(values: Values) -> Values:
     for key in ("r", "lora_alpha"):
         if checked.get(key) is not None and checked[key] <= 0:
             raise ConfigError(f"lora.{key} is {checked[key]}; it must be positive.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            LoraConfig(**{"task_type": "CAUSAL_LM", **checked})
+    except (ValueError, TypeError, ImportError) as error:  # settings that peft does not take together
+        raise ConfigError(f"lora: {' '.join(str(error).split())}") from error
     return checked
-
-
-def _check_adapters(config: RunConfig) -> None:
-    """Raises where settings of adapters and of quantised weights contradict one another."""
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if getattr(config, key) and config.lora is None and adapter_folder(config.model) is None:
-            raise ConfigError(
-                f"{key}: quantised weights cannot be trained themselves; add adapters, as in lora: "
-                "{r: 16, target_modules: all-linear}."
-            )
-    if config.load_in_4bit and config.load_in_8bit:
-        raise ConfigError("load_in_4bit and load_in_8bit are both given; choose one.")
 
 
 def _unknown(key: str, known: Sequence[str], location: str = "") -> ConfigError:
@@ -268,7 +274,7 @@ def _unknown(key: str, known: Sequence[str], location: str = "") -> ConfigError:
     return ConfigError(f"{location + ': ' if location else ''}unknown key {key!r}.{hint}")
 
 
-def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...]) -> RunConfig:
+def _config(values: Values, more: Mapping[str, Any], **told: Any) -> RunConfig:
     own = {"data": None} | {name: values.pop(name) for name in OWN if values.get(name) is not None}
     others = {name: values.pop(name) for name in more if name in values}
     render = {name: values.pop(name) for name in RenderOptions.__dataclass_fields__ if name in values}
@@ -284,4 +290,48 @@ def _config(values: Values, more: Mapping[str, Any], unwritten: tuple[str, ...])
         raise ConfigError(
             f"eval_strategy is {training['eval_strategy']!r}, but there is no eval_data and no eval_split."
         )
-    return RunConfig(render=RenderOptions(**render), training=training, more=others, unwritten=unwritten, **own)
+    return RunConfig(render=RenderOptions(**render), training=training, more=others, **told, **own)
+
+
+# -- the objective and the reference that a configuration names, with settings that may be text ------------------------
+
+
+def typed_settings(objective: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a named objective, as the types of its annotations.
+
+    Raises:
+        ConfigError: a value of another type; names the setting.
+    """
+    from treewise.objectives.registry import OBJECTIVES, setting_types
+
+    types = setting_types(objective) if objective in OBJECTIVES else {}
+    by_name = {str(key): value for key, value in settings.items()}  # YAML reads the key of `3: x` as a number
+    return {key: coerce(key, value, types.get(key, Any)) for key, value in by_name.items()}
+
+
+def objective_of(config: RunConfig) -> "Objective | None":
+    """The objective that the configuration names; None for SFT, whose settings are keys of their own.
+
+    Raises:
+        ConfigError: an unknown objective or setting, or one that belongs to `treewise rl`.
+    """
+    from treewise.objectives.registry import OBJECTIVES, PREFERENCES, objective_named
+
+    name = config.more.get("objective")
+    settings = config.more.get("objective_settings") or {}
+    if name in (None, "sft"):
+        for key in ("objective_settings", "reference"):
+            if config.more.get(key):
+                raise ConfigError(f"{key} belongs to objective: {', '.join(PREFERENCES)}; SFT has keys of its own.")
+        return None
+    if name in OBJECTIVES and name not in PREFERENCES:
+        raise ConfigError(f"objective {name!r} needs rollouts: use treewise rl. Here: sft, {', '.join(PREFERENCES)}.")
+    return objective_named(name, **typed_settings(name, settings))
+
+
+def reference_of(config: RunConfig) -> "PreTrainedModel | None":
+    """The model that `reference` names; None without one: the trained model as it starts."""
+    from treewise.nn.load_model import load_weights
+
+    name = config.more.get("reference")
+    return None if name is None else load_weights(name, None, config.dtype)

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 NUM_CHECKED = 48  # trees of the self-check
 
 
-def check_curriculum(config: RunConfig) -> None:
-    """Raises `ConfigError` for a curriculum that is unknown or orders nothing, before anything is loaded."""
-    _curriculum(config)
-
-
 def order_of(
     config: RunConfig,
     arguments: "TreeTrainingArguments",
@@ -42,14 +37,15 @@ def order_of(
     """
     from treewise.rl.curriculum.recorded import RecordedOrder
 
-    curriculum = _curriculum(config)
+    curriculum = curriculum_of(config)
     if curriculum is None:
         return None
     measure = partial(_measured, curriculum, arguments, model, trees, objective)
     return RecordedOrder(curriculum, len(trees), int(arguments.order_facts()["seed"]), measure)
 
 
-def _curriculum(config: RunConfig) -> "Curriculum | None":
+def curriculum_of(config: RunConfig) -> "Curriculum | None":
+    """The curriculum of a configuration; None for `uniform`. Raises `ConfigError` for one that orders no records."""
     from treewise.rl.curriculum import curriculum_named
     from treewise.rl.curriculum.recorded import check_orders
 

@@ -100,23 +100,18 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
         if getattr(args, name) in (None, []):
             flag = "data files" if name == "data" else f"--{name}"
             raise ConfigError(f"give {flag}, or a run's configuration that names them: --config RUN.yaml.")
-    args.render = replace(render, **_rendering(args))
+    given = {item.name: getattr(args, item.name, None) for item in fields(RenderOptions)}
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in {"merge_siblings", "images_from_network"} & set(values):
+        values[name] = values[name] == "true"
+    if "chat_template_kwargs" in values:
+        values["chat_template_kwargs"] = read_mapping("--chat_template_kwargs", values["chat_template_kwargs"])
+    args.render = replace(render, **values)
     return config
 
 
 _FROM_RUN = ("data", "model", "gguf_file", "tokenizer", "dtype", "num_workers", "on_bad_record")
 _LISTS = {"bench": ("data", "model", "max_tokens"), **dict.fromkeys(("inspect", "plan", "verify"), ("data",))}
-
-
-def _rendering(args: argparse.Namespace) -> dict[str, Any]:
-    """The rendering that flags give."""
-    names = [item.name for item in fields(RenderOptions)]
-    values = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    for name in {"merge_siblings", "images_from_network"} & set(values):
-        values[name] = values[name] == "true"
-    if "chat_template_kwargs" in values:
-        values["chat_template_kwargs"] = read_mapping("--chat_template_kwargs", values["chat_template_kwargs"])
-    return values
 
 
 def load_data(args: argparse.Namespace, tokenizer: object, *, progress: bool) -> Trees:

@@ -190,7 +190,7 @@ def declared(package: str, file: str, name: str) -> Mapping[str, str]:
     tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    names = [node.target.id for node in fields if not _is_computed(node)]  # type: ignore[union-attr]
+    names = [node.target.id for node in fields if "init=False" not in ast.unparse(node)]  # type: ignore[union-attr]
     texts: dict[str, str] = {}
     for match in re.finditer(r"^ {4}([\w, ]+): ((?:.|\n {8})+)", ast.get_docstring(found) or "", re.MULTILINE):
         keys, text = match[1].split(", "), " ".join(match[2].split())
@@ -200,11 +200,6 @@ def declared(package: str, file: str, name: str) -> Mapping[str, str]:
                 said = rest if inner in names else sentence
                 texts.setdefault(key, said.split(". ")[0].rstrip(".").replace("`", ""))
     return {name: texts.get(name, "") for name in names}
-
-
-def _is_computed(field: ast.AnnAssign) -> bool:
-    words = field.value.keywords if isinstance(field.value, ast.Call) else ()
-    return any(word.arg == "init" and ast.unparse(word.value) == "False" for word in words)
 
 
 def help_of(key: str) -> str:

@@ -2,17 +2,14 @@
 
 import argparse
 import typing
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import run_folder, training_run
-from treewise.cli.aliases import ALIASES
-from treewise.cli.config import RunConfig, parse_flags
+from treewise.cli.config import RunConfig
 from treewise.cli.keys import ONLINE, RENDERING, TASKS, declared
 from treewise.cli.output import is_first_rank
-from treewise.cli.values import read_file
 from treewise.errors import ConfigError, check_choice, num
 
 if TYPE_CHECKING:
@@ -55,12 +52,6 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
-def given_keys(path: str | None, overrides: Sequence[str]) -> set[str]:
-    """The keys that a configuration or its flags give: `tasks` makes an online run of them."""
-    in_file = () if path is None else read_file(Path(path), ())
-    return {ALIASES.get(key, key) for key in (*parse_flags(overrides), *in_file)}
-
-
 def names() -> list[str]:
     """The names of `keys`, without importing what declares them."""
     return [*declared(*ONLINE), *TASKS]
@@ -80,18 +71,22 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
         ConfigError: settings that contradict one another, or that recorded rollouts alone have.
     """
     from treewise.engine.engine import TreeEngine
+    from treewise.nn.load_model import load_tokenizer
     from treewise.rl.online import OnlineTrainer
+    from treewise.rl.online.tasks_by_name import task_named
 
     recorded: list[Any] = [config.data, config.eval_data]
     if any(each is not None for each in recorded):
         raise ConfigError(
             "tasks and data are both given: a run samples its rollouts or trains on recorded ones, not both."
         )
-    settings = _settings(config, objective)
-    task = _task(config)
+    settings, more = _settings(config, objective), config.more
+    given = (more.get("tasks_settings"), more.get("reward_functions") or ())
+    task = task_named(more["tasks"], *given, more.get("tasks_seed", 0), more.get("reward_weights"))
     check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
     arguments = training_run.training_arguments(config)
-    tokenizer = _tokenizer(config)
+    named = (config.model, config.gguf_file) if config.tokenizer is None else (config.tokenizer,)
+    tokenizer = load_tokenizer(*named)
     model = training_run.load_model(config, arguments)
     if is_first_rank():
         print(_summary(config, settings, task))
@@ -126,19 +121,6 @@ def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
     return OnlineSettings(**values)
 
 
-def _task(config: RunConfig) -> "Task":
-    from treewise.rl.online.tasks_by_name import task_named
-
-    more = config.more
-    return task_named(
-        more["tasks"],
-        more.get("tasks_settings"),
-        more.get("reward_functions") or (),
-        more.get("tasks_seed", 0),
-        more.get("reward_weights"),
-    )
-
-
 def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettings", model: "PreTrainedModel") -> None:
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools, of
     its length.
@@ -151,14 +133,6 @@ def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettin
         started(task, [task.item("train", 0)], ChatTokens(tokenizer, settings.chat_template), calls, settings, model)
     finally:
         calls.close()
-
-
-def _tokenizer(config: RunConfig) -> object:
-    from treewise.nn.load_model import load_tokenizer
-
-    if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer)
-    return load_tokenizer(config.model, config.gguf_file)
 
 
 def _reference(config: RunConfig) -> "PreTrainedModel | None":

@@ -77,7 +77,10 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS, f"Commands: {', '.join(COMMANDS)}.")
         raise ConfigError(f"unknown command {name!r}.{hint}")
-    flags = _flags(name)
+    usage = Parser()
+    module_of(name).add_arguments(usage)
+    usage.usage = None
+    flags = [*re.findall(r"--\w[\w-]*", usage.format_usage()), "--help", "--debug"]
     resolved, renamed = resolve_flags(words, flags)
     args, rest = make_parser(name).parse_known_args(resolved)
     if hasattr(args, "overrides"):  # a command with a configuration takes its keys as flags
@@ -93,11 +96,3 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
 def module_of(name: str) -> ModuleType:
     """The module of a command."""
     return import_module(f"treewise.cli.commands.{MODULES.get(name, name)}")
-
-
-def _flags(name: str) -> list[str]:
-    """The flags of a command, as its usage lists them."""
-    parser = Parser()
-    module_of(name).add_arguments(parser)
-    parser.usage = None
-    return [*re.findall(r"--\w[\w-]*", parser.format_usage()), "--help", "--debug"]

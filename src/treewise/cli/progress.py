@@ -14,9 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -27,7 +24,7 @@ from typing_extensions import override
 from treewise.cli.run_folder import LOG
 from treewise.errors import duration, num
 from treewise.rl.checks import gap_warning
-from treewise.trainer.checkpoint.manifest import own_file
+from treewise.trainer.checkpoint.store import own_file
 
 # Metrics of objectives that a line shows, with their short names.
 METRICS = {
@@ -71,8 +68,12 @@ class StepLines(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
-        if state.is_world_process_zero:
-            _keep_until(self._log, state.global_step)
+        if state.is_world_process_zero:  # what was logged after the step from which the run goes on is left out
+            is_resumed = self._log.exists() and state.global_step
+            lines = self._log.read_text(encoding="utf-8").splitlines() if is_resumed else []
+            kept = [line for line in lines if _step_of(line) <= state.global_step and '"train_runtime"' not in line]
+            with own_file(self._log, "w") as stream:
+                stream.write("".join(f"{line}\n" for line in kept))
 
     @override
     def on_log(
@@ -141,22 +142,6 @@ class GapWarning(TrainerCallback):
         line = gap_warning(float(logs["logprob_gap"]), self._limit)
         if line is not None and state.is_world_process_zero:
             print(f"warning: {line}", file=sys.stderr)
-
-
-def replace_printers(trainer: Trainer, callbacks: Sequence[TrainerCallback]) -> None:
-    """Puts callbacks in the place of transformers' own printing."""
-    for theirs in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(theirs)
-    for each in callbacks:
-        trainer.add_callback(each)
-
-
-def _keep_until(log: Path, step: int) -> None:
-    """Leaves out what was logged after the step from which the run goes on."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and step else []
-    lines_before = [line for line in lines if _step_of(line) <= step and '"train_runtime"' not in line]
-    with own_file(log, "w") as stream:
-        stream.write("".join(f"{line}\n" for line in lines_before))
 
 
 def _step_of(line: str) -> float:

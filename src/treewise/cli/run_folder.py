@@ -74,7 +74,7 @@ def opened(
     """
     from treewise.distributed import ranks
     from treewise.nn.device import keep_freed_memory
-    from treewise.trainer.run_lock import RunLock
+    from treewise.trainer.run_context import RunLock
 
     folder = Path(arguments.output_dir)
     if arguments.device.type == "cpu" and os.environ.get(_KEEP_MEMORY) != "0":
@@ -120,7 +120,7 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
 
     A resumed run that was refused (other data, another optimizer) leaves the settings and the end of the one before.
     """
-    from treewise.trainer.checkpoint.manifest import write_atomically
+    from treewise.trainer.checkpoint.store import write_atomically
 
     was_there, before = folder.exists(), _results(folder)
     kept = {name: (folder / name).read_text("utf-8") for name in (_RESOLVED, FINISHED) if (folder / name).is_file()}
@@ -171,7 +171,7 @@ def _write_resolved(
     folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
 ) -> None:
     from treewise.trainer.checkpoint import store
-    from treewise.trainer.checkpoint.manifest import write_atomically
+    from treewise.trainer.checkpoint.store import write_atomically
 
     resolved = folder / _RESOLVED
     try:

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -49,15 +48,16 @@ def split_words(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
     """Checks flags before anything is loaded. Raises `ConfigError`."""
-    if not sys.stderr.isatty():
-        hide_bars(config)
+    if not sys.stderr.isatty():  # a log file holds lines, not progress bars
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        config.training.setdefault("disable_tqdm", True)
     if args.resume and args.overwrite:
         raise ConfigError("--resume and --overwrite contradict one another; choose one.")
     if config.renamed and is_first_rank():
         print(as_text(config.renamed))
     locate(config.model, config.gguf_file)  # a path that does not exist is an error before anything is loaded
-    if config.lora is not None:
-        check_lora(config.lora)
     folder = str(config.training["output_dir"])
     if not folder.strip():
         raise ConfigError("output_dir is empty; name the folder of the run.")
@@ -108,26 +108,6 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
         Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optim {arguments.optim}: {' '.join(str(error).split())}") from error
-
-
-def check_lora(settings: dict[str, Any]) -> None:
-    """Raises `ConfigError` for settings that peft does not take together, before data and model are loaded."""
-    from peft import LoraConfig
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"lora: {' '.join(str(error).split())}") from error
-
-
-def hide_bars(config: RunConfig) -> None:
-    """A log file holds lines, not progress bars."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config.training.setdefault("disable_tqdm", True)
 
 
 def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "Trees | None", Any]:
@@ -228,8 +208,9 @@ def train(
 ) -> None:
     """Trains and saves the model. command: what the user typed, for advice. trainer_settings: of `TreeTrainer`."""
     import torch
+    from transformers import PrinterCallback, ProgressCallback
 
-    from treewise.cli.progress import StepLines, replace_printers
+    from treewise.cli.progress import StepLines
     from treewise.trainer import TreeTrainer
 
     try:
@@ -238,7 +219,10 @@ def train(
         if arguments.push_to_hub and not isinstance(error, TreewiseError):
             raise ConfigError(f"push_to_hub: {' '.join(str(error).split())}") from error
         raise
-    replace_printers(trainer, [StepLines(Path(arguments.output_dir)), *callbacks])
+    for theirs in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(theirs)
+    for each in (StepLines(Path(arguments.output_dir)), *callbacks):
+        trainer.add_callback(each)
     try:
         trainer.train(resume_from_checkpoint=resume_from)
     except StoppedError as error:

@@ -36,7 +36,7 @@ from treewise.serve.store import Place, Store
 from treewise.serve.weights import ServedModel, Shape
 from treewise.serve.wire import read_call
 from treewise.serve.worker import JSON, QueueFullError, Worker
-from treewise.trainer.run_lock import RunLock
+from treewise.trainer.run_context import RunLock
 
 WAIT_SECONDS = 20.0
 MAX_SEQ = 1 << 53

@@ -59,12 +59,10 @@ def test_cases_beyond_the_time_are_named() -> None:
 def test_versions_with_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.12.0+cu130", "flash-attn-4": "4.0.0b25"}
     monkeypatch.setattr(doctor, "installed_version", installed.get)
-    assert [fault.split(":")[0] for fault in doctor.known_faults()] == [
-        "torch 2.12.0+cu130",
-        "flash-attn-4 4.0.0b25",
-    ]
+    faults = doctor.check_gpu(torch.device("cpu"), 0)["faults"]
+    assert [fault.split(":")[0] for fault in faults] == ["torch 2.12.0+cu130", "flash-attn-4 4.0.0b25"]
     monkeypatch.setattr(doctor, "installed_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
-    assert doctor.known_faults() == []
+    assert doctor.check_gpu(torch.device("cpu"), 0)["faults"] == []
 
 
 def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -106,11 +106,11 @@ def test_the_log_file_holds_numbers_once_for_each_step(folder):
 def test_a_disk_without_room_for_the_model_is_one_line_and_the_run_goes_on_later(folder, capsys, monkeypatch, strategy):
     write = contents.write_model
 
-    def full(target, *args):
+    def full(target, *args, **kwargs):
         if target.name == ".model.saving":
             (target / "model.safetensors").write_bytes(b"a part")
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        write(target, *args)
+        write(target, *args, **kwargs)
 
     monkeypatch.setattr(contents, "write_model", full)
     assert main(["train", "run.yaml", "--save_strategy", strategy]) == 2

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from treewise.nn.compilation import DEFAULT_BACKEND
 from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.nn.model_checks import zero_dropout
-from treewise.tree.trajectory import Trajectory
 
 DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
 
@@ -68,7 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints each workload as it is done, and writes it; returns the exit code."""
     apply_config(args, attention="auto")
-    _check(args)
+    limits = dict.fromkeys(("max_flat_tokens", "row_tokens", "max_seconds"), Gt(0))
+    check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
+    if args.compile_backend is not None and not args.compile:
+        raise ConfigError("--compile_backend chooses for --compile, which is not given.")
+    if not args.data and (args.trees or args.max_flat_tokens):
+        raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
     device = chosen_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     console = Console(width=None if Console().is_terminal else 200)
@@ -92,15 +97,6 @@ def run(args: argparse.Namespace) -> int:
         written = bench.save(Path(args.json), bench.record(rows, command_line()), args.name)
         console.print(f"written to {written}", highlight=False)
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    limits = dict.fromkeys(("max_flat_tokens", "row_tokens", "max_seconds"), Gt(0))
-    check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
-    if args.compile_backend is not None and not args.compile:
-        raise ConfigError("--compile_backend chooses for --compile, which is not given.")
-    if not args.data and (args.trees or args.max_flat_tokens):
-        raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
 
 
 def _settings(args: argparse.Namespace) -> bench.Settings:
@@ -147,17 +143,7 @@ def _trees(args: argparse.Namespace, name: str, vocabulary: int) -> Iterator[ben
     for tree in data:
         if args.trees and tree.name not in args.trees:
             continue
-        yield bench.Workload(tree.name, _cut(tree.flat_trajectories(), args.max_flat_tokens))
-
-
-def _cut(items: list[Trajectory], max_flat_tokens: int | None) -> list[Trajectory]:
-    """The first trajectories that fit, at least one."""
-    if max_flat_tokens is None:
-        return items
-    first, total = items[:1], len(items[0])
-    for item in items[1:]:
-        total += len(item)
-        if total > max_flat_tokens:
-            break
-        first.append(item)
-    return first
+        items = tree.flat_trajectories()
+        totals = zip(items, accumulate(map(len, items)), strict=True)
+        fitting = [item for item, total in totals if total <= (args.max_flat_tokens or total)]
+        yield bench.Workload(tree.name, fitting or items[:1])

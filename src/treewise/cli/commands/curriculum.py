@@ -45,8 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns the exit code."""
-    tasks = _is_task(args)
-    report = _on_tasks(args) if tasks else _on_data(args)
+    first = args.source[0]
+    names_code = ":" in first and not first.startswith("hf:")
+    is_task = len(args.source) == 1 and (first == "sum" or names_code or bool(args.reward_functions))
+    report = _on_tasks(args) if is_task else _on_data(args)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
         return 0
@@ -54,12 +56,6 @@ def run(args: argparse.Namespace) -> int:
     if report.useless:
         print(f"useless here: {', '.join(report.useless)}; the interval is not above zero.")
     return 0
-
-
-def _is_task(args: argparse.Namespace) -> bool:
-    first = args.source[0]
-    names_code = ":" in first and not first.startswith("hf:")
-    return len(args.source) == 1 and (first == "sum" or names_code or bool(args.reward_functions))
 
 
 def _on_tasks(args: argparse.Namespace) -> "CheckReport":

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from annotated_types import Gt
 from packaging.specifiers import SpecifierSet
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import treewise
 from treewise.cli.data_arguments import add_flags, check_numbers
@@ -65,10 +65,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--gpu: torch {torch.__version__} finds no GPU here; --device cpu runs the checks on the CPU."
         )
+    versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
+    if versions["transformers"] != (made_with := CapabilityTable.load().transformers):
+        versions["transformers"] += f" (the table of `treewise models` was made with {made_with})"
+    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
+    for each in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
+        devices[str(each)] = f"{torch.cuda.get_device_name(each)}, {bytes_as_text(free_bytes(each))} free"
     facts: dict[str, Any] = {
-        "environment": _environment(),
-        "packages": _versions(),
-        "devices": _devices(),
+        "environment": {
+            "treewise": treewise.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "threads": torch.get_num_threads(),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        },
+        "packages": versions,
+        "devices": devices,
         "attention": _attention(device),
         "missing": {
             name: f"{why}: {pip_install(name.replace('_', '-'))}"
@@ -110,34 +122,6 @@ def _check_servers(args: argparse.Namespace) -> int:
     return int(any(each.passed is False for findings in found.values() for each in findings))
 
 
-def _environment() -> dict[str, Any]:
-    return {
-        "treewise": treewise.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
-    }
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        versions[name] = installed_version(name) or "not installed"
-    made_with = CapabilityTable.load().transformers
-    if versions["transformers"] != made_with:
-        versions["transformers"] += f" (the table of `treewise models` was made with {made_with})"
-    return versions
-
-
-def _devices() -> dict[str, str]:
-    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        devices[str(device)] = f"{torch.cuda.get_device_name(device)}, {bytes_as_text(free_bytes(device))} free"
-    return devices
-
-
 def _attention(device: torch.device) -> dict[str, str]:
     """What `attention="auto"` takes on a device, and why."""
     name = choose(AUTO, device.type)
@@ -155,7 +139,10 @@ def _attention(device: torch.device) -> dict[str, str]:
 
 def _self_check(device: torch.device) -> dict[str, Any]:
     """A tiny model: loss and gradients of a tree against flat training, whole and in parts."""
-    model = _tiny_model(device)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config).to(device)
     base = [3, 1, 4, 1, 5, 9, 2, 6]
     rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
     try:
@@ -166,20 +153,6 @@ def _self_check(device: torch.device) -> dict[str, Any]:
         return {"passed": False, "error": f"{type(error).__name__}: {error}"}
     passed = all(gap <= _LIMIT for gap in errors.values()) and sampler - 1 <= _LIMIT
     return {"passed": passed, "limit": _LIMIT, **errors, "logprob_gap": sampler}
-
-
-def _tiny_model(device: torch.device) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    return AutoModelForCausalLM.from_config(config).to(device)
 
 
 def _sampler_gap(model: torch.nn.Module, base: list[int]) -> float:
@@ -223,28 +196,29 @@ def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
     On a CPU, FlexAttention's uncompiled operator stands in for the kernels. No case begins after
     `max_seconds`; those left out are named under `not run`.
     """
-    kernels, left_out = _kernels(device, time.perf_counter() + max_seconds)
+    kernels = _kernels(device, time.perf_counter() + max_seconds)
     wrong = [f"{name}: {each['shown']}" for name, each in kernels.items() if not each["passed"]]
+    machine = platform.machine()
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        on = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        machine = f"{torch.cuda.get_device_name(device)} ({on})"
+    installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
+    versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
     return {
-        "faults": known_faults(),
+        "faults": [
+            f"{name} {found}: {fault}"
+            for name, faulty, fault in KNOWN_FAULTS
+            if (found := installed_version(name)) is not None and SpecifierSet(faulty, prereleases=True).contains(found)
+        ],
         "kernels": kernels,
-        "not run": left_out,
+        "not run": [name for name in CASES if name not in kernels],
         "passed": not wrong,
-        "issue": f"{_machine(device)}: {'; '.join(wrong)}" if wrong else None,
+        "issue": f"treewise {treewise.__version__}, {versions}, {machine}: {'; '.join(wrong)}" if wrong else None,
     }
 
 
-def known_faults() -> list[str]:
-    """Faults of the installed packages."""
-    faults = []
-    for name, versions, fault in KNOWN_FAULTS:
-        installed = installed_version(name)
-        if installed is not None and SpecifierSet(versions, prereleases=True).contains(installed):
-            faults.append(f"{name} {installed}: {fault}")
-    return faults
-
-
-def _kernels(device: torch.device, deadline: float) -> tuple[dict[str, Any], list[str]]:
+def _kernels(device: torch.device, deadline: float) -> dict[str, Any]:
     """Each case: whether it is as it should be, its errors, and seconds of the first and a second call.
 
     The first call compiles; the second one takes the kernel of the same family from the cache.
@@ -265,17 +239,7 @@ def _kernels(device: torch.device, deadline: float) -> tuple[dict[str, Any], lis
         except Exception as error:  # whatever a broken installation raises is what the user is to see
             passed, text, seconds = False, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", []
         kernels[name] = {"passed": passed, "shown": text, "seconds": seconds}
-    return kernels, [name for name in CASES if name not in kernels]
-
-
-def _machine(device: torch.device) -> str:
-    name = platform.machine()
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        name = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
-    installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
-    versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
-    return f"treewise {treewise.__version__}, {versions}, {name}"
+    return kernels
 
 
 def as_lines(facts: dict[str, Any]) -> list[str]:

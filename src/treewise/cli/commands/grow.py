@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from treewise.errors import ConfigError, num
 from treewise.grow import GrowReport, grow
@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if args.like and not (Path(args.like) / "config.json").is_file():
+        raise ConfigError(f"--like: {args.like} holds no config.json.")
     folder, gguf_file = locate(args.small)
     with tempfile.TemporaryDirectory() as unpacked:
         if gguf_file is not None:
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             inner=args.inner,
             num_layers=args.layers,
             experts=args.experts,
-            like=_configuration(args.like) if args.like else None,
+            like=AutoConfig.from_pretrained(args.like, trust_remote_code=False) if args.like else None,
             operator=args.operator,
             noise=args.noise,
             seed=args.seed,
@@ -88,12 +90,6 @@ def run(args: argparse.Namespace) -> int:
         )
     print(json.dumps(asdict(report), indent=2) if args.json else _text(report))
     return 0
-
-
-def _configuration(model: str) -> PreTrainedConfig:
-    if not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"--like: {model} holds no config.json.")
-    return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 def _forests(args: argparse.Namespace) -> list[Any]:

@@ -119,12 +119,9 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
         _say(console, f"left out: {location}: {reason}")
     if len(report.left_out) > MAX_SHOWN:
         reasons = Counter(shown(reason) for _, reason in report.left_out)
-        _say(console, f"left out in all: {len(report.left_out):,} ({_counted(reasons)})")
+        counted = "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(4))
+        _say(console, f"left out in all: {len(report.left_out):,} ({counted})")
 
 
 def _say(console: Console, text: str) -> None:
     console.print(text, style="yellow", highlight=False, markup=False)
-
-
-def _counted(reasons: Counter[str]) -> str:
-    return "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(4))

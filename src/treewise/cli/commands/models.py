@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints rows; exit code 1 where a single family is not supported."""
     table = CapabilityTable.load()
-    rows = [_find(table, args.family)] if args.family else _selected(table, args)
+    wanted = [status for status, flag in ((SUPPORTED, args.supported), (REFUSED, args.refused)) if flag]
+    of_status = (table.of_status(status) for status in wanted or (SUPPORTED, REFUSED, UNTRIED))
+    rows = [_find(table, args.family)] if args.family else [row for rows in of_status for row in rows]
     if args.json:
         print(json.dumps({"transformers": table.transformers, "rows": [asdict(row) for row in rows]}, indent=1))
     elif args.family:
@@ -37,13 +39,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_all(table, rows)
     if not args.json:
-        _print_release(table)
+        installed = installed_version("transformers") or "none"
+        differs = "" if installed == table.transformers else f"; installed: {installed}"
+        print(f"made with transformers {table.transformers}{differs}")
     return 0 if not args.family or rows[0].status == SUPPORTED else 1
-
-
-def _selected(table: CapabilityTable, args: argparse.Namespace) -> list[Capability]:
-    wanted = [status for status, flag in ((SUPPORTED, args.supported), (REFUSED, args.refused)) if flag]
-    return [row for status in wanted or (SUPPORTED, REFUSED, UNTRIED) for row in table.of_status(status)]
 
 
 def _find(table: CapabilityTable, name: str) -> Capability:
@@ -51,8 +50,14 @@ def _find(table: CapabilityTable, name: str) -> Capability:
     if adapters is not None:
         with base_of(adapters) as base:
             return _find(table, base)
-    config = Path(name) / "config.json"
-    family = _family_of(config) if config.is_file() else name
+    config, family = Path(name) / "config.json", name
+    if config.is_file():
+        try:
+            family = json.loads(config.read_text(encoding="utf-8"))["model_type"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise ConfigError(
+                f"{config}: names no model_type; is this the configuration of a transformers model?"
+            ) from None
     row = table.find(family)
     if row is None:
         hint = did_you_mean(family, [row.family for row in table.rows], "`treewise models` lists all.")
@@ -61,16 +66,6 @@ def _find(table: CapabilityTable, name: str) -> Capability:
             "listed may still work: the engine tries it before its first step."
         )
     return row
-
-
-def _family_of(config: Path) -> str:
-    try:
-        family = json.loads(config.read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        family = None
-    if not isinstance(family, str):
-        raise ConfigError(f"{config}: names no model_type; is this the configuration of a transformers model?")
-    return family
 
 
 def _print_one(row: Capability) -> None:
@@ -98,11 +93,3 @@ def _print_all(table: CapabilityTable, rows: list[Capability]) -> None:
     counts = table.counts()
     print(", ".join(f"{counts[status]} {status}" for status in (SUPPORTED, REFUSED, UNTRIED)))
     print(f"with images, too: {', '.join(table.with_images())}")
-
-
-def _print_release(table: CapabilityTable) -> None:
-    installed = installed_version("transformers") or "none"
-    if installed != table.transformers:
-        print(f"made with transformers {table.transformers}; installed: {installed}")
-    else:
-        print(f"made with transformers {table.transformers}")

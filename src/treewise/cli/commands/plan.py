@@ -59,8 +59,12 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, limit=Ge(1))
     if args.model is None and (args.mesh is not None or args.gpu_memory is not None):
         raise ConfigError("--mesh and --gpu_memory count the bytes of a model; name it with --model.")
-    mesh, gpu = _mesh(args)
-    flops = memory = None
+    mesh = gpu = flops = memory = None
+    if args.mesh is not None or args.gpu_memory is not None:  # which alone means one process
+        from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh  # with torch, which takes seconds
+
+        gpu = None if args.gpu_memory is None else read_bytes_setting(args.gpu_memory)
+        mesh = read_mesh("tp=1" if args.mesh is None else args.mesh)
     if args.model is not None:
         training = {} if config is None else config.training
         checkpointing = any(training.get(name) for name in ("activation_checkpointing", "gradient_checkpointing"))
@@ -107,16 +111,6 @@ def run(args: argparse.Namespace) -> int:
     if processes is not None:
         Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens, context))
     return 0
-
-
-def _mesh(args: argparse.Namespace) -> tuple[dict[str, int] | None, int | None]:
-    """The sizes of `--mesh` and the bytes of `--gpu_memory`, which alone means one process; None where neither is."""
-    if args.mesh is None and args.gpu_memory is None:
-        return None, None
-    from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh  # with torch, which takes seconds
-
-    gpu = None if args.gpu_memory is None else read_bytes_setting(args.gpu_memory)
-    return read_mesh("tp=1" if args.mesh is None else args.mesh), gpu
 
 
 def _data(args: argparse.Namespace) -> Trees:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli import curriculum_order, online_run, run_folder, training_run
-from treewise.cli.config import RunConfig, read_config, read_keys
+from treewise.cli.aliases import ALIASES
+from treewise.cli.config import RunConfig, parse_flags, read_config, read_keys, reference_of, typed_settings
 from treewise.cli.keys import RL as KEYS
 from treewise.cli.keys import formatter_with, key_names
-from treewise.cli.objectives import typed_settings
 from treewise.cli.output import is_first_rank
+from treewise.cli.values import read_file
 from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
 from treewise.nn.adapters import adapter_folder
@@ -73,7 +74,8 @@ def aliases() -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Updates the model; returns the exit code."""
     config_path, overrides = training_run.split_words(args)
-    given = online_run.given_keys(config_path, overrides)
+    in_file = () if config_path is None else read_file(Path(config_path), ())
+    given = {ALIASES.get(key, key) for key in (*parse_flags(overrides), *in_file)}
     if "tasks" in given:
         return _run_online(args, config_path, overrides)
     if "data" not in given:
@@ -89,9 +91,11 @@ def run(args: argparse.Namespace) -> int:
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
-    _check_mesh(config)
+    for key in ("tp_size", "ep_size", "context_size"):  # each process scores rollouts of its own
+        if config.training.get(key, 1) != 1:
+            raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
     objective = _objective(config)
-    curriculum_order.check_curriculum(config)
+    curriculum_order.curriculum_of(config)  # an error now
     return _run_recorded(args, config, objective)
 
 
@@ -160,13 +164,6 @@ def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
-
-
-def _check_mesh(config: RunConfig) -> None:
-    """Raises `ConfigError` for a model on a mesh: each process scores rollouts of its own."""
-    for key in ("tp_size", "ep_size", "context_size"):
-        if config.training.get(key, 1) != 1:
-            raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
 
 
 def _objective(config: RunConfig) -> "Objective":
@@ -244,7 +241,6 @@ def _scored(
 ) -> "Update":
     """The update with the log-probs of the policy and the reference."""
     from treewise.engine.engine import TreeEngine
-    from treewise.nn.load_model import load_weights
     from treewise.rl.update import scored
 
     def engine(model: "PreTrainedModel") -> TreeEngine:
@@ -252,12 +248,12 @@ def _scored(
             model.to(arguments.device), arguments.max_tokens, arguments.attention, temperature=arguments.temperature
         )
 
-    name = config.more.get("reference")
+    reference = reference_of(config)
     return scored(
         update,
         engine(model),
         batch_size=int(arguments.per_device_train_batch_size),
-        reference=None if name is None else engine(load_weights(name, None, config.dtype)),
+        reference=None if reference is None else engine(reference),
     )
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from treewise.cli.aliases import SAMPLED_ROLES, names_of
@@ -52,8 +53,17 @@ def json_schema(title: str, more: Keys | None = None, aliases: Mapping[str, str]
     """The schema (draft 2020-12) of one command's configuration. more, aliases: as `read_config` takes them."""
     known = schema(more)
     properties = {key: {"description": help_of(key), **_typed(kind)} for key, kind in known.items()}
-    lora = _lora_types()
-    properties["lora"] = {"description": help_of("lora"), "anyOf": [_lora(lora), {"type": "null"}]}
+    lora: dict[str, Any] = {}  # none where peft is absent
+    with suppress(ImportError):
+        from peft import LoraConfig
+
+        lora = typing.get_type_hints(LoraConfig)
+    of_lora: dict[str, Any] = {"type": "object"}
+    if lora:
+        no_dropout = {"const": 0, "description": "a shared token is computed once: dropout is refused"}
+        parts = {name: _typed(kind) for name, kind in lora.items()} | {"lora_dropout": no_dropout}
+        of_lora |= {"properties": parts, "additionalProperties": False}
+    properties["lora"] = {"description": help_of("lora"), "anyOf": [of_lora, {"type": "null"}]}
     for alias, name in names_of(known, aliases).items():
         outer, _, inner = name.partition(".")
         typed = _typed(lora.get(inner, Any)) if outer == "lora" else {} if inner else _typed(known[name])
@@ -70,23 +80,6 @@ def json_schema(title: str, more: Keys | None = None, aliases: Mapping[str, str]
         "properties": properties,
         "additionalProperties": False,
     }
-
-
-def _lora_types() -> dict[str, Any]:
-    """The annotations of peft's LoraConfig; none where peft is absent."""
-    try:
-        from peft import LoraConfig
-    except ImportError:
-        return {}
-    return typing.get_type_hints(LoraConfig)
-
-
-def _lora(fields: Mapping[str, Any]) -> dict[str, Any]:
-    if not fields:
-        return {"type": "object"}
-    properties = {name: _typed(kind) for name, kind in fields.items()}
-    properties["lora_dropout"] = {"const": 0, "description": "a shared token is computed once: dropout is refused"}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _typed(annotation: object) -> dict[str, Any]:

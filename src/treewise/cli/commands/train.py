@@ -4,8 +4,8 @@ import argparse
 import shlex
 from typing import Any
 
-from treewise.cli import curriculum_order, objectives, run_folder, training_run
-from treewise.cli.config import read_config
+from treewise.cli import curriculum_order, run_folder, training_run
+from treewise.cli.config import objective_of, read_config, reference_of
 from treewise.cli.keys import TRAIN as KEYS
 from treewise.cli.keys import formatter_with, key_names
 
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = read_config(*training_run.split_words(args), KEYS)
-    objective = objectives.objective_of(config)
-    curriculum_order.check_curriculum(config)
+    objective = objective_of(config)
+    curriculum_order.curriculum_of(config)  # an error now
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return training_run.dry_run(arguments, model, train_data)
     command = shlex.join(["treewise", "train", *args.overrides])
     with run_folder.opened(args, config, arguments, len(train_data)) as resume_from:
-        own = (objective, model, objectives.reference_of(config), arguments)
+        own = (objective, model, reference_of(config), arguments)
         train: Any = with_references(train_data, *own)
         evaluation: Any = with_references(eval_data, *own)
         order = curriculum_order.order_of(config, arguments, model, train, objective)

@@ -6,6 +6,7 @@ import json
 from annotated_types import Ge
 from rich.console import Console
 
+from treewise.cli.config import typed_settings
 from treewise.cli.data_arguments import (
     add_data_arguments,
     add_flags,
@@ -13,7 +14,6 @@ from treewise.cli.data_arguments import (
     check_numbers,
     load_data,
 )
-from treewise.cli.objectives import typed_settings
 from treewise.cli.values import read_mapping
 from treewise.data import Trees
 from treewise.errors import ConfigError
