@@ -31,7 +31,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn import recurrent
 from treewise.nn.attention import observe_masks
 from treewise.nn.support_table import FILE, REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, own_table
-from treewise.testing.families import causal_families, image_families, tiny_model
+from treewise.testing.families import causal_families, tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 WRONG, BROKEN = "wrong", "broken"
@@ -75,6 +75,11 @@ SENTENCES = {
     "pp_formulanet": "is an encoder-decoder, whose decoder reads the image by cross-attention",
 }
 MARK = "<!-- the table below is made by tests/capability.py -->\n"
+
+
+def image_families() -> list[str]:
+    """Every family that transformers builds from images and text, and that is not a causal language model by itself."""
+    return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in causal_families()]
 
 
 def sample_trajectories() -> list[Trajectory]:

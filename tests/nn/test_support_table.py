@@ -14,9 +14,10 @@ from tests.capability import (
     UNTRIED,
     as_markdown,
     examine,
+    image_families,
 )
 from treewise.nn.support_table import Capability, CapabilityTable
-from treewise.testing.families import causal_families, image_families
+from treewise.testing.families import causal_families
 
 TABLE = CapabilityTable.load()
 FAMILIES = [*causal_families(), *image_families()]

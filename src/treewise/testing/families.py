@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 _SHAPE: dict[str, Any] = {
@@ -33,61 +32,28 @@ _SHAPE: dict[str, Any] = {
     "query_pre_attn_scalar": 8,
 }
 _EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
 }
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 _RECURRENT = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "mamba_d_state": 8,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_chunk_size": 8,
-    "mamba_n_groups": 1,
-    "n_mamba_heads": 2,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_chunk_size"), 8),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "mamba_n_groups": 1, "n_mamba_heads": 2},
 }
 _OLDER_NAMES = {
-    "n_head": 4,
-    "n_heads": 4,
-    "n_layer": 3,
-    "n_layers": 3,
-    "n_embd": 32,
-    "n_inner": 48,
-    "n_positions": 256,
-    "d_model": 32,
-    "ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_ffn_dim": 48,
-    "decoder_layers": 3,
-    "encoder_layers": 1,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
+    **dict.fromkeys(("n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("n_layer", "n_layers", "decoder_layers"), 3),
+    **dict.fromkeys(("n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **{"n_embd": 32, "d_model": 32, "n_positions": 256, "encoder_layers": 1},
 }
 _OTHER_TOWERS = {
-    "image_size": 16,
-    "patch_size": 8,
-    "depth": 1,
-    "num_heads": 4,
-    "embed_dim": 32,
-    "out_hidden_size": 32,
-    "vocab_size_per_layer_input": 64,
-    "hidden_size_per_layer_input": 8,
+    **dict.fromkeys(("embed_dim", "out_hidden_size"), 32),
+    **{"image_size": 16, "patch_size": 8, "depth": 1, "num_heads": 4},
+    **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
 }
 _NO_DROPOUT = dict.fromkeys(
     (
@@ -110,29 +76,28 @@ _BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_a
 _SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 # What a family needs beyond the rules.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": _BOTH_KINDS,
-    "bailing_hybrid": _ALTERNATING,
+    **dict.fromkeys(
+        ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "gemma3_text", "kolibri1", "olmo3"),
+        _BOTH_KINDS,
+    ),
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "ernie", "megatron-bert", "rembert"),
+            *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+        ),
+        _IS_DECODER,
+    ),
+    **dict.fromkeys(
+        ("glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+        _MROPE,
+    ),
+    **dict.fromkeys(
+        ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        _ALTERNATING,
+    ),
     "codegen": {"rotary_dim": 4},
-    "cohere2": _BOTH_KINDS,
-    "cohere2_moe": _BOTH_KINDS,
-    "exaone4": _BOTH_KINDS,
-    "exaone_moe": _BOTH_KINDS,
-    "flint": _BOTH_KINDS,
-    "gemma3_text": _BOTH_KINDS,
-    "kolibri1": _BOTH_KINDS,
-    "olmo3": _BOTH_KINDS,
     "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": _ALTERNATING,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": _ALTERNATING,
-    "qwen3_5_moe_text": _ALTERNATING,
-    "qwen3_5_text": _ALTERNATING,
-    "qwen3_next": _ALTERNATING,
-    "bert": _IS_DECODER,
-    "bert-generation": _IS_DECODER,
-    "big_bird": _IS_DECODER,
-    "camembert": _IS_DECODER,
-    "data2vec-text": _IS_DECODER,
     "cosmos3_edge": {
         "text_config": _MROPE,
         **{"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57},
@@ -142,16 +107,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "electra": {**_IS_DECODER, "embedding_size": 32},
-    "ernie": _IS_DECODER,
     "falcon_h1": {"mamba_d_ssm": 64},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [24, 24],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
     },
-    "gemma4": {"text_config": {"global_head_dim": 8}},
-    "gemma4_text": {"global_head_dim": 8},
-    "gemma4_unified": {"text_config": {"global_head_dim": 8}},
-    "gemma4_unified_text": {"global_head_dim": 8},
+    **{key: {"text_config": {"global_head_dim": 8}} for key in ("gemma4", "gemma4_unified")},
+    **{key: {"global_head_dim": 8} for key in ("gemma4_text", "gemma4_unified_text")},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -160,9 +122,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
         "laurel_rank": 8,
     },
-    "glm4v_text": _MROPE,
     "glm4v_moe_text": _MROPE_2,
-    "glm_ocr_text": _MROPE,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
     "gpt_oss": {"rope_scaling": None},
     "gptj": {"rotary_dim": 4},
@@ -199,7 +159,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "state_size": 8, "chunk_size": 8, "n_groups": 1},
     "moshi": {"audio_vocab_size": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "megatron-bert": _IS_DECODER,
     "minimax": {"sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]},
     "modernbert-decoder": {"local_attention": 8},
@@ -208,7 +167,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "phi3": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
-    "paddleocr_vl_text": _MROPE,
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
         "indexer_n_heads": 2,
@@ -217,17 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "qwen2_vl_text": _MROPE,
-    "qwen2_5_vl_text": _MROPE,
-    "qwen2_5_omni_text": _MROPE,
-    "rembert": _IS_DECODER,
     "reformer": {**_IS_DECODER, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
-    "roberta": _IS_DECODER,
-    "roberta-prelayernorm": _IS_DECODER,
-    "roc_bert": _IS_DECODER,
-    "roformer": _IS_DECODER,
-    "xlm-roberta": _IS_DECODER,
-    "xlm-roberta-xl": _IS_DECODER,
     "xmod": {**_IS_DECODER, "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {
@@ -245,13 +193,6 @@ _EAGER = {"gemma2", "gpt_oss"}
 def causal_families() -> list[str]:
     """Every family that transformers builds a causal language model for."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def image_families() -> list[str]:
-    """Every family that transformers builds from images and text, and that is not a causal language model by itself."""
-    return [
-        name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ]
 
 
 def tiny_model(
