@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, TrainerCall
 from trl import SFTConfig, SFTTrainer
 
 import treewise as tw
-from treewise.bench.flat import attention, varlen_attention
+from treewise.bench.flat import attention, packed_attention
 from treewise.bench.trl_rows import TrlRows
 from treewise.data import RenderOptions, load_trees
 from treewise.nn.model import split_model
@@ -211,15 +211,6 @@ def by_trl(model: Any, tokenizer: Any, data: Data, clock: Clock, folder: str, *,
         callbacks=[Watch(clock)],
     )
     trainer.train()
-
-
-def packed_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, scaling: float, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """transformers' contract for attention, on sequences that stand one after the other in a row."""
-    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
-    bounds = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], kwargs["max_length_q"], kwargs["max_length_k"])
-    return varlen_attention(q, k, v, *bounds, softmax_scale=scaling)[None], None
 
 
 def by_tree_rows(model: Any, data: Data, clock: Clock) -> None:

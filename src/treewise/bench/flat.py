@@ -114,8 +114,12 @@ class FlatRows:
         if row.seen:
             module = base_model(self.lm.model).base_model  # type: ignore[assignment]
         elif self.packs:
-            bounds = to_device(row.bounds, device, torch.int32), int(np.diff(row.bounds).max())
-            more = {"position_ids": to_device(row.depth, device, torch.long)[None], "bench_bounds": bounds}
+            bounds, longest = to_device(row.bounds, device, torch.int32), int(np.diff(row.bounds).max())
+            more = {
+                "position_ids": to_device(row.depth, device, torch.long)[None],
+                **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
+                **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+            }
         hidden: torch.Tensor = module(input_ids=ids, use_cache=False, **more).last_hidden_state[0]
         return hidden
 
@@ -147,7 +151,7 @@ def merged_trajectories(forest: Forest) -> list[Trajectory]:
 @contextmanager
 def attention(lm: DecoderAndHead, name: str) -> Iterator[None]:
     """Inside, the decoder uses the attention function `name`, in the forward and in recomputations of the backward."""
-    AttentionInterface.register(NAME, _packed_attention)
+    AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, lambda **_: None)
     config = lm.decoder.config
     before = config._attn_implementation_internal  # noqa: SLF001
@@ -171,22 +175,24 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 @torch.compiler.disable  # as treewise's: every row would be a graph of its own
-def _packed_attention(
+def packed_attention(
     _module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     _attention_mask: torch.Tensor | None,
-    *,
-    bench_bounds: tuple[torch.Tensor, int],
     scaling: float | None = None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention contract: [1, H, T, D] in, [1, T, H, D] out."""
-    rows = [x.transpose(1, 2)[0] for x in (query, key, value)]
-    cu, longest = bench_bounds
-    out = varlen_attention(rows[0], rows[1], rows[2], cu, cu, longest, longest, softmax_scale=scaling)
-    return out[None], None
+    """transformers' attention contract: [1, H, T, D] in, [1, T, H, D] out, with the bounds of its flash attention."""
+    query, key, value = (x.transpose(1, 2)[0] for x in (query, key, value))
+    bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    return varlen_attention(query, key, value, *bounds, softmax_scale=scaling)[None], None
 
 
 # -- attention of sequences without padding ---------------------------------------------------------------------------
@@ -239,10 +245,7 @@ def kernel(device_type: str, dtype: torch.dtype) -> str:
 
 
 def _flash_function(name: str) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] = import_module(
-        _FLASH[name]
-    ).flash_attn_varlen_func
-    return function
+    return import_module(_FLASH[name]).flash_attn_varlen_func
 
 
 def _loop(
