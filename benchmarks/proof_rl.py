@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_branching import TEMPLATE, words
+from bench_branching import TEMPLATE, texts_of_words, words
 from common import spread
 from datasets import Dataset
 from proof_sft import Clock, Watch, peak_mib, settings, tell
@@ -45,7 +45,8 @@ SIZES = {
     "max_position_embeddings": 1024,
 }
 EXAMPLES, PROMPTS, SAMPLES, MAX_NEW, HELD_OUT = 34, 8, 8, 9, 96
-RATE, EVERY = 2e-4, 5
+RATE, EVERY = 1e-4, 5
+STAGES, HALF_KNOWN, IMITATION_RATE = (1, 3, 8, 16, EXAMPLES), 0.3, 1e-3  # of the policy's start
 
 
 class BackwardWithExamples:
@@ -53,13 +54,16 @@ class BackwardWithExamples:
 
     name = "backward"
 
+    def __init__(self, examples: int = EXAMPLES) -> None:
+        self.examples = examples
+
     def num_items(self, split: Split) -> int | None:
         return None
 
     def item(self, split: Split, index: int) -> TaskItem:
         rng = np.random.default_rng([index, split == "held_out"])
         word = words(split)[int(rng.integers(len(words(split))))]
-        prompt = "".join(text + answer for text, answer in solved(rng, EXAMPLES)) + f"w{word}="
+        prompt = "".join(text + answer for text, answer in solved(rng, self.examples)) + f"w{word}="
         return TaskItem(f"{self.name}/{split}/{index}", ({"role": "user", "content": prompt},), {"answer": word[::-1]})
 
     def rewards(self, requests: list[RewardRequest]) -> list[float]:
@@ -72,7 +76,7 @@ def solved(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
     return [(f"w{word}=", word[::-1] + ",") for word in chosen]
 
 
-def texts(rng: np.random.Generator, examples: int = EXAMPLES) -> list[Parts]:
+def texts(rng: np.random.Generator, examples: int) -> list[Parts]:
     """What is imitated before: every answer of a prompt, and the end after the last."""
     rows: list[Parts] = []
     for _ in range(272 // examples):
@@ -90,19 +94,24 @@ def tokenizer_of_letters() -> Any:
     return tokenizer
 
 
-def new_start(path: Path, seed: int, steps: int) -> None:
-    """The weights from which all trainers go on."""
+def new_start(path: Path, seed: int) -> None:
+    """The weights from which all trainers go on: words alone first, then behind more and more examples."""
     tokenizer = tokenizer_of_letters()
     model = new_model(tokenizer, seed, **SIZES)
-    imitate(model, tokenizer, partial(texts, examples=2), seed, steps)
-    imitate(model, tokenizer, texts, seed, steps // 4)
+    imitate(model, tokenizer, texts_of_words, seed, 200, IMITATION_RATE)
+    for examples in STAGES:
+        for chunk in range(10):  # until the policy half knows the task at this length
+            imitate(model, tokenizer, partial(texts, examples=examples), 1000 * seed + chunk, 10, IMITATION_RATE)
+            found = success(model, tokenizer, examples)
+            if found >= HALF_KNOWN:
+                break
     torch.save(model.state_dict(), path)
-    print(f"start: {sum(each.numel() for each in model.parameters()):,} parameters, {success(model, tokenizer):.3f}")
+    print(f"start: {sum(each.numel() for each in model.parameters()):,} parameters, success {found:.3f}")
 
 
-def success(model: Any, tokenizer: Any) -> float:
+def success(model: Any, tokenizer: Any, examples: int = EXAMPLES) -> float:
     """Share of held-out questions that one sample at temperature 1 answers."""
-    task, requests, answers = BackwardWithExamples(), [], []
+    task, requests, answers = BackwardWithExamples(examples), [], []
     for index in range(HELD_OUT):
         item = task.item("held_out", index)
         ids = tokenizer.encode(item.prompt[0]["content"], add_special_tokens=False)
@@ -242,11 +251,10 @@ def main() -> None:
     parser.add_argument("--start", type=Path, required=True, help="the weights to go on from, which `start` makes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--imitated", type=int, default=100, help="steps of imitation of `start`")
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     args = parser.parse_args()
     if args.trainer == "start":
-        new_start(args.start, args.seed, args.imitated)
+        new_start(args.start, args.seed)
         return
     tell(run(args.trainer, args.seed, args.steps, args.start), args.output)
 

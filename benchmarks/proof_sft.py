@@ -43,7 +43,7 @@ TRAINERS = {
     "treewise, budget": "treewise, a quarter of the largest tree at a time",
 }
 ROWS, PACKED = 8, 2  # rows of a step; rows of one packed sequence: 9,000 tokens hold 12 GiB of activations
-RATE, CLIP, EVERY = 5e-5, 1.0, 4  # steps from one held-out loss to the next
+RATE, CLIP, EVERY = 5e-5, 1.0, 3  # steps from one held-out loss to the next
 SEARCHES = tuple(f"crosswords-{number}" for number in (0, 2, 6, 9, 12))
 SEARCHES += tuple(f"game24-{number}" for number in (904, 913, 976, 990))
 VARLEN = "proof_varlen"
@@ -119,7 +119,7 @@ class Watch(TrainerCallback):
 
 
 def loaded_data(tokenizer: Any, seed: int, num_steps: int | None) -> Data:
-    """Two steps of each search, one of a conversation and two of tool calls, in an order that the seed draws."""
+    """A step of each search, one of a conversation and two of tool calls, in an order that the seed draws."""
     rng = np.random.default_rng(seed)
     trees: dict[str, Step] = {}
     for file, template in (("searches", None), ("toolbench", "chatml"), ("tau_airline", "chatml")):
@@ -127,7 +127,7 @@ def loaded_data(tokenizer: Any, seed: int, num_steps: int | None) -> Data:
         for tree in load_trees(DATA / f"{file}.jsonl.gz", tokenizer, options=options, num_workers=0):
             trees[tree.name] = tree.trajectories or []
     steps = []
-    for name in (*SEARCHES, *SEARCHES, "toolbench-G3-15", "toolbench-G3-15", "airline-1"):
+    for name in (*SEARCHES, "toolbench-G3-15", "toolbench-G3-15", "airline-1"):
         rows = trees[name]
         if name == "airline-1":
             rows = rows[15:]  # those before reach 6,456 tokens: a row alone would need most of this machine's memory

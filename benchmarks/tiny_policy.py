@@ -53,11 +53,16 @@ def new_model(tokenizer: Any, seed: int, **sizes: int) -> Any:
 
 
 def imitate(
-    model: Any, tokenizer: Any, texts: Callable[[np.random.Generator], list[Parts]], seed: int, steps: int
+    model: Any,
+    tokenizer: Any,
+    texts: Callable[[np.random.Generator], list[Parts]],
+    seed: int,
+    steps: int,
+    rate: float = 3e-3,
 ) -> None:
     """So many steps of AdamW on a batch of texts each."""
     rng = np.random.default_rng(seed)
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=rate, weight_decay=0.0)
     for _ in range(steps):
         rows, labels = [], []
         for parts in texts(rng):
