@@ -119,7 +119,7 @@ class Watch(TrainerCallback):
 
 
 def loaded_data(tokenizer: Any, seed: int, num_steps: int | None) -> Data:
-    """A step of each search, one of a conversation and two of tool calls, in an order that the seed draws."""
+    """A step of each search, of a conversation and of tool calls, in an order that the seed draws."""
     rng = np.random.default_rng(seed)
     trees: dict[str, Step] = {}
     for file, template in (("searches", None), ("toolbench", "chatml"), ("tau_airline", "chatml")):
@@ -127,7 +127,7 @@ def loaded_data(tokenizer: Any, seed: int, num_steps: int | None) -> Data:
         for tree in load_trees(DATA / f"{file}.jsonl.gz", tokenizer, options=options, num_workers=0):
             trees[tree.name] = tree.trajectories or []
     steps = []
-    for name in (*SEARCHES, "toolbench-G3-15", "toolbench-G3-15", "airline-1"):
+    for name in (*SEARCHES, "toolbench-G3-15", "airline-1"):
         rows = trees[name]
         if name == "airline-1":
             rows = rows[15:]  # those before reach 6,456 tokens: a row alone would need most of this machine's memory
