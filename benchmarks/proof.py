@@ -26,7 +26,7 @@ from treewise.report.html.charts import Chart, line_chart
 from treewise.report.html.page import Section, write_charts
 
 FOLDER = ROOT / "build" / "proof"
-PARTS = {"sft": proof_sft.TRAINERS, "rl": proof_rl.TRAINERS}
+PARTS = {"sft": proof_sft.TRAINERS, "rl": proof_rl.TRAINERS, "turns": proof_rl.TRAINERS}
 TIMED = ("sampling", "scoring", "update")  # of a step of RL
 Row = dict[str, Any]
 
@@ -57,11 +57,12 @@ def main() -> None:
 
 def run(part: str, trainer: str, args: argparse.Namespace) -> Row:
     """One trainer in a process of its own."""
-    script, output = [sys.executable, str(Path(__file__).with_name(f"proof_{part}.py"))], FOLDER / "row.json"
+    name = "proof_sft.py" if part == "sft" else "proof_rl.py"
+    script, output = [sys.executable, str(Path(__file__).with_name(name))], FOLDER / "row.json"
     given = ["--seed", str(args.seed)]
-    if part == "rl":
-        start = FOLDER / f"start-{args.seed}.pt"
-        given += ["--start", str(start)]
+    if part != "sft":
+        start = FOLDER / f"start-{part}-{args.seed}.pt"
+        given += ["--part", part, "--start", str(start)]
         if not start.is_file():
             subprocess.run([*script, "start", *given], check=True)
     steps = [] if args.steps is None else ["--steps", str(args.steps)]
@@ -156,12 +157,12 @@ def sft(rows: list[Row]) -> Section:
 
 
 def rl(rows: list[Row]) -> Section:
-    """Held-out success of RL, and where its seconds go."""
+    """Held-out reward of RL, and where its seconds go."""
     head = (
         "trainer",
         "minutes",
         "slower than treewise",
-        "held-out success",
+        "held-out reward",
         *(f"{each}, s" for each in TIMED),
         "seeds",
     )
@@ -182,14 +183,16 @@ def rl(rows: list[Row]) -> Section:
                 )
             )
     first = rows[0]
+    task = "words spelled backward" + (", a letter a turn" if first["part"] == "turns" else "")
     text = (
-        f"GRPO on words spelled backward, {first['prompts']} prompts of about 500 tokens and {first['samples']} "
+        f"GRPO on {task}, {first['prompts']} prompts of about 500 tokens and {first['samples']} "
         "samples of each a step; seconds are medians of a step. Each run draws its own samples."
     )
-    return Section("Online RL", text, charts(rows, "Held-out success", "share of questions"), (head, *lines))
+    title = "Online RL, several turns" if first["part"] == "turns" else "Online RL"
+    return Section(title, text, charts(rows, "Held-out reward", "mean reward"), (head, *lines))
 
 
-SECTIONS: dict[str, Callable[[list[Row]], Section]] = {"sft": sft, "rl": rl}
+SECTIONS: dict[str, Callable[[list[Row]], Section]] = {"sft": sft, "rl": rl, "turns": rl}
 
 
 if __name__ == "__main__":

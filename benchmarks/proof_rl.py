@@ -1,11 +1,12 @@
-"""RL with prompts of some 500 tokens and eight samples of each, one trainer at a time: held-out success over time.
+"""RL with prompts of some 500 tokens and eight samples of each, one trainer at a time: held-out reward over time.
 
-A prompt holds solved examples and a word to spell backward; the policy is a Llama of 0.9 million parameters that has
-imitated such texts until it half knew the task. TRL's trainer runs as it is, and with the one line; `treewise rl`
+The tasks are those of proof_tasks.py, one of a turn and one of several; the policy is a Llama of 0.9 million parameters
+that has imitated such texts until it half knew the task. TRL's trainer runs as it is, and with one line; `treewise rl`
 samples and trains by itself. All take the same number of steps on as many prompts and samples, with the same optimizer
 and rate. Runs draw their own samples: curves over steps agree but for that.
 
-    python benchmarks/proof_rl.py treewise --start build/proof/start.pt --seed 0     # `make proof` runs all
+    python benchmarks/proof_rl.py start --part turns --start start.pt
+    python benchmarks/proof_rl.py treewise --part turns --start start.pt --seed 0     # `make proof` runs all
 """
 
 import argparse
@@ -19,16 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_branching import TEMPLATE, texts_of_words, words
+from bench_branching import TEMPLATE
 from common import spread
 from datasets import Dataset
 from proof_sft import Clock, Watch, peak_mib, settings, tell
-from tiny_policy import END, Parts, imitate, new_model, new_tokenizer
+from proof_tasks import TASKS, Task
+from tiny_policy import imitate, new_model, new_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import treewise as tw
-from treewise.rl.samplers import SampleRequest, TransformersSampler
-from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem
+from treewise.rl.samplers import TransformersSampler
 
 TRAINERS = {
     "trl": "TRL GRPOTrainer",
@@ -44,47 +45,9 @@ SIZES = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
 }
-EXAMPLES, PROMPTS, SAMPLES, MAX_NEW, HELD_OUT = 34, 8, 8, 9, 96
+PROMPTS, SAMPLES = 8, 8
 RATE, EVERY = 1e-4, 5
-STAGES, HALF_KNOWN, IMITATION_RATE = (1, 3, 8, 16, EXAMPLES), 0.3, 1e-3  # of the policy's start
-
-
-class BackwardWithExamples:
-    """Words of 5 to 7 letters, spelled backward after `EXAMPLES` solved ones; the reward is 1 for all letters right."""
-
-    name = "backward"
-
-    def __init__(self, examples: int = EXAMPLES) -> None:
-        self.examples = examples
-
-    def num_items(self, split: Split) -> int | None:
-        return None
-
-    def item(self, split: Split, index: int) -> TaskItem:
-        rng = np.random.default_rng([index, split == "held_out"])
-        word = words(split)[int(rng.integers(len(words(split))))]
-        prompt = "".join(text + answer for text, answer in solved(rng, self.examples)) + f"w{word}="
-        return TaskItem(f"{self.name}/{split}/{index}", ({"role": "user", "content": prompt},), {"answer": word[::-1]})
-
-    def rewards(self, requests: list[RewardRequest]) -> list[float]:
-        return [float(request.text == request.item.extra["answer"]) for request in requests]
-
-
-def solved(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-    """Questions and answers on words that are trained."""
-    chosen = [words("train")[int(number)] for number in rng.integers(0, len(words("train")), count)]
-    return [(f"w{word}=", word[::-1] + ",") for word in chosen]
-
-
-def texts(rng: np.random.Generator, examples: int) -> list[Parts]:
-    """What is imitated before: every answer of a prompt, and the end after the last."""
-    rows: list[Parts] = []
-    for _ in range(272 // examples):
-        pairs = solved(rng, examples)
-        parts = [(text, is_answer) for pair in pairs for text, is_answer in zip(pair, (False, True), strict=True)]
-        (last,) = solved(rng, 1)
-        rows.append([*parts, (last[0], False), (last[1][:-1] + END, True)])
-    return rows
+HALF_KNOWN, IMITATION_RATE = 0.3, 1e-3  # of the policy's start
 
 
 def tokenizer_of_letters() -> Any:
@@ -94,35 +57,20 @@ def tokenizer_of_letters() -> Any:
     return tokenizer
 
 
-def new_start(path: Path, seed: int) -> None:
+def new_start(task: Task, path: Path, seed: int) -> None:
     """The weights from which all trainers go on: words alone first, then behind more and more examples."""
     tokenizer = tokenizer_of_letters()
     model = new_model(tokenizer, seed, **SIZES)
-    imitate(model, tokenizer, texts_of_words, seed, 200, IMITATION_RATE)
-    for examples in STAGES:
+    imitate(model, tokenizer, task.first_texts, seed, 200, IMITATION_RATE)
+    for examples in (1, 3, 8, 16, task.examples):
         for chunk in range(10):  # until the policy half knows the task at this length
-            imitate(model, tokenizer, partial(texts, examples=examples), 1000 * seed + chunk, 10, IMITATION_RATE)
-            found = success(model, tokenizer, examples)
+            texts = partial(task.texts, examples=examples)
+            imitate(model, tokenizer, texts, 1000 * seed + chunk, 10, IMITATION_RATE)
+            found = task.success(model, tokenizer, examples)
             if found >= HALF_KNOWN:
                 break
     torch.save(model.state_dict(), path)
     print(f"start: {sum(each.numel() for each in model.parameters()):,} parameters, success {found:.3f}")
-
-
-def success(model: Any, tokenizer: Any, examples: int = EXAMPLES) -> float:
-    """Share of held-out questions that one sample at temperature 1 answers."""
-    task, requests, answers = BackwardWithExamples(examples), [], []
-    for index in range(HELD_OUT):
-        item = task.item("held_out", index)
-        ids = tokenizer.encode(item.prompt[0]["content"], add_special_tokens=False)
-        stop = (tokenizer.eos_token_id,)
-        requests.append(SampleRequest(tuple(ids), max_new_tokens=MAX_NEW, seed=index, stop_ids=stop))
-        answers.append(item.extra["answer"])
-    was_training = model.training
-    found = TransformersSampler(model, max_rows=32).sample(requests)
-    model.train(was_training)
-    given = [tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) for (one,) in found]
-    return sum(text == answer for text, answer in zip(given, answers, strict=True)) / HELD_OUT
 
 
 # -- the trainers ------------------------------------------------------------------------------------------------------
@@ -144,56 +92,50 @@ def timed(owner: Any, name: str, parts: dict[str, list[float]], key: str) -> Non
 
 
 def by_trl(
-    model: Any, tokenizer: Any, seed: int, steps: int, clock: Clock, folder: str, parts: dict[str, list[float]]
-) -> GRPOTrainer:
-    """TRL's trainer: generation by transformers' `generate`, one optimizer step a generation."""
-    task, rewards = BackwardWithExamples(), []
-    items = [task.item("train", index) for index in range(PROMPTS * steps)]
-
-    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        rewards.append([float(text == wanted) for text, wanted in zip(completions, answer, strict=True)])
-        return rewards[-1]
-
+    model: Any, tokenizer: Any, task: Task, seed: int, steps: int, clock: Clock, folder: str
+) -> tuple[GRPOTrainer, dict[str, list[float]]]:
+    """TRL's trainer, and where its seconds go: generation by transformers' `generate`, an optimizer step each."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    given = task.for_trl(PROMPTS * steps, tokenizer)
     config = GRPOConfig(
         **settings(folder, RATE, seed=seed),
         max_steps=steps,
         logging_steps=1,
         num_generations=SAMPLES,
         per_device_train_batch_size=PROMPTS * SAMPLES,
-        max_completion_length=MAX_NEW,
+        max_completion_length=2 * task.max_new_tokens,  # with what the environment says
         beta=0.0,
         gradient_checkpointing=False,
     )
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": each.prompt[0]["content"], **each.extra} for each in items]),
+        train_dataset=Dataset.from_list(given.pop("rows")),
         processing_class=tokenizer,
         callbacks=[Watch(clock, EVERY)],
+        **given,
     )
     timed(trainer, "_generate", parts, "sampling")
     timed(trainer, "_generate_and_score_completions", parts, "sampling and scoring")
     timed(trainer, "training_step", parts, "all")
-    return trainer
+    return trainer, parts
 
 
-def run(name: str, seed: int, steps: int, start: Path) -> dict[str, Any]:
+def run(part: str, name: str, seed: int, steps: int, start: Path) -> dict[str, Any]:
     """One trainer in this process."""
-    tokenizer = tokenizer_of_letters()
+    task, tokenizer = TASKS[part], tokenizer_of_letters()
     model = new_model(tokenizer, seed, **SIZES)
     model.load_state_dict(torch.load(start, weights_only=True))
-    clock = Clock(lambda: success(model, tokenizer))
-    parts: dict[str, list[float]] = defaultdict(list)
+    clock = Clock(lambda: task.success(model, tokenizer, task.examples))
     with tempfile.TemporaryDirectory() as folder:
         if name == "treewise":
-            log = by_treewise(model, tokenizer, seed, steps, clock, folder)
+            log = by_treewise(model, tokenizer, task, seed, steps, clock, folder)
             seconds = {
                 "sampling": spread([each["seconds_sampling"] for each in log]),
                 "update": spread([each["seconds_update"] for each in log]),
             }
         else:
-            trainer = by_trl(model, tokenizer, seed, steps, clock, folder, parts)
+            trainer, parts = by_trl(model, tokenizer, task, seed, steps, clock, folder)
             if "shared" in name:
                 tw.share_prefixes(trainer.model)
             trainer.train()
@@ -204,7 +146,7 @@ def run(name: str, seed: int, steps: int, start: Path) -> dict[str, Any]:
                 "update": spread((np.array(parts["all"]) - both).tolist()),
             }
     return {
-        "part": "rl",
+        "part": part,
         "trainer": name,
         "label": TRAINERS[name],
         "seed": seed,
@@ -219,17 +161,19 @@ def run(name: str, seed: int, steps: int, start: Path) -> dict[str, Any]:
     }
 
 
-def by_treewise(model: Any, tokenizer: Any, seed: int, steps: int, clock: Clock, folder: str) -> list[dict[str, float]]:
+def by_treewise(
+    model: Any, tokenizer: Any, task: Task, seed: int, steps: int, clock: Clock, folder: str
+) -> list[dict[str, float]]:
     """The online loop, each prompt's samples as one tree; the log of its iterations."""
     trainer = tw.OnlineTrainer(
         model,
-        BackwardWithExamples(),
+        task.for_treewise(PROMPTS * steps),
         tokenizer,
         tw.OnlineSettings(
             iterations=steps,
             trees_per_iteration=PROMPTS,
-            tokens_per_iteration=PROMPTS * SAMPLES * 7,  # a word has 5 to 7 letters, and an end
-            max_new_tokens=MAX_NEW,
+            tokens_per_iteration=PROMPTS * SAMPLES * task.tokens,
+            max_new_tokens=task.max_new_tokens,
             branching_settings={"roots": SAMPLES},
             eval_every=0,
             show_every=0,
@@ -248,15 +192,16 @@ def by_treewise(model: Any, tokenizer: Any, seed: int, steps: int, clock: Clock,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trainer", choices=["start", *TRAINERS])
+    parser.add_argument("--part", choices=list(TASKS), default="rl", help="the task")
     parser.add_argument("--start", type=Path, required=True, help="the weights to go on from, which `start` makes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     args = parser.parse_args()
     if args.trainer == "start":
-        new_start(args.start, args.seed)
+        new_start(TASKS[args.part], args.start, args.seed)
         return
-    tell(run(args.trainer, args.seed, args.steps, args.start), args.output)
+    tell(run(args.part, args.trainer, args.seed, args.steps, args.start), args.output)
 
 
 if __name__ == "__main__":

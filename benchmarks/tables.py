@@ -1,10 +1,11 @@
-"""Writes the tables of README.md and docs, and the plot of docs/memory.md, from the committed results.
+"""Writes the tables of README.md and docs, and two pictures, from the committed results.
 
 python benchmarks/tables.py
 """
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +14,7 @@ import result_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-
+PALETTE = ("steelblue", "darkorange", "seagreen", "firebrick", "slategray")
 
 Records = list[tuple[Path, dict[str, Any]]]
 
@@ -41,8 +42,10 @@ def main() -> None:
         found = _records(name)
         if found:
             _fill(where, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
-    if memory:
-        (ROOT / "docs" / "memory.svg").write_text(_plot(memory[0][1]))
+    pictures = [("memory.svg", memory, _plot), ("proof.svg", _records("proof"), _curves)]
+    for file, found, plot in pictures:
+        if found:
+            (ROOT / "docs" / file).write_text(plot(found[0][1]))
 
 
 def _records(benchmark: str) -> Records:
@@ -103,9 +106,13 @@ def _gradients(record: dict[str, Any]) -> str:
 
 
 def _proof(record: dict[str, Any]) -> str:
-    """Each trainer's minutes, and its held-out figure before and after; a table for SFT and one for RL."""
+    """Each trainer's minutes, and its held-out figure before and after; a table for SFT, and one for each task of RL."""
     parts = []
-    for part, figure in (("sft", "held-out loss"), ("rl", "held-out success")):
+    for part, figure in (
+        ("sft", "held-out loss"),
+        ("rl", "held-out reward"),
+        ("turns", "held-out reward, several turns"),
+    ):
         rows = [row for row in record["rows"] if row["part"] == part]
         best = {row["seed"]: row["seconds"] for row in rows if row["trainer"] == "treewise"}
         lines = [f"| trainer | seed | minutes | over those of treewise | {figure} | peak, MiB |"]
@@ -237,31 +244,54 @@ def _balance(path: Path, record: dict[str, Any]) -> str:
 
 
 def _plot(record: dict[str, Any]) -> str:
-    """Peak memory over the budget, as a small picture: SmolLM2 in float32."""
+    """Peak memory over the budget: SmolLM2 in float32."""
     rows = [row for row in record["rows"] if row["tree"] in ("smollm2", "smollm2-kept")]
     points = sorted((row["max_tokens"] or row["tree_tokens"], row["peak_mib"]) for row in rows)
+    return _picture([("peak", points)], "budget (max_tokens)", ticks=[at for at, _ in points], dots=True, unit="MiB")
+
+
+def _curves(record: dict[str, Any]) -> str:
+    """Held-out loss over minutes, of the first seed."""
+    rows = [row for row in record["rows"] if row["part"] == "sft" and row["seed"] == 0]
+    lines = [(row["label"], [(seconds / 60, value) for _, seconds, value in row["curve"]]) for row in rows]
+    last = max((points[-1][0] for _, points in lines), default=1.0)
+    return _picture(lines, "minutes: held-out loss", ticks=range(int(last) + 1), dots=False, unit="")
+
+
+def _picture(
+    lines: list[tuple[str, list[tuple[float, float]]]], x_label: str, ticks: Iterable[float], dots: bool, unit: str
+) -> str:
+    """Lines over one axis from 0, as a small SVG. dots: with the value of each point, in place of a legend."""
     width, height, left, bottom = 560, 280, 70, 40
-    most_tokens, most_mib = points[-1][0], max(mib for _, mib in points)
+    most_x, most_y = (max(point[axis] for _, points in lines for point in points) for axis in (0, 1))
 
-    def place(tokens: float, mib: float) -> tuple[float, float]:
-        return left + tokens / most_tokens * (width - left - 20), height - bottom - mib / most_mib * (height - 60)
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + x / most_x * (width - left - 20), height - bottom - y / most_y * (height - 60)
 
-    dots = "".join(
-        f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4"/><text x="{x:.0f}" y="{y - 8:.0f}">{mib:,} MiB</text>'
-        for (x, y), (_, mib) in zip([place(*point) for point in points], points, strict=True)
-    )
-    ticks = "".join(
-        f'<text x="{place(tokens, 0)[0]:.0f}" y="{height - bottom + 16}">{tokens:,}</text>' for tokens, _ in points
-    )
-    line = " ".join(f"{x:.0f},{y:.0f}" for x, y in (place(*point) for point in points))
+    drawn = []
+    for number, (label, points) in enumerate(lines):
+        placed = [place(*point) for point in points]
+        colour = PALETTE[number % len(PALETTE)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if dots:
+            drawn += [
+                f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="{colour}"/>'
+                f'<text x="{x:.0f}" y="{y - 8:.0f}" fill="{colour}">{value:,} {unit}</text>'
+                for (x, y), (_, value) in zip(placed, points, strict=True)
+            ]
+        else:
+            end = f"{label}: {points[-1][0]:.1f} minutes"
+            drawn.append(
+                f'<text x="{width - 12}" y="{30 + 14 * number}" text-anchor="end" fill="{colour}">{end}</text>'
+            )
+    drawn += [f'<text x="{place(x, 0)[0]:.0f}" y="{height - bottom + 16}">{x:,}</text>' for x in ticks]
     x0, y0 = place(0, 0)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="10" text-anchor="middle"><rect width="{width}" height="{height}" fill="white"/>'
-        f'<path d="M{x0} 20V{y0}H{width - 10}" fill="none" stroke="gray"/>'
-        f'<polyline points="{line}" fill="none" stroke="steelblue" stroke-width="2"/>'
-        f'<g fill="steelblue">{dots}</g>{ticks}'
-        f'<text x="{width // 2}" y="{height - 6}">budget (max_tokens)</text></svg>\n'
+        f'<path d="M{x0} 20V{y0}H{width - 10}" fill="none" stroke="gray"/>{"".join(drawn)}'
+        f'<text x="{width // 2}" y="{height - 6}">{x_label}</text></svg>\n'
     )
 
 
