@@ -106,7 +106,7 @@ def _gradients(record: dict[str, Any]) -> str:
 
 
 def _proof(record: dict[str, Any]) -> str:
-    """Each trainer's minutes, and its held-out figure before and after; a table for SFT, and one for each task of RL."""
+    """Each trainer's minutes and held-out figures; a table for SFT, and one for each task of RL."""
     parts = []
     for part, figure in (
         ("sft", "held-out loss"),
