@@ -181,6 +181,7 @@ BAD_RECORDS = [
     ({"messages": [USER, {**ANSWER, "tool_calls": {"a": 1}}]}, ("tool_calls must be a list",)),
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": 3}]}]}, ("arguments", "int")),
     ({"messages": [USER, ANSWER], "tools": [3]}, ("tools must be a list",)),
+    ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, ("a function without a name",)),
     ({"messages": [USER, ANSWER], "tools_ref": "x"}, ("tools_ref 'x'", "not found")),
     ({"messages": [USER, ANSWER], "reward": "1"}, ("reward must be one finite number",)),
     ({"messages": [USER, ANSWER], "advantages": [1]}, ("needs token_ids",)),

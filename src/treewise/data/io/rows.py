@@ -296,7 +296,8 @@ def read_entry(path: Path) -> tuple[pa.Table, dict[str, Any]] | None:
         if path.suffix == MAPPED:
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         else:
-            table = pq.read_table(path, page_checksum_verification=True, memory_map=False)
+            with pq.ParquetFile(path, page_checksum_verification=True, memory_map=False) as file:
+                table = file.read()  # `read_table` would import pandas
         facts = json.loads((table.schema.metadata or {})[ENTRY_FIELD])
         sound = table.schema.equals(SCHEMA) and content_hash(table, facts["names"]) == facts["fingerprint"]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

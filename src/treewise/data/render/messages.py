@@ -289,4 +289,9 @@ def clean_tools(value: object, location: str) -> Tools:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(f"{location}: tools must be a list of function schemas (objects), found {shown(value)}.")
+    for tool in value:
+        function = tool.get("function", tool)  # beside the type, in OpenAI's newer form
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") == "function" and not isinstance(name, str):
+            raise DataError(f"{location}: a tool is a function without a name: {shown(tool)}.")
     return value or None
