@@ -8,8 +8,9 @@ import torch
 
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine import step_checks, walk
-from treewise.engine.budget import MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
+from treewise.engine.budget import CALIBRATION_TOKENS, MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.nn.attention.flex import BLOCK_SIZE
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -53,7 +54,7 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_the_same_result(rollouts
 
 
 def test_auto_keeps_the_gradients_of_earlier_calls(rollouts, memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treewise.engine.budget.CALIBRATION_TOKENS", (8, 16))
+    monkeypatch.setitem(CALIBRATION_TOKENS, "cpu", (8, 16))
     model = tiny_model()
     _, _, expected = flat_sft(model, rollouts)
     model.zero_grad(set_to_none=True)
@@ -103,8 +104,15 @@ def test_bytes_per_token_count_what_autograd_keeps() -> None:
     def run(num_tokens: int) -> None:
         layers(torch.randn(num_tokens, 16, requires_grad=True)).sum().backward()
 
-    measured = measure_token_bytes(run, num_layers=2, gateway=7)
+    sizes = []
+
+    def noted(num_tokens: int) -> None:
+        sizes.append(-(-num_tokens // BLOCK_SIZE))
+        run(num_tokens)
+
+    measured = measure_token_bytes(noted, num_layers=2, gateway=7, device_type="cuda")
     assert measured == TokenBytes(activation=int((16 + 32) * 4 * 1.25), gateway=7)
+    assert sizes[0] < sizes[1]  # after padding, too
 
 
 def test_the_budget_leaves_room_for_gateways() -> None:

@@ -57,6 +57,8 @@ def test_unused_blocks_of_the_caching_allocator_are_free(monkeypatch: pytest.Mon
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),  # of pinned memory
         (RuntimeError("shape mismatch"), False),
         (ValueError("can't allocate memory"), False),
     ],

@@ -43,7 +43,8 @@ _BACKWARD_FACTOR = 1.25
 SLOW_TOKENS = 128  # fewer at a time leave most of a matrix product's speed unused
 # More tokens at a time are not faster, and on a CPU the first use of memory is slow.
 MAX_TOKENS = {"cpu": 4096, "cuda": 65536}
-CALIBRATION_TOKENS = (32, 96)
+# Of the two runs that are measured. FlexAttention pads to 128 tokens, so fewer would all take the same memory there.
+CALIBRATION_TOKENS = {"cpu": (32, 96), "cuda": (128, 256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,14 @@ class TokenBytes:
     gateway: int
 
 
-def measure_token_bytes(train: Callable[[int], None], num_layers: int, gateway: int) -> TokenBytes:
+def measure_token_bytes(
+    train: Callable[[int], None], num_layers: int, gateway: int, device_type: str = "cpu"
+) -> TokenBytes:
     """Measures a model. train: runs forward and backward of so many tokens; its gradients are the caller's to restore.
 
     num_layers: of the decoder. gateway: bytes of one gateway token.
     """
-    small, large = CALIBRATION_TOKENS
+    small, large = CALIBRATION_TOKENS.get(device_type, CALIBRATION_TOKENS["cpu"])
     saved = [_saved_bytes(train, size, num_layers) for size in (small, large)]
     return TokenBytes(max(1, int((saved[1] - saved[0]) / (large - small) * _BACKWARD_FACTOR)), gateway)
 
@@ -167,7 +170,7 @@ class Budget:
 
         least = max(1, forest.images.largest)  # an image is never cut
         with gradients_restored(lm.model):
-            token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size)
+            token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size, lm.device.type)
         missing = (each for each in lm.model.parameters() if each.requires_grad and each.grad is None)
         free = free_bytes(lm.device) - sum(each.numel() * each.element_size() for each in missing) - reserve_bytes
         self.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)

@@ -18,6 +18,8 @@ _NO_LIMIT = 2**62
 # Parameters of glibc's mallopt (malloc.h): no memory is mapped for a large tensor alone, none is returned to the
 # system, and the heap grows by 64 MiB at a time.
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2
+# Of torch on a CPU, of libraries that allocate their own workspace on a GPU, and of CUDA itself (pinned memory, too).
+_FAILED_ALLOCATIONS = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
 
 
@@ -88,7 +90,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation failed, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILED_ALLOCATIONS)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
