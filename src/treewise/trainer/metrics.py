@@ -11,6 +11,7 @@ on this machine: one that only multiplies matrices, at the measured rate. Real f
 logged is a lower bound: `efficiency_at_least`.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.trainer.prepared_batches import PreparedBatch
 from treewise.tree.forest import Forest
+
+logger = logging.getLogger("treewise")
 
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
 NUM_PRODUCTS = 6
@@ -87,8 +90,18 @@ class Throughput:
         return self._sums["tree_tokens"], self._sums["flat_tokens"]
 
     def begin_run(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Measures the device's rate. dtype: of the matrix products of the run."""
+        """Measures the device's rate; half precision that is slower than float32 is a warning. dtype: of the matrix
+        products of the run.
+        """
         self._measured_rate = matmul_flops(device.type, dtype)
+        plain = matmul_flops(device.type, torch.float32) if dtype.itemsize == 2 else None
+        if plain and self._measured_rate and self._measured_rate < plain:
+            logger.warning(
+                "this processor takes %.1f times as long for a matrix product in %s as in float32: it saves memory "
+                "here, and no time.",
+                plain / self._measured_rate,
+                str(dtype).removeprefix("torch."),
+            )
         self._peak = peak_flops(device, dtype) or self._measured_rate
 
     @contextmanager
