@@ -63,12 +63,13 @@ def new_start(task: Task, path: Path, seed: int) -> None:
     model = new_model(tokenizer, seed, **SIZES)
     imitate(model, tokenizer, task.first_texts, seed, 200, IMITATION_RATE)
     for examples in (1, 3, 8, 16, task.examples):
-        for chunk in range(10):  # until the policy half knows the task at this length
-            texts = partial(task.texts, examples=examples)
-            imitate(model, tokenizer, texts, 1000 * seed + chunk, 10, IMITATION_RATE)
-            found = task.success(model, tokenizer, examples)
+        texts = partial(task.texts, examples=examples)
+        for chunk in range(40):  # until the policy half knows the task at this length
+            found = task.success(model, tokenizer, examples, count=32)
             if found >= HALF_KNOWN:
                 break
+            imitate(model, tokenizer, texts, 1000 * seed + chunk, 5, IMITATION_RATE)
+        print(f"  {examples} examples: {found:.3f} after {5 * chunk} steps", flush=True)
     torch.save(model.state_dict(), path)
     print(f"start: {sum(each.numel() for each in model.parameters()):,} parameters, success {found:.3f}")
 

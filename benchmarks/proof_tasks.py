@@ -41,7 +41,7 @@ class Task(Protocol):
     def texts(self, rng: np.random.Generator, examples: int) -> list[Parts]:
         """What is imitated then: every answer of a prompt, and that behind it."""
 
-    def success(self, model: Any, tokenizer: Any, examples: int) -> float:
+    def success(self, model: Any, tokenizer: Any, examples: int, count: int = HELD_OUT) -> float:
         """Mean reward of one sample at temperature 1 of each held-out question."""
 
     def for_trl(self, count: int, tokenizer: Any) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class AtOnce:
         (word,) = drawn(rng, 1, split)
         return "".join(map(answered, drawn(rng, examples))) + f"w{word}=", word[::-1]
 
-    def success(self, model: Any, tokenizer: Any, examples: int) -> float:
-        prompts, answers = zip(*(self.prompt("held_out", index, examples) for index in range(HELD_OUT)), strict=True)
+    def success(self, model: Any, tokenizer: Any, examples: int, count: int = HELD_OUT) -> float:
+        prompts, answers = zip(*(self.prompt("held_out", index, examples) for index in range(count)), strict=True)
         found = samples_of(model, tokenizer, self.max_new_tokens)([encoded(tokenizer, each) for each in prompts])
         given = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
-        return sum(text == answer for text, answer in zip(given, answers, strict=True)) / HELD_OUT
+        return sum(text == answer for text, answer in zip(given, answers, strict=True)) / count
 
     def for_trl(self, count: int, tokenizer: Any) -> dict[str, Any]:
         def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -212,8 +212,8 @@ class InTurns:
                     each.add(encoded(tokenizer, told), is_sampled=False)
         return episodes
 
-    def success(self, model: Any, tokenizer: Any, examples: int) -> float:
-        questions = [self.prompt("held_out", index, examples) for index in range(HELD_OUT)]
+    def success(self, model: Any, tokenizer: Any, examples: int, count: int = HELD_OUT) -> float:
+        questions = [self.prompt("held_out", index, examples) for index in range(count)]
         played = self.play(questions, tokenizer, samples_of(model, tokenizer, 3))
         return float(np.mean([each.environment.get_reward() for each in played]))
 
