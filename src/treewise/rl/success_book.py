@@ -94,12 +94,7 @@ class SuccessBook:
     # -- observations -------------------------------------------------------------------------------------------------
 
     def observe(self, task: str, successes: float, trials: float) -> None:
-        """Adds the outcomes of independent rollouts of a task.
-
-        Raises:
-            DataError: numbers that are not finite, or successes outside of 0..trials; nothing is added then.
-        """
-        _check_counts(task, successes, trials)
+        """Adds the outcomes of independent rollouts of a task."""
         if not trials:
             return
         predicted = self.success(task)
@@ -110,12 +105,7 @@ class SuccessBook:
         self._tasks[task] = self._decayed(self.counts(task), prior, successes, trials)
 
     def observe_node(self, task: str, prefix_ids: np.ndarray, successes: float, trials: float) -> None:
-        """Adds the outcomes of independent rollouts from a branch point.
-
-        Raises:
-            DataError: as of `observe`.
-        """
-        _check_counts(task, successes, trials)
+        """Adds the outcomes of independent rollouts from a branch point."""
         if not trials:
             return
         mean, strength = self.success(task), self.settings.node_strength
@@ -178,11 +168,6 @@ class SuccessBook:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a success book: {type(error).__name__}: {error}.") from None
         return book
-
-
-def _check_counts(task: str, successes: float, trials: float) -> None:
-    if not 0 <= trials < np.inf or not 0 <= successes <= trials:
-        raise DataError(f"task {task!r}: {successes} successes in {trials} trials; give finite numbers, 0..trials.")
 
 
 def _node_key(task: str, prefix_ids: np.ndarray) -> str:

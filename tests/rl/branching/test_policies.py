@@ -99,7 +99,6 @@ def test_unknown_names_and_settings() -> None:
         (lambda: branching_named("entropy", definition="gini"), "definition='gini' is unknown"),
         (lambda: branching_named("arpo"), "branching 'arpo' is gone; use turns"),
         (lambda: branching_named("segments", width=0), "width=0 must be at least 1"),
-        (lambda: Signals(success=float("nan")), "a probability of success is nan"),
     ):
         with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
             call()

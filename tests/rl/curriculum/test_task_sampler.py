@@ -223,7 +223,6 @@ def test_wrong_pools_angles_and_states():
     state = sampler.state_dict()
     for wrong, message in (
         ({"format": 9}, "format 9"),
-        ({"curriculum": "learnability"}, "'learnability', not of 'uniform'"),
         ({"position": None}, "not the state of a curriculum"),
     ):
         with pytest.raises(DataError, match=message):

@@ -14,7 +14,6 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 import numpy as np
 from annotated_types import Ge
 
-from treewise.errors import ConfigError
 from treewise.rl.branching.rollout_tree import PROMPT, RolloutTree
 
 Count = Annotated[int, Ge(1)]
@@ -55,11 +54,6 @@ class Signals:
     expected_tokens: float | None = None
     longest_tokens: int | None = None
     budget_left: int | None = None
-
-    def __post_init__(self) -> None:
-        for value in (self.success, *self.node_success.values()):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"a probability of success is {value}; it must lie in 0..1.")
 
 
 class Policy(Protocol):

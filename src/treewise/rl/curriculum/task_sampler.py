@@ -258,12 +258,10 @@ class TaskSampler:
         """Takes a saved state over.
 
         Raises:
-            DataError: another format, another curriculum, or a missing entry.
+            DataError: another format, or a missing entry.
         """
         if state.get("format") != FORMAT:
             raise DataError(f"a curriculum's state of format {state.get('format')!r}; this version reads {FORMAT}.")
-        if state.get("curriculum") != self.curriculum.name:
-            raise DataError(f"the state of curriculum {state.get('curriculum')!r}, not of {self.curriculum.name!r}.")
         try:
             self.iteration, self.position = int(state["iteration"]), int(state["position"])
             self.memory = dict(state["memory"])

@@ -9,7 +9,6 @@ thread cannot be ended, so one that takes too long is left behind and goes on us
 killed. Between processes, arguments and results are pickled by the standard library; nothing else is.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -66,23 +65,10 @@ def found_by_name(name: str, what: str) -> object:
             f"{what} {name!r}: there is no {error.name}.py in this folder, nor a module of that name installed."
         ) from None
     except BaseException as error:  # a module of the user's may raise anything, SystemExit included
-        reason = _null_byte(location, is_file=is_file) or described(error)
-        raise ConfigError(f"{what} {name!r} cannot be loaded: {reason}") from None
+        raise ConfigError(f"{what} {name!r} cannot be loaded: {described(error)}") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{what} {name!r}: {location} has no {attribute!r}.")
     return getattr(module, attribute)
-
-
-def _null_byte(location: str, *, is_file: bool) -> str | None:
-    """`rewards.py:3: a null byte at byte 40`: Python names neither the file nor the place. None where there is none."""
-    with contextlib.suppress(Exception):  # a module that cannot be found has no file
-        spec = None if is_file else importlib.util.find_spec(location)
-        path = Path(location if is_file else str(spec and spec.origin)).expanduser()
-        before, null, _ = path.read_bytes().partition(b"\0")
-        line = before.count(b"\n") + 1
-        if null:
-            return f"{_short(str(path.resolve()))}:{line}: a null byte at byte {len(before)}"
-    return None
 
 
 def _load_files(paths: Sequence[str]) -> None:
