@@ -117,5 +117,3 @@ def test_what_is_refused():
         new_order("gain").restore({})
     with pytest.raises(CheckpointError, match="2 values of angle for 4 trees"):
         new_order("gain").restore({"angle": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="item 3: its angle concentration is nan"):
-        new_order("gain", {"angle": np.array([1, 2, 3, np.nan])}).begin()

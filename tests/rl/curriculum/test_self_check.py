@@ -60,7 +60,7 @@ def test_constant_values_predict_nothing_and_others_are_refused():
     for wrong in (np.nan, np.inf):
         with pytest.raises(DataError, match="1 of 3 values are not finite"):
             correlation(np.array([1, wrong, 2]), np.arange(3))
-    with pytest.raises(DataError, match="2 and 2 tasks"):
+    with pytest.raises(DataError, match="2 tasks; a rank"):
         correlation(np.arange(2), np.arange(2))
 
 

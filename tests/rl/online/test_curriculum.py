@@ -70,5 +70,5 @@ def test_what_cannot_be_checked(tmp_path):
     with pytest.raises(ConfigError, match="at least 3 items and 4 rollouts"):
         new_trainer(tmp_path / "run", **RUN | {"check_items": 2})
     trainer = new_trainer(tmp_path / "run", **RUN)
-    with pytest.raises(DataError, match="2 and 2 tasks"):
+    with pytest.raises(DataError, match="2 tasks; a rank"):
         check_items(trainer, 2, 4)

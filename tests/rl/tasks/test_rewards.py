@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from treewise.errors import ConfigError, TaskError
+from treewise.errors import TaskError
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import Journal
 from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask, SumTask, TaskItem
@@ -111,13 +111,6 @@ def test_raise_stops_with_the_cause() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(TaskError, match="reward missing"):
         _outcomes(lambda _text: None, "", runner=RewardRunner(on_reward_error="raise"))
-
-
-def test_settings() -> None:
-    with pytest.raises(ConfigError, match="time limit"):
-        Calls(timeout_seconds=0)
-    with pytest.raises(ConfigError, match="reward_workers=-1"):
-        Calls(workers=-1)
 
 
 def test_tallies_of_processes_add_up() -> None:

@@ -83,7 +83,7 @@ def check_on_trees(
     Raises:
         DataError: fewer than 3 trees.
     """
-    require_tasks(len(trees), len(trees))
+    require_tasks(len(trees))
     has_outcomes = all(len(outcomes_of(tree, success_at)) >= 2 for tree in trees)
     halves = [_halves(tree) if has_outcomes else (list(tree), list(tree)) for tree in trees]
     prompts = [prompt_of(tree) for tree in trees]
@@ -177,7 +177,6 @@ class RecordedOrder:
             raise CheckpointError(
                 f"the curriculum has {values.size} values of {self._signal} for {self.num_trees} trees."
             )
-        ranks_by_angle(values.tolist())  # raises for values that are not finite
         self._scores = np.asarray(values, dtype=np.float64)
 
 

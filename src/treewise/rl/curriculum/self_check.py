@@ -64,13 +64,10 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
     return float((a * b).sum()) / scale if scale else 0.0
 
 
-def require_tasks(num_signals: int, num_targets: int) -> None:
-    """Raises `DataError` where so many values of tasks have no rank correlation."""
-    if num_signals != num_targets or num_signals < 3:
-        raise DataError(
-            f"{num_signals} and {num_targets} tasks; a rank correlation needs as many of one as of the other, at least "
-            "3."
-        )
+def require_tasks(num_tasks: int) -> None:
+    """Raises `DataError` where so few tasks have no rank correlation."""
+    if num_tasks < 3:
+        raise DataError(f"{num_tasks} tasks; a rank correlation needs at least 3.")
 
 
 def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000, seed: int = 0) -> Correlation:
@@ -80,7 +77,7 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
         DataError: values that are not finite, or fewer than 3 tasks.
     """
     signal, target = np.asarray(signal, dtype=np.float64), np.asarray(target, dtype=np.float64)
-    require_tasks(len(signal), len(target))
+    require_tasks(len(signal))
     value = spearman(signal, target)
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
     resampled = [spearman(signal[each], target[each]) for each in drawn]

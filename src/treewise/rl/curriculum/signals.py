@@ -31,6 +31,7 @@ from treewise.nn.device import to_device
 from treewise.nn.gradients import clear_gradients, gradients_restored
 from treewise.objectives import Objective
 from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import Trajectory
 
 
@@ -50,20 +51,9 @@ class Angles:
 
 
 def num_shared_tokens(prompts: Sequence[np.ndarray]) -> int:
-    """Tokens that all prompts begin with, leaving each at least one of its own.
-
-    Raises:
-        DataError: an empty prompt.
-    """
-    shortest = min(len(prompt) for prompt in prompts)
-    if not shortest:
-        raise DataError("a prompt has no tokens; angles need at least one.")
-    first = np.asarray(prompts[0][: shortest - 1])
-    differs = np.zeros(shortest - 1, dtype=bool)
-    for prompt in prompts[1:]:
-        differs |= np.asarray(prompt[: shortest - 1]) != first
-    found = np.flatnonzero(differs)
-    return int(found[0]) if len(found) else shortest - 1
+    """Tokens that all prompts begin with, leaving each at least one of its own."""
+    rows = sorted(np.asarray(prompt).tolist() for prompt in prompts)  # of all, the first and the last share the fewest
+    return min(common_prefix(np.array(rows[0]), np.array(rows[-1])), min(map(len, rows)) - 1)
 
 
 def angles_of(engine: TreeEngine, prompts: Sequence[Any], num_shared: int | None = None) -> Angles:
@@ -74,7 +64,7 @@ def angles_of(engine: TreeEngine, prompts: Sequence[Any], num_shared: int | None
         num_shared: n where it is known from a larger pool; None: of these prompts.
 
     Raises:
-        DataError: an empty prompt, or a hidden row that is not finite or zero.
+        DataError: a hidden row that is not finite or zero.
     """
     ids = [np.asarray(prompt, dtype=np.int32).reshape(-1) for prompt in prompts]
     n = num_shared_tokens(ids)

@@ -154,11 +154,7 @@ class TaskSampler:
         """Takes the angle concentration of all items over, before the first draw.
 
         num_shared: tokens of the prefix that all prompts share.
-
-        Raises:
-            DataError: a score that is not finite.
         """
-        ranks_by_angle(scores)
         self.memory = {"mean": 0.0, "num_shared": num_shared, "scores": [float(score) for score in scores]}
 
     def draw(self, count: int, book: SuccessBook) -> list[int]:
@@ -271,16 +267,8 @@ class TaskSampler:
 
 
 def ranks_by_angle(scores: Sequence[float]) -> np.ndarray:
-    """[N] int64, the rank of each item: 0 for the highest score; equal ones in their order.
-
-    Raises:
-        DataError: a score that is not finite; sorted, it would come first.
-    """
-    values = np.asarray(scores, dtype=np.float64)
-    wrong = np.flatnonzero(~np.isfinite(values))
-    if len(wrong):
-        raise DataError(f"item {wrong[0]}: its angle concentration is {values[wrong[0]]}; it cannot be ranked.")
-    return np.argsort(np.argsort(-values, kind="stable"), kind="stable")
+    """[N] int64, the rank of each item: 0 for the highest score; equal ones in their order."""
+    return np.argsort(np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable"), kind="stable")
 
 
 def shuffled_ranks(size: int, seed: int) -> np.ndarray:

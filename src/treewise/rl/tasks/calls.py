@@ -129,14 +129,10 @@ class Calls:
         at_once: calls of environments that are under way at a time, in threads; workers are their own limit.
 
     Raises:
-        ConfigError: a time limit or a number out of range; workers without the package `pebble`.
+        ConfigError: workers without the package `pebble`.
     """
 
     def __init__(self, timeout_seconds: float | None = 30.0, workers: int = 0, at_once: int = 64) -> None:
-        if timeout_seconds is not None and not timeout_seconds > 0:
-            raise ConfigError(f"the time limit of a reward is {timeout_seconds} seconds; it must be above 0.")
-        if workers < 0:
-            raise ConfigError(f"reward_workers={workers} must not be negative; 0 runs rewards in this process.")
         self.timeout_seconds, self.workers, self.at_once = timeout_seconds, workers, workers or at_once
         self._pool: Any = None
         self._lock = threading.Lock()

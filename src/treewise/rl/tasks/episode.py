@@ -68,13 +68,8 @@ class Episode:
         return len(self.turn_starts)
 
     def begin_turn(self, token_ids: Sequence[int], finish_reason: str) -> Callable[[], None]:
-        """Takes a sampled turn; what its environment has to do then, before `end_turn`.
-
-        Raises:
-            ConfigError: the episode has ended.
-        """
-        if self.end_reason is not None:
-            raise ConfigError(f"{self.item.key}, episode {self.name} has ended ({self.end_reason}); branch it instead.")
+        """Takes a sampled turn; what its environment has to do then, before `end_turn`."""
+        assert self.end_reason is None
         ids = [int(i) for i in token_ids]
         text, calls = self._calls(ids)
         self.turn_starts.append(len(self.token_ids))
@@ -110,12 +105,8 @@ class Episode:
     def begin_branch(self, turn: int) -> "Episode":
         """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Its
         environment is there once it was opened.
-
-        Raises:
-            ConfigError: there is no such turn.
         """
-        if not 0 <= turn <= self.num_turns or (turn == self.num_turns and self.end_reason is not None):
-            raise ConfigError(f"{self.item.key}, episode {self.name} has {self.num_turns} turns, and no turn {turn}.")
+        assert 0 <= turn < self.num_turns + (self.end_reason is None)
         self.num_branches += 1
         written = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         written = written[len(written) - self.num_turns :]
