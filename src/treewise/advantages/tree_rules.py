@@ -256,13 +256,9 @@ def value_steps(
         return credited(read_rollouts(items), advantages, method, report.notes)
     num_masked = num_trained = 0
     for index, item in enumerate(items):
-        logprobs = item.sampler_logprobs if item.old_logprobs is None else item.old_logprobs
-        if logprobs is None:
-            location = item.source or f"trajectory {index}"
-            raise DataError(
-                f"{location}: the probability mask needs old_logprobs or sampler_logprobs; or mask_above=None."
-            )
-        is_sure = logprobs.astype(np.float64) >= np.log(mask_above)
+        location = item.source or f"trajectory {index}"
+        logprobs = _logprobs_of(item, f"{location}: the probability mask", "; or mask_above=None")
+        is_sure = logprobs >= np.log(mask_above)
         advantages[index][is_sure] = 0.0
         num_masked += int((is_sure & (item.loss_weights > 0)).sum())
         num_trained += item.num_trained_tokens
@@ -304,17 +300,11 @@ def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", ep
 def _surprisal(tree: GroupTree) -> np.ndarray:
     """[S] mean `-log p` over trained tokens, from the begin of each segment until its rollouts part; 0 without any."""
     forest = tree.forest
-    flat = []
-    for item in forest.trajectories:
-        logprobs = item.sampler_logprobs if item.old_logprobs is None else item.old_logprobs
-        if logprobs is None:
-            location = item.source or "a trajectory"
-            raise DataError(f"{location}: weights='entropy' needs old_logprobs or sampler_logprobs.")
-        flat.append(logprobs)
+    flat = [_logprobs_of(item, f"{item.source or 'a trajectory'}: weights='entropy'") for item in forest.trajectories]
     is_trained = forest.flat_stream("loss_weights") > 0
     token, first = np.unique(forest.path_index[is_trained], return_index=True)
     segment = forest.segment_of_token[token]
-    surprisal = -np.concatenate(flat).astype(np.float64)[is_trained][first]
+    surprisal = -np.concatenate(flat)[is_trained][first]
     total = np.bincount(segment, weights=surprisal, minlength=tree.num_segments)
     count = np.bincount(segment, minlength=tree.num_segments)
     for child in range(tree.num_segments - 1, -1, -1):
@@ -323,3 +313,11 @@ def _surprisal(tree: GroupTree) -> np.ndarray:
             total[above] += total[child]
             count[above] += count[child]
     return total / np.maximum(count, 1)
+
+
+def _logprobs_of(item: Trajectory, what: str, otherwise: str = "") -> np.ndarray:
+    """[length] float64, of the policy before the update, or of the sampler. Raises `DataError` without either."""
+    logprobs = item.sampler_logprobs if item.old_logprobs is None else item.old_logprobs
+    if logprobs is None:
+        raise DataError(f"{what} needs old_logprobs or sampler_logprobs{otherwise}.")
+    return logprobs.astype(np.float64)

@@ -101,10 +101,6 @@ def test_invalid_growth() -> None:
     ):
         with pytest.raises(DataError, match=message):
             tree.add(node)
-    with pytest.raises(DataError, match="give a reward or an error"):
-        tree.judge(0)
-    with pytest.raises(DataError, match="at least one token"):
-        RolloutTree([])
     with pytest.raises(DataError, match="node 0 has no entropies"):
         tree.path(0, "entropies")
     with pytest.raises(DataError, match="1 rows for 0 rewarded"):

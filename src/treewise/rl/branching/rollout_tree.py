@@ -127,16 +127,11 @@ class RolloutTree:
     Parameters:
         prompt_ids: token ids of the prompt, at least one.
         group: what the rows of this tree share (`Trajectory.group`).
-
-    Raises:
-        DataError: an empty prompt.
     """
 
     def __init__(self, prompt_ids: ArrayLike, group: Hashable = None) -> None:
         self.prompt_ids = np.array(prompt_ids, dtype=np.int32).reshape(-1)
         self.prompt_ids.setflags(write=False)
-        if not len(self.prompt_ids):
-            raise DataError("a rollout tree needs a prompt of at least one token.")
         self.group = group
         self._nodes: list[RolloutNode] = []
         self._children: dict[int, list[int]] = {PROMPT: []}
@@ -171,13 +166,7 @@ class RolloutTree:
         return index
 
     def judge(self, index: int, reward: float | None = None, error: str | None = None) -> None:
-        """Gives the rollout that ends at a node its reward, or the reason why it has none.
-
-        Raises:
-            DataError: a node that has not ended, both or neither of the two, or a reward that is not finite.
-        """
-        if (reward is None) == (error is None):
-            raise DataError(f"node {index}: give a reward or an error.")
+        """Gives the rollout that ends at a node its reward, or the reason why it has none. Raises as `RolloutNode`."""
         self._nodes[index] = replace(self._nodes[index], reward=reward, error=error)
 
     # -- shape --------------------------------------------------------------------------------------------------------
