@@ -240,21 +240,6 @@ def test_values_are_those_of_spo_on_its_trees() -> None:
     assert abs(np.mean(distinct) - exact) > 10 * standard_error  # what counting each text once would give
 
 
-def test_a_token_of_probability_nine_tenths_weighs_nine_tenths() -> None:
-    """Eight draws of a token that decides the reward: 0.9, where the mean over distinct children is 0.78."""
-    rng, ours, distinct = np.random.default_rng(0), [], []
-    for _ in range(500):
-        tokens = (rng.random(8) < 0.9).astype(int)
-        rows = [rollout([9, int(token), 5], float(token)) for token in tokens]
-        ours.append(segment_values(rows)[0][0])
-        distinct.append(np.mean(np.unique(tokens)))
-        steps = value_steps(rows, mask_above=None).trajectories
-        for row, token in zip(steps, tokens, strict=True):
-            assert row.advantages[1] == pytest.approx(token - tokens.mean(), abs=1e-6)
-    assert np.mean(ours) == pytest.approx(0.9, abs=0.02)
-    assert np.mean(distinct) < 0.8
-
-
 # -- rows of one rollout ----------------------------------------------------------------------------------------------
 
 

@@ -101,9 +101,17 @@ def test_a_weights_gradient_that_is_5_percent_off_is_found(monkeypatch, interfac
 ONLINE = {"branching": "lcr", "candidates": 6, "top_k": 4, "objective": "reinforce", "mini_batches": 3, "seed": 5}
 
 
-def test_the_online_loop_is_the_plain_loop_on_its_rollouts():
+@pytest.mark.parametrize(
+    "draw",
+    [
+        ONLINE,
+        {"branching": "segments", "credit": "tree_path_mean", "beta": 0.1, "epochs": 2, "seed": 3},
+        {"branching": "random", "objective": "gspo", "mini_batches": 3, "drop_flat_groups": True, "seed": 4},
+    ],
+)
+def test_the_online_loop_is_the_plain_loop_on_its_rollouts(draw):
     space = crossings.online_loop()
-    outcome = space.judge({**space.defaults, **ONLINE})
+    outcome = space.judge({**space.defaults, **draw})
     assert outcome.kind == "equal", outcome.text
 
 

@@ -1,6 +1,5 @@
 """Nothing is lost when a run is killed, every token is accounted for, and updates equal flat training of the rows."""
 
-import json
 import logging
 import os
 import random
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
-from treewise import advantages
-from treewise.data import load_trees
+from tests.rl.online.helpers import EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError, UnsupportedModelError
 from treewise.objectives import GRPO, objective_named
 from treewise.rl.online import OnlineTrainer, growing, records
@@ -210,58 +207,6 @@ def test_fewer_trees_than_mini_batches_are_as_many_steps_which_are_logged(tmp_pa
 # -- the update -------------------------------------------------------------------------------------------------------
 
 
-def flat_gradients(model, rows):
-    """Gradients of GRPO on the policy's own rollouts, each row alone, by transformers alone."""
-    model.zero_grad()
-    items, _ = advantages.group_normalized(rows)
-    for item in items:
-        ids = torch.tensor(item.token_ids.tolist())[None]
-        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        weights = torch.tensor(item.loss_weights[1:].tolist())
-        ratio = (logprobs - logprobs.detach()).exp()
-        losses = -ratio * torch.tensor(item.advantages[1:].tolist())
-        ((weights * losses).sum() / weights.sum() / len(items)).backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters()}
-
-
-@pytest.mark.representatives("segments")
-@pytest.mark.parametrize("branching", ["none", "random", "segments"])
-def test_an_update_has_the_gradients_of_flat_training_of_the_recorded_rows(branching, tmp_path, monkeypatch):
-    own = {"none": {"roots": 4}, "random": {"variations": 4}, "segments": {"segment_tokens": 4, "width": 6, "first": 2}}
-    trainer = new_trainer(
-        tmp_path / "run",
-        arguments_={"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 1.0},
-        iterations=1,
-        eval_every=0,
-        branching=branching,
-        branching_settings=own[branching],
-    )
-    before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-    trainer.train()
-    rows = [row for tree in load_trees(rollouts_file(trainer.folder, 1)) for row in tree.labelled_trajectories()]
-    assert len({row.reward for row in rows}) == 2
-    expected = flat_gradients(tiny_policy(), rows)
-    scale = max(float(each.abs().max()) for each in expected.values())
-    assert scale > 1e-4
-    for name, parameter in trainer.model.named_parameters():
-        torch.testing.assert_close(before[name] - parameter, expected[name], rtol=0, atol=1e-5 * max(scale, 1))
-
-
-@pytest.mark.parametrize("branching", ["none", "random"])
-def test_sampled_tokens_recounted_from_the_rows_alone(branching, tmp_path):
-    own = {"none": {"roots": 4}, "random": {"variations": 4}}[branching]
-    trainer = counted(tmp_path / "run", branching=branching, branching_settings=own, iterations=1, eval_every=0)
-    logs = trainer.train()
-    rows = [json.loads(line) for line in rollouts_file(trainer.folder, 1).read_text().splitlines()]
-    ends = [  # a sampled token is the prefix that it ends; prompts differ from task to task
-        tuple(row["token_ids"][: end + 1]) for row in rows for end, weight in enumerate(row["loss_weights"]) if weight
-    ]
-    logprobs = [value for row in rows for value in row["sampler_logprobs"]]
-    assert sum(value is not None for value in logprobs) == len(ends)
-    assert len(set(ends)) == trainer.sampler.num_tokens == logs["sampled_tokens"] == logs["trained_tokens"]
-    assert (len(ends) > len(set(ends))) is (branching == "random")
-
-
 def test_a_token_that_is_lost_is_an_error(tmp_path, monkeypatch):
     trainer = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
     original = growing.GrowingTree.add
@@ -275,38 +220,11 @@ def test_a_token_that_is_lost_is_an_error(tmp_path, monkeypatch):
         trainer.train()
 
 
-@pytest.mark.representatives("gspo-changes2")
-@pytest.mark.parametrize(
-    ("objective", "changes"),
-    [
-        ("grpo", {"mini_batches": 2, "update_epochs": 2}),
-        ("reinforce", {"advantages": "inter_intra", "branching": "lcr", "branching_settings": {"threshold": 0.3}}),
-        ("gspo", {"branching": "entropy", "branching_settings": {"variations": 3}, "drop_flat_groups": True}),
-        ("sft", {"advantages": None}),
-    ],
-)
-def test_any_objective_trains(objective, changes, tmp_path):
-    trainer = new_trainer(tmp_path / "run", objective=objective, iterations=2, eval_every=0, **changes)
+def test_an_objective_without_advantages_trains(tmp_path):
+    trainer = new_trainer(tmp_path / "run", objective="sft", iterations=2, eval_every=0)
     before = digest(trainer.model)
-    logs = trainer.train()
+    assert trainer.train()["logprob_gap"] == pytest.approx(1, abs=1e-3)
     assert digest(trainer.model) != before
-    assert logs["logprob_gap"] == pytest.approx(1, abs=1e-3) or objective == "grpo"
-
-
-def test_lcr_draws_first_tokens_from_the_recorded_candidates(tmp_path):
-    trainer = counted(
-        tmp_path / "run",
-        iterations=2,
-        eval_every=0,
-        branching="lcr",
-        branching_settings={"threshold": 0.2, "variations": 5},
-        num_candidates=8,
-    )
-    logs = trainer.train()
-    assert logs["num_branches"] > 2
-    assert logs["logprob_gap"] > 1.1  # drawn from 8 tokens, and recorded so; `crossings.online` holds each to its draw
-    assert logs["candidate_tokens"] > 0
-    assert logs["trained_tokens"] == logs["sampled_tokens"] + logs["candidate_tokens"]
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -382,23 +300,6 @@ def test_a_copy_for_which_there_is_no_room_is_an_error_with_its_bytes(tmp_path, 
     monkeypatch.setattr(copied_weights, "free_bytes", lambda device: 2048)
     with pytest.raises(ConfigError, match=r"takes 137.41 KiB on cpu, and 2.00 KiB are free"):
         new_trainer(tmp_path / "run", max_staleness=1)
-
-
-def test_a_kl_is_measured_against_the_reference(tmp_path):
-    model = tiny_policy()
-    trainer = OnlineTrainer(
-        model,
-        EvenBytes(),
-        TOKENIZER,
-        settings(iterations=2, eval_every=0),
-        arguments(tmp_path / "run"),
-        objective=GRPO(beta=0.1, weighting="per_rollout"),
-        reference=tiny_policy(),
-    )
-    trainer.train()
-    logs = [entry for entry in trainer.log_history if "kl" in entry]
-    assert logs[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert logs[1]["kl"] > 1e-6
 
 
 # -- adapters, tasks of a package -------------------------------------------------------------------------------------
