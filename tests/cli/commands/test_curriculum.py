@@ -57,4 +57,4 @@ def test_recorded_rollouts_and_rows_to_imitate(curriculum, tmp_path):
     assert out.startswith("4 tasks")
     code, _, err = curriculum("rows.jsonl", "--model", "model", "--items", 2)
     assert code == 2
-    assert "needs as many of one as of the other" in err
+    assert "a rank correlation needs at least 3" in err
