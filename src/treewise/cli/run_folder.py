@@ -120,7 +120,7 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
 
     A resumed run that was refused (other data, another optimizer) leaves the settings and the end of the one before.
     """
-    from treewise.trainer.checkpoint.store import write_atomically
+    from treewise.trainer.checkpoint import store
 
     was_there, before = folder.exists(), _results(folder)
     kept = {name: (folder / name).read_text("utf-8") for name in (_RESOLVED, FINISHED) if (folder / name).is_file()}
@@ -135,7 +135,7 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
                 folder.rmdir()
         elif _results(folder) == before:
             for name, text in kept.items():
-                write_atomically(folder / name, text)
+                store.write_atomically(folder / name, text)
         raise
 
 
@@ -171,7 +171,6 @@ def _write_resolved(
     folder: Path, config: RunConfig, arguments: "TreeTrainingArguments", overwrite: bool, is_resumed: bool
 ) -> None:
     from treewise.trainer.checkpoint import store
-    from treewise.trainer.checkpoint.store import write_atomically
 
     resolved = folder / _RESOLVED
     try:
@@ -190,6 +189,6 @@ def _write_resolved(
             for change in differences(resolved.read_text(encoding="utf-8"), text):
                 if change.partition(":")[0] not in by_trainer:
                     print(f"changed since this run began: {change}", file=sys.stderr)
-        write_atomically(resolved, text)
+        store.write_atomically(resolved, text)
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error

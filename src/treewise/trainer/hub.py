@@ -20,6 +20,8 @@ from transformers import Trainer
 from transformers.utils.hub import hf_api
 from typing_extensions import override
 
+from treewise.trainer.checkpoint.store import link_files
+
 logger = logging.getLogger("treewise")
 
 # Of a checkpoint: what a run goes on from, beside the model.
@@ -99,7 +101,9 @@ class UploadingTrainer(Trainer):
             parts.append(("last-checkpoint" if strategy == "checkpoint" else checkpoint.name, files))
         for path_in_repo, own in parts:
             name = f".{checkpoint.name}.{path_in_repo or 'model'}.upload"
-            folder = _linked(checkpoint, own, checkpoint.with_name(name))
+            folder = checkpoint.with_name(name)  # stays when the checkpoint is removed
+            shutil.rmtree(folder, ignore_errors=True)
+            link_files(os.link, checkpoint, [path.relative_to(checkpoint) for path in own], folder)
             message = f"Training in progress, {checkpoint.name}"
             job: Any = self._commit(folder, message, path_in_repo=path_in_repo, run_as_future=True)
             job.add_done_callback(lambda _, folder=folder: shutil.rmtree(folder, ignore_errors=True))
@@ -128,16 +132,3 @@ def _warning_if_it_fails(what: str, upload: Callable[[], object]) -> None:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         logger.warning("push_to_hub: %s (%s). The run and its files are complete without it.", what, reason)
-
-
-def _linked(checkpoint: Path, files: Sequence[Path], folder: Path) -> Path:
-    """A folder of the same files, which stay when the checkpoint is removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for path in files:
-        target = folder / path.relative_to(checkpoint)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(path, target)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, target)
-    return folder

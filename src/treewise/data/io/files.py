@@ -302,13 +302,13 @@ def rows_of_batches(batches: "Iterable[pa.RecordBatch]", name: str) -> Iterator[
     number = 0
     for batch in batches:
         num_bytes = batch.nbytes // max(1, batch.num_rows)
-        for values in zip(*map(_column_values, batch.columns), strict=True):
+        for values in zip(*map(column_values, batch.columns), strict=True):
             number += 1
             row = dict(zip(batch.schema.names, values, strict=True))
             yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
 
 
-def _column_values(column: "pa.Array") -> list[Any]:
+def column_values(column: "pa.Array") -> list[Any]:
     """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
     import pyarrow as pa
 

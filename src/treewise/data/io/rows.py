@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
-from treewise.data.io.files import moved_into_place
+from treewise.data.io.files import column_values, moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
@@ -124,12 +124,7 @@ def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
 
 def table_columns(part: pa.Table) -> dict[str, list[Any]]:
     """The columns of some rows as rows have them: streams as one mapping for each; arrays are views of the table."""
-    columns: dict[str, list[Any]] = {
-        item.name: _views(part.column(item.name))
-        if pa.types.is_large_list(item.type)
-        else part.column(item.name).to_pylist()
-        for item in SCHEMA
-    }
+    columns = {item.name: column_values(_whole(part.column(item.name))) for item in SCHEMA}
     for name in LABELS:
         columns[name] = [None if value is None else json.loads(value) for value in columns[name]]
     images = [[json.loads(value or "[]") for value in columns.pop(name)] for name in ("image_sources", "images")]
@@ -224,14 +219,6 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
     if isinstance(whole, pa.ChunkedArray):
         return whole.chunk(0) if whole.num_chunks else pa.array([], column.type)
     return whole
-
-
-def _views(column: pa.ChunkedArray) -> list[np.ndarray | None]:
-    whole = _whole(column)
-    values = whole.values.to_numpy(zero_copy_only=False)
-    offsets = np.asarray(whole.offsets)
-    valid = whole.is_valid().to_pylist()
-    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
 
 
 # -- rows on disk ------------------------------------------------------------------------------------------------------

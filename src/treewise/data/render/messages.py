@@ -272,11 +272,10 @@ def find_tools(item: Placed) -> Tools:
 
 @lru_cache(maxsize=64)
 def _tools_of(path: Path) -> dict[str, Any]:
+    content = read_bytes(path)
     try:
-        value = json.loads(read_bytes(path))
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{path}: not valid JSON ({shown(str(error))}).") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: must be one JSON object of tool lists by name.")

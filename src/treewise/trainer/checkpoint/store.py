@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -285,14 +285,19 @@ def listed_files(checkpoint: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="treewise-") as name:
         folder = Path(name)
-        for file in listed:
-            link = folder / file
-            link.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.symlink((checkpoint / file).resolve(), link)
-            except (OSError, NotImplementedError):  # Windows may allow no links
-                shutil.copyfile(checkpoint / file, link)
+        link_files(os.symlink, checkpoint, listed, folder)
         yield folder
+
+
+def link_files(link: Callable[[Path, Path], None], checkpoint: Path, names: Iterable[str | Path], folder: Path) -> None:
+    """Links to files of a checkpoint in another folder; copies, where the system makes no links."""
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            link((checkpoint / name).resolve(), target)
+        except (OSError, NotImplementedError):
+            shutil.copyfile(checkpoint / name, target)
 
 
 def sealed_text(content: dict[str, Any]) -> str:
