@@ -84,8 +84,9 @@ def rows_to_forest(
     """
     is_real = np.ones(token_ids.shape, dtype=bool) if attention_mask is None else attention_mask != 0
     is_first = _first_tokens(is_real, position_ids, may_restart=attention_mask is None)
-    if not is_relative:
-        _refuse_offsets(is_first, position_ids)
+    firsts = np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]
+    if not is_relative and firsts.any():
+        raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
     row, column = np.nonzero(labels != IGNORED)
     if not len(row):
         return None
@@ -159,12 +160,6 @@ def _first_tokens(is_real: np.ndarray, position_ids: np.ndarray | None, may_rest
     if not may_restart and jumps.any():
         raise NotShareable("positions start anew or jump inside a row that has an attention mask")
     return is_first | jumps
-
-
-def _refuse_offsets(is_first: np.ndarray, position_ids: np.ndarray | None) -> None:
-    positions = np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]
-    if positions.any():
-        raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
 
 
 def _used_lengths(starts: np.ndarray, needed_F: np.ndarray, num_flat: int) -> tuple[np.ndarray, np.ndarray]:

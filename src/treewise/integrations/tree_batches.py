@@ -116,20 +116,35 @@ class TreeBatches:
         self.is_relative = not _has_absolute_positions(engine)
         self._logged: set[str] = set()
 
-    def is_worth_it(self, rows: Rows, num_padded: int) -> bool:
-        """Whether the tree is smaller than the rows by enough, or the rows would not fit the budget.
+    def rows(
+        self, model: nn.Module, make: Callable[[], tuple[Rows | None, int]], *, whatever_size: bool = False
+    ) -> Rows | None:
+        """The rows of a batch; None for one that is left to the model's own forward, which is counted, and told once:
+        every row would have a dropout mask of its own, `make` raises `NotShareable`, or there is little to share.
 
-        num_padded: tokens of the batch, padding included.
+        make: the rows, and tokens of the batch, padding included. The tree should be smaller than these by enough,
+        unless they do not fit the budget. whatever_size: also where little is shared.
         """
-        budget = self.engine.max_tokens
-        if num_padded >= self.min_ratio * rows.forest.num_tokens or (budget is not None and num_padded > budget):
-            return True
-        self.log_once(
-            logging.INFO,
-            f"batches with little to share (fewer than {self.min_ratio:g} tokens of the rows, padding included, for "
-            "each tree token) are left to the model's own forward.",
-        )
-        return False
+        rows, num_padded, why = None, 0, ""
+        try:
+            refuse_dropout(model)
+            rows, num_padded = make()
+        except UnsupportedModelError as error:
+            why = f"every row would have a dropout mask of its own. {str(error).rstrip('.')}"
+        except NotShareable as reason:
+            why = str(reason)
+        if why:
+            self._log_once(logging.WARNING, f"a batch is left to the model's own forward: {why}.")
+        fits = self.engine.max_tokens is None or num_padded <= self.engine.max_tokens
+        if rows is not None and fits and not whatever_size and num_padded < self.min_ratio * rows.forest.num_tokens:
+            rows = None
+            self._log_once(
+                logging.INFO,
+                f"batches with little to share (fewer than {self.min_ratio:g} tokens of the rows, padding included, "
+                "for each tree token) are left to the model's own forward.",
+            )
+        self.counts.num_left += rows is None
+        return rows
 
     def fields(
         self, rows: Rows, head: RowHead, rule: RouterLossRule | None = None
@@ -157,12 +172,7 @@ class TreeBatches:
         counts.num_tree_tokens += rows.forest.num_tokens
         counts.num_computed_tokens += plan.num_computed_tokens
 
-    def log_left(self, reason: NotShareable) -> None:
-        """One warning for each reason to leave batches to the model's own forward."""
-        self.log_once(logging.WARNING, f"a batch is left to the model's own forward: {reason}.")
-
-    def log_once(self, level: int, message: str) -> None:
-        """Logs a message if it was not logged before."""
+    def _log_once(self, level: int, message: str) -> None:
         if message not in self._logged:
             self._logged.add(message)
             logger.log(level, message)
@@ -171,14 +181,6 @@ class TreeBatches:
 def as_numpy(tensor: torch.Tensor | None) -> Any:
     """A tensor's values on the host; None for None."""
     return None if tensor is None else np.asarray(tensor.detach().cpu())
-
-
-def require_no_dropout(model: nn.Module) -> None:
-    """Raises `NotShareable` where active dropout would give every row a mask of its own."""
-    try:
-        refuse_dropout(model)
-    except UnsupportedModelError as error:
-        raise NotShareable(f"every row would have a dropout mask of its own. {str(error).rstrip('.')}") from None
 
 
 def fields_in_rows(fields: Fields, rows: Rows, shape: torch.Size) -> Fields:

@@ -31,7 +31,6 @@ from treewise.integrations.tree_batches import (
     TreeBatches,
     as_numpy,
     fields_in_rows,
-    require_no_dropout,
 )
 from treewise.integrations.verl_batches import relatives_together
 from treewise.nn.model import base_model
@@ -141,15 +140,13 @@ class EngineSharing:
                 expected = self._own(self.model, **kwargs).log_probs
         # Of several ranks all compare their first micro-batch, whatever it is, because layers are gathered by all.
         self._is_compared = ranks.count() > 1
-        try:
-            require_no_dropout(self.model)
-            rows = rows_of_call(kwargs, is_relative=self._batches.is_relative)
-        except NotShareable as reason:
-            self._batches.log_left(reason)
-            rows = None
-        shape = kwargs["input_ids"].shape
-        if rows is None or (expected is None and not self._batches.is_worth_it(rows, shape.numel())):
-            self.counts.num_left += 1
+        shape, is_relative = kwargs["input_ids"].shape, self._batches.is_relative
+        rows = self._batches.rows(
+            self.model,
+            lambda: (rows_of_call(kwargs, is_relative=is_relative), shape.numel()),
+            whatever_size=expected is not None,
+        )
+        if rows is None:
             return self._own(self.model, **kwargs)
         head = VerlHead(self.model, self.engine.lm.decoder, self._own, kwargs["temperature"])
         fields, _, plan = self._batches.fields(rows, head)

@@ -90,7 +90,11 @@ def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts
         image_loads, image_units = _repeated_images(step, step.images, rank_N, num_ranks)
         loads += image_loads
         recompute += image_units
-    return PartCosts(loads + _last_launch(step, tokens_R, loads > 0), recompute)
+    # Of closed tokens a rank's last micro-batch is not full.
+    full_R = np.zeros(num_ranks) if step.max_tokens is None else tokens_R / step.max_tokens
+    missing_R = (np.maximum(np.ceil(full_R), 1) - full_R) * (loads > 0)
+    launches_R = np.round(missing_R * step.cost.seconds_per_micro_batch / step.seconds_per_unit).astype(np.int64)
+    return PartCosts(loads + launches_R, recompute)
 
 
 def _repeated_images(
@@ -117,13 +121,6 @@ def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: in
     owners = np.empty(len(leaves.new), dtype=np.int64)
     owners[leaves.of_trajectory] = rank_N
     return loads_of(leaves, owners, num_ranks)
-
-
-def _last_launch(step: StepCosts, closed_R: np.ndarray, has_any_R: np.ndarray) -> np.ndarray:
-    """[R] int64, extra cost of a rank's last micro-batch of closed tokens, which is not full."""
-    full = 0.0 if step.max_tokens is None else closed_R / step.max_tokens
-    missing = (np.maximum(np.ceil(full), 1) - full) * has_any_R
-    return np.round(missing * step.cost.seconds_per_micro_batch / step.seconds_per_unit).astype(np.int64)
 
 
 # -- Refines placements of small steps with real plans ----------------------------------------------------------------

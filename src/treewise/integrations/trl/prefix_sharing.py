@@ -29,7 +29,7 @@ from treewise.distributed.mesh import check_same_rows, mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
-from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows, require_no_dropout
+from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
 from treewise.integrations.trl.call import rows_of_call
 from treewise.nn.device import Autocast
 from treewise.nn.model import is_peft, unwrap_model
@@ -147,18 +147,19 @@ class Sharing:
     @torch.compiler.disable  # inside a model that a trainer compiled; layers that are compiled in place stay compiled
     def _serve(self, *args: object, **kwargs: Any) -> object:
         self._check_same_rows(args, kwargs)
-        try:
+        rule, labels = None, torch.empty(0)
+
+        def make() -> tuple[Rows | None, int]:
+            nonlocal rule, labels
             rule = self._router_loss_rule(kwargs)
-            require_no_dropout(self.model)
             config, is_relative = self.model.config, self._batches.is_relative
             rows, labels = rows_of_call(
                 args, kwargs, config=config, is_relative=is_relative, keeps_all=rule is not None
             )
-        except NotShareable as reason:
-            self._batches.log_left(reason)
-            rows = None
-        if rows is None or not self._batches.is_worth_it(rows, labels.shape[0] * (labels.shape[1] + 1)):
-            self.counts.num_left += 1
+            return rows, labels.shape[0] * (labels.shape[1] + 1)
+
+        rows = self._batches.rows(self.model, make)
+        if rows is None:
             return self._before(*args, **kwargs)
         fields, aux_loss, plan = self._fields(rows, rule)
         self._batches.count(rows, labels.shape[0], plan)

@@ -89,7 +89,10 @@ def report_plan(
             "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
         }
         if memory is not None:
-            predictions |= _memory(memory(plan), weights)
+            step = memory(plan)
+            parts = ("activations", "images", "gateways", "others", "allocator")
+            predictions |= {f"bytes_{part}": getattr(step, part) for part in parts}
+            predictions["bytes_peak"] = weights + step.total
     counts = ("num_micro_batches", "num_open_tokens", "num_held_tokens", "num_recomputed_tokens", "num_computed_tokens")
     return PlanReport(
         num_trees=plan.forest.num_trees,
@@ -99,17 +102,6 @@ def report_plan(
         **{name: getattr(plan, name) for name in ("max_tokens", "peak_gateway_tokens", *counts)},
         **predictions,
     )
-
-
-def _memory(step: "StepMemory", bytes_weights: int) -> dict[str, int]:
-    return {
-        "bytes_activations": step.activations,
-        "bytes_images": step.images,
-        "bytes_gateways": step.gateways,
-        "bytes_others": step.others,
-        "bytes_allocator": step.allocator,
-        "bytes_peak": bytes_weights + step.total,
-    }
 
 
 @dataclass(frozen=True, slots=True)
