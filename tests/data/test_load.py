@@ -132,7 +132,6 @@ def test_groups_reach_over_files(write):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_script_without_a_main_guard_may_use_processes(write):
     path = write(*({"token_ids": [1, i + 2]} for i in range(3)))
     script = f"from treewise.data import load_trees\nprint(len(load_trees({str(path)!r}, num_workers=1)))"
@@ -140,7 +139,6 @@ def test_a_script_without_a_main_guard_may_use_processes(write):
     assert result.stdout.strip() == "3"
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_processes_give_what_one_process_gives(fixtures, tokenizer, tmp_path):
     files = [fixtures / name for name in ("gsm8k.jsonl.gz", "tau_airline.jsonl.gz", "whowhen.jsonl.gz")]
