@@ -162,7 +162,7 @@ def seen(tmp_path, monkeypatch):
         (treewise.data, "split_for_evaluation", (trees, trees)),
         (training_run, "load_weights", weights),
         (load_model, "load_weights", weights),
-        (training_run, "load_processor", None),
+        (data_arguments, "load_processor", None),
         (load_model, "load_tokenizer", lambda bound: found.update({"load_processor.name": bound["name"]})),
         (training_run, "adapted", lambda _: model),
         (training_run, "locate", None),

@@ -137,8 +137,8 @@ def rendering_note(args: argparse.Namespace, data: Trees) -> str:
     )
 
 
-def data_tokenizer(args: argparse.Namespace) -> Any:
-    """The tokenizer or processor of `--tokenizer`, or else of `--model`; None where there is none."""
+def data_tokenizer(args: argparse.Namespace | RunConfig) -> Any:
+    """The tokenizer or processor of `tokenizer`, or else of `model`; None where there is none."""
     if args.tokenizer is not None:
         return load_processor(args.tokenizer)
     if args.model is not None:

@@ -26,14 +26,18 @@ from treewise.errors import duration, num
 from treewise.rl.checks import gap_warning
 from treewise.trainer.checkpoint.store import own_file
 
-# Metrics of objectives that a line shows, with their short names.
-METRICS = {
-    "kl": "kl",
-    "approx_kl": "kl to old",
-    "clip_fraction": "clipped",
-    "entropy": "entropy",
-    "ratio": "ratio",
-    "logprob_gap": "gap",
+# What a line shows of a log.
+_SHOWN = {
+    "loss": "loss {:.4g}",
+    "grad_norm": "|g| {:.3g}",
+    "learning_rate": "lr {:.3g}",
+    "kl": "kl {:.3g}",
+    "approx_kl": "kl to old {:.3g}",
+    "clip_fraction": "clipped {:.3g}",
+    "entropy": "entropy {:.3g}",
+    "ratio": "ratio {:.3g}",
+    "logprob_gap": "gap {:.3g}",
+    "tokens_per_second_tree": "{:,.0f} tok/s",
 }
 Logs = Mapping[str, float] | None
 MAX_SECONDS = 100 * 3600  # of an ETA
@@ -42,13 +46,7 @@ MAX_SECONDS = 100 * 3600  # of an ETA
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None) -> str:
     """One line of a step, from its log. seconds_left: of the run; None where it is not known yet."""
     parts = [f"step {step:,}/{max_steps:,}"]
-    for name, label, form in (("loss", "loss", ".4g"), ("grad_norm", "|g|", ".3g"), ("learning_rate", "lr", ".3g")):
-        value = logs.get(name)
-        if isinstance(value, int | float):
-            parts.append(f"{label} {value:{form}}")
-    parts += [f"{label} {logs[name]:.3g}" for name, label in METRICS.items() if isinstance(logs.get(name), int | float)]
-    if isinstance(logs.get("tokens_per_second_tree"), int | float):
-        parts.append(f"{logs['tokens_per_second_tree']:,.0f} tok/s")
+    parts += [form.format(logs[name]) for name, form in _SHOWN.items() if isinstance(logs.get(name), int | float)]
     if isinstance(logs.get("memory_bytes"), int | float):
         parts.append(f"{logs['memory_bytes'] / 2**30:.2f} GiB")
     if seconds_left is not None and step < max_steps and seconds_left < MAX_SECONDS:

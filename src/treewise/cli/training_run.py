@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
+from treewise.cli.data_arguments import data_tokenizer
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED, check_folder
 from treewise.data.io.field_checks import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
 from treewise.nn.adapters import adapted
-from treewise.nn.load_model import load_processor, load_weights, locate
+from treewise.nn.load_model import load_weights, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback
@@ -117,10 +118,7 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
     """
     from treewise.data import load_trees, split_for_evaluation
 
-    if config.tokenizer is not None:
-        tokenizer = load_processor(config.tokenizer)
-    else:
-        tokenizer = load_processor(config.model, config.gguf_file, required=False)
+    tokenizer = data_tokenizer(config)
     datasets: list[Trees | None] = []
     for name, paths in (("data", config.data), ("eval_data", config.eval_data)):
         if paths is None:
