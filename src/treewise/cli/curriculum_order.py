@@ -15,7 +15,6 @@ from treewise.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from treewise.engine.engine import TreeEngine
     from treewise.objectives import Objective
     from treewise.rl.curriculum.recorded import RecordedOrder
     from treewise.rl.curriculum.task_sampler import Curriculum
@@ -68,40 +67,24 @@ def _measured(
 ) -> np.ndarray:
     """What the curriculum orders by, of all trees; a curriculum of angles is checked on some of them first."""
     from treewise.engine.engine import TreeEngine
-    from treewise.rl.curriculum.recorded import learnabilities, prompt_of
+    from treewise.rl.curriculum.recorded import check_on_trees, learnabilities, prompt_of
+    from treewise.rl.curriculum.self_check import refusal
     from treewise.rl.curriculum.signals import angles_of
+    from treewise.rl.online.records import write_check
 
-    rows = [_rows(trees[index]) for index in range(len(trees))]
+    given = [trees[index] for index in range(len(trees))]
+    rows = [list(each.labelled_trajectories() if hasattr(each, "labelled_trajectories") else each) for each in given]
     if curriculum.name == "learnability":
         return learnabilities(rows, 0.5)
     engine = TreeEngine(model, arguments.max_tokens, arguments.attention, temperature=arguments.temperature)
-    _check(curriculum, arguments, engine, rows, objective)
-    return angles_of(engine, [prompt_of(tree) for tree in rows]).total
-
-
-def _check(
-    curriculum: "Curriculum",
-    arguments: "TreeTrainingArguments",
-    engine: "TreeEngine",
-    rows: list[Any],
-    objective: "Objective | None",
-) -> None:
-    from treewise.rl.curriculum.recorded import check_on_trees
-    from treewise.rl.curriculum.self_check import refusal
-    from treewise.rl.online.records import write_check
-
     rng = np.random.default_rng(int(arguments.order_facts()["seed"]))
     sample = [rows[index] for index in np.sort(rng.permutation(len(rows))[:NUM_CHECKED])]
     report = check_on_trees(sample, engine, objective, list)
     write_check(Path(arguments.output_dir), curriculum.name, report)
     print(report.text())
     reason = refusal(curriculum.name, report)
-    if reason is None:
-        return
-    if not curriculum.settings.force:
+    if reason is not None and not curriculum.settings.force:
         raise ConfigError(f"{reason} Choose another, or force it: --curriculum_settings.force true.")
-    print(f"warning: {reason}", file=sys.stderr)
-
-
-def _rows(tree: Any) -> list[Any]:
-    return list(tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else tree)
+    if reason is not None:
+        print(f"warning: {reason}", file=sys.stderr)
+    return angles_of(engine, [prompt_of(tree) for tree in rows]).total
