@@ -29,7 +29,7 @@ class ServeSettings:
     dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     attention: Annotated[str, Doc("auto, reference, cascade, flex, flash")] = "auto"
-    sampler: Annotated[Literal["transformers"], Doc("what continues prompts: the model of this process")] = "transformers"
+    sampler: Annotated[Literal["transformers"], Doc("what continues prompts: this process")] = "transformers"
     stable_reinforce: Annotated[
         Literal["refused", "importance_sampling", "ppo", "cispo"],
         Doc("the loss that stands in for stable_reinforce, whose formula is not published"),
