@@ -24,6 +24,7 @@ def main() -> None:
     memory = _records("memory")
     of_memory, of_rounding = ROOT / "docs" / "memory.md", ROOT / "docs" / "verify.md"
     _fill(of_memory, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
+    of_branching = ROOT / "docs" / "branching-measured.md"
     real = [each for each in _records("treewise bench") if each[0].name.startswith("real-")]
     _fill(ROOT / "README.md", "steps", "\n\n".join(_short(*each) for each in real))
     balance = [_balance(path, record) for path, record in _records("balance")]
@@ -36,7 +37,8 @@ def main() -> None:
         "serve": (page, _serve),
         "precision": (of_rounding, _precision),
         "proof": (page, _proof),
-        "gradients": (ROOT / "docs" / "branching-measured.md", _gradients),
+        "gradients": (of_branching, _gradients),
+        "learning": (of_branching, _learning),
     }
     for name, (where, table) in others.items():
         found = _records(name)
@@ -125,6 +127,19 @@ def _proof(record: dict[str, Any]) -> str:
         if rows:
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _learning(record: dict[str, Any]) -> str:
+    """Tokens to the goal, of each arm under each optimizer."""
+    lines = ["| steps | branching | credit | updates | tokens | over independent samples | detectable |"]
+    lines.append(f"|---|---|---|{'---:|' * 4}")
+    for row in record["rows"]:
+        ratio, low, high = row["tokens_ratio"]
+        is_base = (row["branching"], row["credit"]) == ("none", "group z-score")
+        compared = " |" if is_base else f"{ratio:.2f} [{low:.2f}, {high:.2f}] | {row['tokens_detectable']:.2f}"
+        facts = f"{row['optimizer']} | {row['branching']} | {row['credit']} | {row['updates']:g} | {row['tokens']:,.0f}"
+        lines.append(f"| {facts} | {compared} |")
+    return "\n".join([f"{record['rows'][0]['seeds']} seeds:", "", *lines])
 
 
 def _first_steps(record: dict[str, Any]) -> str:
