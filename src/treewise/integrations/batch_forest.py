@@ -94,8 +94,7 @@ def rows_to_forest(
         raise NotShareable("a label is predicted by a padding token")
     flat_of = np.cumsum(is_real).reshape(is_real.shape) - 1
     source_F = flat_of[row, column]
-    flat_ids = token_ids[is_real]
-    starts = flat_of[is_first]
+    flat_ids, starts = token_ids[is_real], flat_of[is_first]
     last_F = np.append(starts[1:], len(flat_ids)) - 1 if keeps_all else source_F
     kept, lengths = _used_lengths(starts, last_F, len(flat_ids))
     first = starts[kept]
