@@ -278,13 +278,14 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
 
 def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, str] | None:
     """Kinds of a parameter's entries once it was trained; None for classes that take no step without values."""
-    kind, settings = type(optimizer), {name: value for name, value in group.items() if name != "params"}
+    kind, settings = type(optimizer), {**group, "fused": None, "foreach": None}
+    del settings["params"]
     empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     empty.grad = torch.empty_like(empty)
     known = inspect.signature(kind.__init__).parameters
     try:
         twin = kind([empty], **{name: value for name, value in settings.items() if name in known})
-        twin.param_groups[0].update({**settings, "fused": None, "foreach": None})
+        twin.param_groups[0].update(settings)
         twin.step()
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
