@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--part", choices=list(TASKS), default="rl", help="the task")
     parser.add_argument("--start", type=Path, required=True, help="the weights to go on from, which `start` makes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     args = parser.parse_args()
     if args.trainer == "start":
