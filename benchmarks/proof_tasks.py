@@ -1,7 +1,7 @@
 """The tasks of proof_rl.py: spelling a word backward behind solved examples, at once or a letter a turn.
 
-A prompt holds some 500 characters, which are tokens here. In turns the policy gives a letter and is told whether it was
-right; the reward is the share of right letters. At once it is 1 for all letters right.
+A prompt holds some 500 characters, which are tokens here. In turns the policy gives a letter and gets + where it is
+right, else -; the reward is the share of right letters. At once it is 1 for all letters right.
 """
 
 import copy

@@ -61,7 +61,8 @@ ROLLOUTS = {
     "more": lambda: {"reward_funcs": small_ids},
     "learning_rate": 0.02,
 }
-ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
+# A step divides by the size of the gradient, so where that is rounding alone it would be as long as any other.
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
 TWICE = {**ROLLOUTS, "num_iterations": 2}
 
 
