@@ -73,9 +73,9 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
         "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{hardware()}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)  # one each, lest lists fill thousands
+    path.write_text(f'{json.dumps(record, indent=2)[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n')
     return path

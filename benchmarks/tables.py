@@ -89,22 +89,34 @@ def _large_memory(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+WHOLE = ("chain", "decisive")  # settings with a table of their own
+CELLS = (("none", "leave one out"), ("random", "leave one out"), ("random", "TreePO"), ("turns", "TreePO"))
+CELLS += (("entropy", "TreePO"), ("lcr", "TreePO"), ("lcr, candidates", "TreePO"), ("random", "siblings"))
+
+
 def _gradients(record: dict[str, Any]) -> str:
-    """Errors of an update by branching and credit, a table for each setting; a star where the mean points elsewhere."""
+    """Errors of an update by branching and credit; a star where the mean points elsewhere."""
     cells = [row for row in record["rows"] if "credit" in row]
     parts = []
-    for setting in dict.fromkeys(row["setting"] for row in cells):
+    for setting in WHOLE:
         own = [row for row in cells if row["setting"] == setting]
         credits = list(dict.fromkeys(row["credit"] for row in own))
         lines = [f"| {setting} | rollouts | {' | '.join(credits)} |", f"|---|---:|{'---:|' * len(credits)}"]
         for branching in dict.fromkeys(row["branching"] for row in own):
             by_credit = {row["credit"]: row for row in own if row["branching"] == branching}
-            found = [by_credit.get(credit) for credit in credits]
-            texts = [f"{row['error'][0]:.2f}{'*' * row['is_biased']}" if row else "" for row in found]
+            texts = [_starred(by_credit.get(credit)) for credit in credits]
             rollouts = next(iter(by_credit.values())).get("rollouts", "")
             lines.append(f"| {branching} | {rollouts} | {' | '.join(texts)} |")
         parts.append("\n".join([f"{own[0]['repetitions']:,} trees of each cell:", "", *lines]))
-    return "\n\n".join(parts)
+    found = {(row["setting"], row["branching"], row["credit"]): row for row in cells}
+    lines = [f"| | {' | '.join(', '.join(cell) for cell in CELLS)} |", f"|---|{'---:|' * len(CELLS)}"]
+    for setting in dict.fromkeys(row["setting"] for row in cells if row["setting"] not in WHOLE):
+        lines.append(f"| {setting} | {' | '.join(_starred(found.get((setting, *cell))) for cell in CELLS)} |")
+    return "\n\n".join([*parts, "\n".join(["Other settings, 300 trees of each cell:", "", *lines])])
+
+
+def _starred(row: dict[str, Any] | None) -> str:
+    return f"{row['error'][0]:.2f}{'*' * row['is_biased']}" if row else ""
 
 
 def _proof(record: dict[str, Any]) -> str:
