@@ -82,13 +82,13 @@ class Arm:
     candidates: bool = False
     book: str = "new"
 
-    def trees(self, setting: Setting, num_trees: int, seed: int) -> list[RolloutTree]:
-        game = setting.game
+    def trees(self, game: Game, budget: int, num_trees: int, seed: int) -> list[RolloutTree]:
+        """Trees of one prompt. budget: of each, in rollouts."""
         return grown(
             game,
             branching_named(self.branching, **self.settings),
             num_trees,
-            setting.budget * game.num_tokens,
+            budget * game.num_tokens,
             seed,
             turns=self.turns,
             candidates=self.candidates,
@@ -123,6 +123,13 @@ CREDITS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def credited(rows: list[list[Trajectory]], credit: str) -> list[list[Trajectory]]:
+    """The trajectories of each tree with advantages."""
+    method, settings = CREDITS[credit]
+    found = iter(ADVANTAGES[method]([row for own in rows for row in own], **settings).trajectories)
+    return [[next(found) for _ in own] for own in rows]
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -131,15 +138,13 @@ def gradients(setting: Setting, arm: Arm, num_trees: int, seed: int, credits: li
 
     With candidates also those corrected for how first tokens were drawn, as `sampler_correction` does.
     """
-    game, trees = setting.game, arm.trees(setting, num_trees, seed)
+    game = setting.game
+    trees = arm.trees(game, setting.budget, num_trees, seed)
     rows = [tree.trajectories() for tree in trees]
-    flat = [row for own in rows for row in own]
     weights = [correction(game, own) for own in rows] if arm.candidates else None
     found: dict[str, Any] = {}
     for name in credits:
-        method, settings = CREDITS[name]
-        credited = iter(ADVANTAGES[method](flat, **settings).trajectories)
-        items = [[next(credited) for _ in own] for own in rows]
+        items = credited(rows, name)
         found[name] = np.stack([game.estimate(own).ravel() for own in items])
         if weights is not None:
             corrected = [game.estimate(own, each).ravel() for own, each in zip(items, weights, strict=True)]

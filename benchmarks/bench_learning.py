@@ -18,15 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from bench_gradients import ARMS, CREDITS
+import torch
+from bench_gradients import ARMS, credited
 from common import save
-from tabular_policy import Game, grown, new_game
-
-from treewise.rl.branching import branching_named
-from treewise.rl.update import ADVANTAGES
+from tabular_policy import new_game
 
 START = new_game(5, 0.3, step_tokens=10)
 TREES, ROLLOUTS, GOAL, MOST = 2, 8, 0.8, 300  # of an update; updates at most
+OPTIMIZERS = ("length", "Adam")
 UNIFORM = ("none", "group z-score")
 # What bench_gradients.py says should help, by how much it says so; the last should not.
 COMPARED: tuple[tuple[str, str], ...] = (
@@ -41,63 +40,24 @@ COMPARED: tuple[tuple[str, str], ...] = (
 )
 
 
-class Steps:
-    """Ascent by steps of one length."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-    def step(self, gradient: np.ndarray) -> np.ndarray:
-        """What is added."""
-        return 0.3 * gradient / max(np.linalg.norm(gradient), 1e-12)
-
-
-class Adam(Steps):
-    """Ascent by Adam."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__(shape)
-        self.count, self.first, self.second = 0, np.zeros(shape), np.zeros(shape)
-
-    def step(self, gradient: np.ndarray) -> np.ndarray:
-        """What is added."""
-        self.count += 1
-        self.first = 0.9 * self.first + 0.1 * gradient
-        self.second = 0.999 * self.second + 0.001 * gradient**2
-        first, second = self.first / (1 - 0.9**self.count), self.second / (1 - 0.999**self.count)
-        return 0.02 * first / (np.sqrt(second) + 1e-8)
-
-
-OPTIMIZERS = {"length": Steps, "Adam": Adam}
-
-
 def learned(cell: tuple[str, str], optimizer: str, seed: int) -> dict[str, Any]:
     """One run: tokens and CPU seconds to the goal; infinite where it was not reached."""
-    arm, (method, settings) = ARMS[cell[0]], CREDITS[cell[1]]
-    game, ascent, tokens, began = START, OPTIMIZERS[optimizer](START.logits.shape), 0, time.process_time()
-    curve = [(0, game.success)]
+    game, tokens, began = START, 0, time.process_time()
+    logits = torch.nn.Parameter(torch.tensor(START.logits))
+    ascent = torch.optim.Adam([logits], lr=0.02) if optimizer == "Adam" else torch.optim.SGD([logits], lr=0.3)
     for update in range(MOST):
-        trees = grown(
-            game,
-            branching_named(arm.branching, **arm.settings),
-            TREES,
-            ROLLOUTS * game.num_tokens,
-            1_000 * seed + update,
-            turns=arm.turns,
-        )
+        trees = ARMS[cell[0]].trees(game, ROLLOUTS, TREES, 1_000 * seed + update)
         tokens += sum(tree.num_sampled_tokens for tree in trees)
-        game = replace(game, logits=game.logits + ascent.step(gradient_of(game, trees, method, settings)))
-        curve.append((tokens, round(game.success, 4)))
+        rows = credited([tree.trajectories() for tree in trees], cell[1])
+        gradient = np.mean([game.estimate(own) for own in rows], axis=0)
+        if optimizer == "length":
+            gradient = gradient / max(np.linalg.norm(gradient), 1e-12)
+        logits.grad = -torch.tensor(gradient)
+        ascent.step()
+        game = replace(game, logits=logits.detach().numpy().copy())
         if game.success >= GOAL:
-            return {"tokens": tokens, "seconds": time.process_time() - began, "updates": update + 1, "curve": curve}
-    return {"tokens": np.inf, "seconds": np.inf, "updates": MOST, "curve": curve}
-
-
-def gradient_of(game: Game, trees: list[Any], method: str, settings: dict[str, Any]) -> np.ndarray:
-    """The mean over trees of the gradient of each."""
-    rows = [tree.trajectories() for tree in trees]
-    credited = iter(ADVANTAGES[method]([row for own in rows for row in own], **settings).trajectories)
-    return sum(game.estimate([next(credited) for _ in own]) for own in rows) / len(rows)
+            return {"tokens": tokens, "seconds": time.process_time() - began, "updates": update + 1}
+    return {"tokens": np.inf, "seconds": np.inf, "updates": MOST}
 
 
 def _work(task: tuple[tuple[str, str], str, int]) -> dict[str, Any]:

@@ -144,9 +144,8 @@ def _first_parts(rollouts: Rollouts) -> np.ndarray:
     start = 0
     for tree in group_trees(rollouts):
         counts, everyone = tree.counts, tree.through[-1]
-        tree_R[everyone] = start + np.arange(
-            len(everyone)
-        )  # a rollout that ends where others part is a tree of its own
+        # A rollout that ends where others part is a tree of its own.
+        tree_R[everyone] = start + np.arange(len(everyone))
         start += len(everyone)
         tops = [s for s in range(tree.num_segments) if counts[s] < counts[-1] == counts[tree.parent[s]]]
         for segment in reversed(tops):  # rows of one rollout may take several parts: the first one decides

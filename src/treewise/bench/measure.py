@@ -75,8 +75,9 @@ def measure(
             if found.skipped is None:
                 found.peak_bytes = None if before is None or after is None else max(0, after - before)
                 if reference is None:
-                    reference = gradients_of(model, torch.device("cpu"))
-                found.gradient_error = gradient_error(take_gradients(model), reference)
+                    reference, found.gradient_error = gradients_of(model, torch.device("cpu")), 0.0
+                else:
+                    found.gradient_error = gradient_error(take_gradients(model), reference)
         for repetition in range(repetitions):
             if repetition and time.perf_counter() - begun > max_seconds:
                 break

@@ -84,8 +84,7 @@ def rows_to_forest(
     """
     is_real = np.ones(token_ids.shape, dtype=bool) if attention_mask is None else attention_mask != 0
     is_first = _first_tokens(is_real, position_ids, may_restart=attention_mask is None)
-    firsts = np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]
-    if not is_relative and firsts.any():
+    if not is_relative and (np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]).any():
         raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
     row, column = np.nonzero(labels != IGNORED)
     if not len(row):
