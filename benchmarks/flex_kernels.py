@@ -240,12 +240,13 @@ def _assembled(ptx: str, target_name: str) -> dict[str, int]:
     """Registers of a thread and bytes that it spills, as NVIDIA's assembler reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    major, minor = CAPABILITIES[target_name]
-    assembler = get_ptxas(10 * major + minor)
+    capability = 10 * CAPABILITIES[target_name][0] + CAPABILITIES[target_name][1]
+    assembler = get_ptxas(capability)
+    name = f"sm_{capability}{'a' if capability >= 90 else ''}"  # with what this architecture alone has
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
-        command = [assembler.path, "-v", f"--gpu-name={target_name}a", str(file), "-o", str(file.with_suffix(".cubin"))]
+        command = [assembler.path, "-v", f"--gpu-name={name}", str(file), "-o", str(file.with_suffix(".cubin"))]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     used = re.search(r"Used (\d+) registers", report)
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)

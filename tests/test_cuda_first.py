@@ -174,7 +174,7 @@ def test_the_host_waits_once_in_a_step(family: str, max_tokens: int | None, tree
 
 
 def test_lengths_that_change_are_not_compiled_again() -> None:
-    """With and without a graph, one block of queries or more, one of keys or more: no step needs another kernel."""
+    """With and without a graph: no step needs another kernel."""
     rng = np.random.default_rng(3)
     engine = TreeEngine(tiny_model(max_position_embeddings=4096).cuda(), 600)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -182,7 +182,7 @@ def test_lengths_that_change_are_not_compiled_again() -> None:
         prompt = rng.integers(3, 64, int(rng.integers(20, 700)))
         ends = [rng.integers(3, 64, int(rng.integers(1, 400))) for _ in range(int(rng.integers(2, 6)))]
         engine.step(Forest.from_trajectories([Trajectory(np.concatenate([prompt, end])) for end in ends]))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 8
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4
 
 
 # -- 3: memory ---------------------------------------------------------------------------------------------------------

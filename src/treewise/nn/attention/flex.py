@@ -4,16 +4,20 @@ FlexAttention (Dong et al. 2024, arXiv:2412.05496) skips blocks of pairs that ar
 are wholly visible. torch classifies blocks by evaluating the mask for every pair; here they are counted, O(K + blocks),
 which is exact for the tree.
 
-On CUDA the kernels are compiled once for all lengths. On the CPU the operator runs uncompiled and holds all T x K
-scores: for tests, not for training.
+On CUDA the kernels are compiled once for all lengths: queries and keys are filled up to whole blocks, two at least, and
+always lie in memory in one way. So no length, no table of a single block and no stride is compiled in, and the kernels
+are told that lengths are whole blocks (they mask no loads, and read no undefined log-sum-exp of rows beyond the last
+one; pytorch #153799). A block without a visible pair is skipped, so padding computes nothing. On the CPU the operator
+runs uncompiled and holds all P x L scores: for tests, not for training.
 
-Letters: T queries, P queries padded to whole blocks, K keys (gateway keys first), H query heads, D head size,
-Q and J blocks of queries and keys.
+Letters: T queries, K keys (gateway keys first), P and L queries and keys filled up to whole blocks, H query heads, D
+head size, Q and J blocks of queries and keys.
 """
 
 import functools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from typing import cast, no_type_check
 
 import torch
@@ -25,14 +29,19 @@ from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.shapes import Float
 
 BLOCK_SIZE = 128
-# Every combination of window or chunk, softcap, sinks, grad mode and "one block or more" is a kernel of its own. Beyond
-# the limit the compiled function raises (fullgraph): the uncompiled one would hold all scores.
+# torch compiles a size of 1 in, and would make another kernel for tables of one block.
+MIN_BLOCKS = 2
+# Every combination of window or chunk, softcap, sinks, scaling and grad mode is a kernel of its own. Beyond the limit
+# the compiled function raises (fullgraph): the uncompiled one would hold all scores.
 RECOMPILE_LIMIT = 64
 # The smallest size that the matrix products inside the kernels take.
 MIN_HEAD_SIZE = 16
 
 Modifier = Callable[..., torch.Tensor]
 MaybeTensor = torch.Tensor | None
+# What was called in a micro-batch, and the options of its kernel. Only the first call of a kind may compile, so only it
+# sets torch's configuration and marks lengths, which takes the host 60 microseconds.
+Kinds = dict[Hashable, FlexKernelOptions]
 Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]
 
 
@@ -51,16 +60,18 @@ def flex_attention_tree(
 
     The contract of `reference_attention`. backend: torch's name of the kernels, on CUDA.
     """
-    num_queries, num_padding = query.shape[2], -query.shape[2] % block_size
-    # Whole blocks of queries: the backward kernel loads an undefined log-sum-exp for rows beyond the last one (a
-    # masked load without a value, torch 2.11 to 2.13), and short queries would take the decoding kernel.
-    query = _wide_enough(functional.pad(query, (0, 0, 0, num_padding)))
-    width, key, value = value.shape[3], _wide_enough(key), _wide_enough(value)
+    num_queries, width = query.shape[2], value.shape[3]
+    # The heads of a token stay side by side, as the model has them, so neither outputs nor their gradients are copied.
+    query = _filled_up(query.transpose(1, 2), 1, block_size, mask).transpose(1, 2)
+    key, value = (_filled_up(each, 2, block_size, mask) for each in (key, value))
     attend = _compiled if query.is_cuda else _uncompiled
-    softcap = None if rule.softcap is None else _softcap(rule.softcap, query)
+    softcap = None if rule.softcap is None else mask.derived(_softcap, rule.softcap, query.dtype, query.device)
     blocks = block_mask(mask, rule, query.device, block_size)
-    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, needs_lse=sinks is not None, backend=backend)
-    out = out[:, :, :num_queries, :width]
+    needs_lse, kinds = sinks is not None, mask.derived(_no_kinds)
+    out, lse = attend(
+        *(query, key, value, blocks, softcap, rule.scaling), needs_lse=needs_lse, backend=backend, kinds=kinds
+    )
+    out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
         return out
     assert lse is not None
@@ -68,14 +79,28 @@ def flex_attention_tree(
     return (out * without_sink[..., None]).to(value.dtype)
 
 
-def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
-    """With zeros behind heads that are too small for the kernels: they add nothing to scores or results."""
-    missing = MIN_HEAD_SIZE - tensor.shape[3]
-    return functional.pad(tensor, (0, missing)) if missing > 0 else tensor
+def _filled_up(tensor: torch.Tensor, axis: int, block_size: int, mask: TreeMask) -> torch.Tensor:
+    """Contiguous, with rows of zeros up to whole blocks, and zeros behind heads too small for the kernels: they
+    add nothing to scores or results."""
+    if tensor.shape[3] < MIN_HEAD_SIZE:
+        tensor = functional.pad(tensor, (0, MIN_HEAD_SIZE - tensor.shape[3]))
+    shape = list(tensor.shape)
+    shape[axis] = _num_blocks(shape[axis], block_size) * block_size - shape[axis]
+    if shape[axis] == 0:
+        return tensor.contiguous()
+    return torch.cat([tensor, mask.derived(_zeros, tuple(shape), tensor.dtype, tensor.device)], dim=axis)
+
+
+def _zeros(_: TreeMask, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _num_blocks(length: int, block_size: int) -> int:
+    return max(MIN_BLOCKS, -(-length // block_size))
 
 
 def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int = BLOCK_SIZE) -> BlockMask:
-    """The block mask of (P, K) pairs, built once per micro-batch and shared by all layers of one window and chunk.
+    """The block mask of (P, L) pairs, built once per micro-batch and shared by all layers of one window and chunk.
 
     Without window and chunk, partial blocks are exactly those with both visible and hidden pairs. With them a partial
     block may have no visible or no hidden pair; a full one never has a hidden pair.
@@ -104,7 +129,7 @@ def _block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_siz
         full_index,
         BLOCK_SIZE=block_size,
         mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
-        seq_lengths=(any_QJ.shape[0] * block_size, mask.num_keys),
+        seq_lengths=(any_QJ.shape[0] * block_size, any_QJ.shape[1] * block_size),
     )
 
 
@@ -114,7 +139,7 @@ def _classify(
     """Two [Q, J] bools: blocks with a visible pair, and blocks without a hidden one. A block cut short by the end of
     the queries or keys is never full."""
     lo_K, hi_K, depth_K = mask.on(device)
-    num_rows = -(-mask.num_queries // block_size)
+    num_rows = _num_blocks(mask.num_queries, block_size)
     any_QJ = _keys_over_rows(lo_K // block_size, (hi_K - 1) // block_size + 1, num_rows, block_size) > 0
     full_QJ = _keys_over_rows((lo_K - 1) // block_size + 1, hi_K // block_size, num_rows, block_size) == block_size
     depth_T = depth_K[mask.num_gateway_keys :]
@@ -132,7 +157,7 @@ def _classify(
 
 def _keys_over_rows(first_K: torch.Tensor, last_K: torch.Tensor, num_rows: int, block_size: int) -> torch.Tensor:
     """[Q, J]: how many keys of block j have query block i in their range of blocks, `first <= i < last`."""
-    num_columns = -(-len(first_K) // block_size)
+    num_columns = _num_blocks(len(first_K), block_size)
     column_K = torch.arange(len(first_K), device=first_K.device) // block_size
     steps = torch.zeros(num_rows + 1, num_columns, dtype=torch.int32, device=first_K.device)
     one = torch.where(first_K < last_K, 1, 0).to(torch.int32)
@@ -143,7 +168,7 @@ def _keys_over_rows(first_K: torch.Tensor, last_K: torch.Tensor, num_rows: int, 
 
 def _extremes(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest value of each block."""
-    num_missing = -len(values) % block_size
+    num_missing = _num_blocks(len(values), block_size) * block_size - len(values)
     least, most = torch.cat([values, values[-1:].expand(num_missing)]).view(-1, block_size).aminmax(dim=1)
     return least, most
 
@@ -159,19 +184,25 @@ def _ordered(is_in_QJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> Captured:
-    """What the mask function reads: lo and hi, then two [P] and [K] vectors each for the window and the chunks.
+    """What the mask function reads: lo and hi, then two [P] and [L] vectors each for the window and the chunks.
 
-    Tensors only: a Python number would be compiled in, and another one compiled again.
+    Tensors only: a Python number would be compiled in, and another one compiled again. Keys that fill up the last block
+    are seen by no query: they end before the first one.
     """
-    lo_K, hi_K, depth_K = mask.on(device)
-    depth_P = functional.pad(depth_K[mask.num_gateway_keys :], (0, -mask.num_queries % block_size))
+
+    def filled_up(values: torch.Tensor) -> torch.Tensor:
+        missing = _num_blocks(len(values), block_size) * block_size - len(values)
+        return functional.pad(values, (0, missing))
+
+    lo_L, hi_L, depth_L = (filled_up(each) for each in mask.on(device))
+    depth_P = filled_up(mask.on(device)[2][mask.num_gateway_keys :])
     window: tuple[MaybeTensor, MaybeTensor] = (None, None)
     chunk: tuple[MaybeTensor, MaybeTensor] = (None, None)
     if rule.window is not None:
-        window = (depth_P - rule.window, depth_K)
+        window = (depth_P - rule.window, depth_L)
     if rule.chunk is not None:
-        chunk = (depth_P // rule.chunk, depth_K // rule.chunk)
-    captured = (lo_K, hi_K, *window, *chunk)
+        chunk = (depth_P // rule.chunk, depth_L // rule.chunk)
+    captured = (lo_L, hi_L, *window, *chunk)
     for tensor in captured:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001
@@ -180,27 +211,27 @@ def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, block_size:
 
 @no_type_check  # torch counts the parameters of the function that it returns, which a wrapper of the tests hides
 def _mask_mod(
-    lo_K: torch.Tensor,
-    hi_K: torch.Tensor,
+    lo_L: torch.Tensor,
+    hi_L: torch.Tensor,
     beyond_P: MaybeTensor,
-    depth_K: MaybeTensor,
+    depth_L: MaybeTensor,
     chunk_P: MaybeTensor,
-    chunk_K: MaybeTensor,
+    chunk_L: MaybeTensor,
 ) -> Modifier:
     def tree_mask(_batch: torch.Tensor, _head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        seen = (lo_K[k] <= q) & (q < hi_K[k])
+        seen = (lo_L[k] <= q) & (q < hi_L[k])
         if beyond_P is not None:
-            seen = seen & (depth_K[k] > beyond_P[q])
+            seen = seen & (depth_L[k] > beyond_P[q])
         if chunk_P is not None:
-            seen = seen & (chunk_K[k] == chunk_P[q])
+            seen = seen & (chunk_L[k] == chunk_P[q])
         return seen
 
     return tree_mask
 
 
-def _softcap(softcap: float, query: torch.Tensor) -> torch.Tensor:
+def _softcap(_: TreeMask, softcap: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[] tensor: a Python number would be compiled in."""
-    return torch.full((), softcap, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    return torch.full((), softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
 
 @no_type_check
@@ -217,6 +248,10 @@ def _score_mod(softcap: MaybeTensor) -> Modifier | None:
 # -- compiled or not ------------------------------------------------------------------------------------------------
 
 
+def _no_kinds(_: TreeMask) -> Kinds:
+    return {}
+
+
 def _uncompiled(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -224,9 +259,7 @@ def _uncompiled(
     blocks: BlockMask,
     softcap: MaybeTensor,
     scaling: float,
-    *,
-    needs_lse: bool,  # noqa: ARG001
-    backend: str,  # noqa: ARG001
+    **_: object,
 ) -> tuple[torch.Tensor, MaybeTensor]:
     """The operator itself, which can be differentiated on the CPU; torch's function around it cannot."""
     score_mod = _score_mod(softcap) or (lambda score, *_: score)
@@ -244,7 +277,16 @@ def _compiled(
     *,
     needs_lse: bool,
     backend: str,
+    kinds: Kinds,
 ) -> tuple[torch.Tensor, MaybeTensor]:
+    kind = (
+        *(id(blocks), softcap is None, scaling, needs_lse, backend, torch.is_grad_enabled()),
+        *(query.dtype, query.shape[1], query.shape[3], key.shape[1], value.shape[3]),
+        *(query.requires_grad, key.requires_grad, value.requires_grad),
+    )
+    options = kinds.get(kind)
+    if options is not None:
+        return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
@@ -253,10 +295,12 @@ def _compiled(
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
     # BACKEND: only the kernel that the tests cover, unless another was asked for.
-    options = cast(FlexKernelOptions, {"BACKEND": backend, **(_tiles(query) if backend == "TRITON" else {})})
-    with torch._dynamo.config.patch(  # noqa: SLF001
-        recompile_limit=RECOMPILE_LIMIT, specialize_float=True, automatic_dynamic_shapes=False
-    ):
+    chosen = {"IS_DIVISIBLE": True, **_tiles(query)} if backend == "TRITON" else {}
+    kinds[kind] = options = cast(FlexKernelOptions, {"BACKEND": backend, **chosen})
+    settings = {"recompile_limit": RECOMPILE_LIMIT, "specialize_float": True, "automatic_dynamic_shapes": False}
+    with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
+        # torch's compiler looks whether an input has a gradient, and hides its own warning only where none is an error.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
 
 
