@@ -280,7 +280,7 @@ def test_images_are_trained_on_where_the_model_takes_them(tmp_path):
         text = [types.EncodedTextChunk(tokens=part) for part in (before, after[:-1])]
         chunks = [text[0], chunk(picture), *([text[1]] if after[:-1] else [])]
         data.append(types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": ids[1:]}))
-    with running(tmp_path, model, images) as address:
+    with running(tmp_path, model, SimpleNamespace(image_processor=images, tokenizer=None)) as address:
         client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
         run = client.create_lora_training_client(base_model="tiny", rank=2, seed=0).result()
         output = run.forward_backward(data, "cross_entropy").result()
@@ -291,8 +291,19 @@ def test_images_are_trained_on_where_the_model_takes_them(tmp_path):
         inputs = {"target_tokens": [1] * broken.length}
         with pytest.raises(tinker.RequestFailedError, match="placeholder"):
             run.forward_backward([types.Datum(model_input=broken, loss_fn_inputs=inputs)], "cross_entropy").result()
-        sampler = client.create_sampling_client(base_model="tiny").result()
-        with pytest.raises(tinker.RequestFailedError, match="not sampled from"):
+        sampler = run.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[3]), chunk(first)])
+        asked = types.SamplingParams(max_tokens=4, seed=3, stop=[IMAGE_TOKEN])
+        drawn = sampler.sample(prompt, 3, asked, include_prompt_logprobs=True).result()
+        for each in drawn.sequences:
+            text = types.EncodedTextChunk(tokens=each.tokens[:-1])
+            chunks = [*prompt.chunks, *[text] * bool(text.tokens)]
+            ids = [*[IMAGE_TOKEN] * prompt.chunks[1].length, *each.tokens]
+            row = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": ids})
+            (own,) = run.forward([row], "cross_entropy").result().loss_fn_outputs
+            found = np.array([*drawn.prompt_logprobs[1:], *each.logprobs], dtype=float)
+            assert np.abs(own["logprobs"].to_numpy() - found).max() < 1e-4
+        with pytest.raises(tinker.RequestFailedError, match="images of a prompt"):
             sampler.sample(broken, 1, types.SamplingParams(max_tokens=1)).result()
         client.close("success").result()
 

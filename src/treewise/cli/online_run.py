@@ -17,17 +17,9 @@ if TYPE_CHECKING:
 
     from treewise.objectives import Objective
     from treewise.rl.online import OnlineSettings
-    from treewise.rl.samplers.protocol import Sampler
     from treewise.rl.tasks.protocol import Task
 
 REQUIRED = ("model", "tasks", "output_dir")
-# Samplers by their names, with what the settings of each begin with.
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "transformers": {},
-    "vllm": {"base_url": "http://localhost:8000/v1", "weights": "reload"},
-    "openai": {},
-    "sglang": {"base_url": "http://localhost:30000", "protocol": "sglang", "weights": "reload"},
-}
 _NO_DATA = "with tasks no recorded data is read; leave it out"
 # Keys of epochs over recorded data, with what an online run has in their place.
 ELSEWHERE: dict[str, str] = {
@@ -74,6 +66,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     from treewise.nn.load_model import load_tokenizer
     from treewise.rl.online import OnlineTrainer
     from treewise.rl.online.tasks_by_name import task_named
+    from treewise.rl.samplers import SAMPLERS, sampler_named
 
     recorded: list[Any] = [config.data, config.eval_data]
     if any(each is not None for each in recorded):
@@ -83,7 +76,11 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     settings, more = _settings(config, objective), config.more
     given = (more.get("tasks_settings"), more.get("reward_functions") or ())
     task = task_named(more["tasks"], *given, more.get("tasks_seed", 0), more.get("reward_weights"))
-    check_choice("sampler", config.more.get("sampler", "transformers"), SAMPLERS)
+    name, sampler_settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
+    check_choice("sampler", name, SAMPLERS)
+    if name != "transformers":
+        folder = str(Path(config.training["output_dir"]) / "server_weights")
+        sampler_settings = {"weights_folder": folder, **sampler_settings}
     arguments = training_run.training_arguments(config)
     named = (config.model, config.gguf_file) if config.tokenizer is None else (config.tokenizer,)
     tokenizer = load_tokenizer(*named)
@@ -103,7 +100,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             settings,
             arguments,
             objective=objective,
-            sampler=_sampler(config, model),
+            sampler=sampler_named(name, sampler_settings, model),
             reference=_reference(config),
         )
         trainer.train(resume_from or True if args.resume else None)
@@ -144,21 +141,6 @@ def _reference(config: RunConfig) -> "PreTrainedModel | None":
     if name is None and (not has_kl or config.lora is not None):
         return None
     return load_weights(name or config.model, None if name else config.gguf_file, config.dtype)
-
-
-def _sampler(config: RunConfig, model: "PreTrainedModel") -> "Sampler":
-    from treewise.rl.samplers import ServerSampler, TransformersSampler
-
-    name = config.more.get("sampler", "transformers")
-    settings = SAMPLERS[name] | (config.more.get("sampler_settings") or {})
-    if name != "transformers":
-        settings.setdefault("weights_folder", str(Path(config.training["output_dir"]) / "server_weights"))
-        if not settings.get("base_url"):
-            raise ConfigError(f"sampler {name!r} needs sampler_settings.base_url, as in http://localhost:8000/v1.")
-    try:
-        return TransformersSampler(model, **settings) if name == "transformers" else ServerSampler(**settings)
-    except TypeError as error:
-        raise ConfigError(f"sampler_settings of {name!r}: {error}") from None
 
 
 def _summary(config: RunConfig, settings: "OnlineSettings", task: "Task") -> str:

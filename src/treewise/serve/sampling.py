@@ -13,7 +13,7 @@ from treewise.errors import DataError
 from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.transformers_sampler import sampling_mode
 from treewise.serve.weights import ServedModel, Weights
-from treewise.serve.wire import PromptScores, check_cells, check_ids, from_csr, prompt_ids, sample_answer
+from treewise.serve.wire import PromptScores, check_cells, check_ids, from_csr, read_prompt, sample_answer
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -52,7 +52,7 @@ class Sampling:
 def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callable[[], bool] = bool) -> Sampling:
     """Checks a request of the SDK's type `SampleRequest`. name: of the request, from which its seed follows where it
     has none. Raises `DataError`."""
-    prompt = prompt_ids(asked.prompt.chunks, model.vocabulary)
+    prompt, images = read_prompt(asked.prompt.chunks, model, "prompt")
     params, settings = asked.sampling_params, model.settings
     room = settings.max_sample_tokens
     if model.max_length is not None:
@@ -84,6 +84,7 @@ def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callab
         seed=seed,
         stop_ids=stop_ids,
         num_top=asked.topk_sample_logprobs,
+        images=images,
         stop_texts=texts,
         decode=str if model.tokenizer is None else model.tokenizer.decode,
         is_cancelled=is_cancelled,
@@ -128,11 +129,14 @@ def answers(
     """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
     scores = [_empty_scores(each) for each in requests]
     with model.using(weights):
-        completions = model.sampler.sample([each.rules for each in requests])
+        completions = model.sampler_of(weights).sample([each.rules for each in requests])
         asked = [i for i, each in enumerate(scores) if len(requests[i].prompt) > 1 and each.is_asked]
         if asked:
             with sampling_mode(model.model):
-                forest = Forest.from_trajectories([Trajectory(requests[i].prompt) for i in asked])
+                rows = [(requests[i].prompt, requests[i].rules.images) for i in asked]
+                forest = Forest.from_trajectories(
+                    [Trajectory(ids, np.arange(len(ids)) > 0, images=images) for ids, images in rows]
+                )
                 for i, hidden in zip(asked, model.engine.hidden_states(forest), strict=True):
                     _score(model.engine.lm.head(), hidden, requests[i], scores[i])
     return [(sample_answer(own, each), own) for own, each in zip(completions, scores, strict=True)]

@@ -1,7 +1,7 @@
 """What `treewise serve` can be set to; its flags are made from these declarations."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from typing_extensions import Doc
@@ -29,7 +29,13 @@ class ServeSettings:
     dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     attention: Annotated[str, Doc("auto, reference, cascade, flex, flash")] = "auto"
-    sampler: Annotated[Literal["transformers"], Doc("what continues prompts: this process")] = "transformers"
+    sampler: Annotated[
+        Literal["transformers", "vllm", "sglang", "openai"], Doc("what continues prompts: this process, or a server")
+    ] = "transformers"
+    sampler_settings: Annotated[
+        dict[str, Any] | None,
+        Doc("of a server (docs/servers.md), as in --sampler_settings.base_url http://host:8001/v1"),
+    ] = None
     stable_reinforce: Annotated[
         Literal["refused", "importance_sampling", "ppo", "cispo"],
         Doc("the loss that stands in for stable_reinforce, whose formula is not published"),
@@ -50,6 +56,10 @@ class ServeSettings:
         if self.host not in LOOPBACK and self.token is None:
             raise ConfigError(
                 f"host={self.host} can be reached from other machines: give --token tml-..., or leave --host out."
+            )
+        if self.sampler != "transformers" and not (self.sampler_settings or {}).get("base_url"):
+            raise ConfigError(
+                f"sampler={self.sampler} needs --sampler_settings.base_url, which is not this server's own."
             )
         if self.max_tokens not in ("auto", "none") and not (self.max_tokens.isdecimal() and int(self.max_tokens)):
             raise ConfigError(f"max_tokens={self.max_tokens!r} must be a positive integer, auto or none.")

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.load_model import load_processor, load_weights
-from treewise.rl.samplers.transformers_sampler import TransformersSampler
+from treewise.nn.vision import image_token_of
+from treewise.rl.samplers import Sampler, TransformersSampler, sampler_named
 from treewise.serve.losses import Row, RowsLoss
 from treewise.serve.settings import ServeSettings
 from treewise.tree.forest import Forest
@@ -85,19 +87,51 @@ class ServedModel:
         self.model: Any = self.base
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         config = self.base.config.get_text_config()
-        own = (getattr(self.base.config, name, None) for name in ("image_token_id", "image_token_index"))
-        self.image_token: int | None = next((token for token in own if token is not None), None)
+        self.image_token = image_token_of(self.base.config)
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._slots: dict[str, _Slot] = {}
         self._layers = _layers(self.base)  # before adapters stand around them
         if settings.train == "full":
             self._slots["full"] = _slot_of(self.base, set(self.base.parameters()))
+        if settings.sampler != "transformers":
+            ways = {"weights": "adapter" if settings.train == "lora" else "reload"}
+            ways |= {
+                "weights_folder": str(Path(settings.folder) / "server_weights"),
+                **(settings.sampler_settings or {}),
+            }
+            if ways["weights"] == "fixed":
+                raise ConfigError("sampler_settings.weights=fixed: clients sample from weights of their own.")
+            self._sampler = self._base_sampler = sampler_named(settings.sampler, ways, self.model)
+            if ways["weights"] == "adapter":  # servers have the base model of themselves
+                self._base_sampler = sampler_named(settings.sampler, {**ways, "weights": "fixed"}, self.model)
+        self._handed: object = ()  # the weights that servers hold; not a client's, nor the base model's
         self._renew()
 
     def _renew(self) -> None:
         """The first adapter changes what the model is."""
         self.engine = TreeEngine(self.model, self.settings.budget, self.settings.attention, processor=self.processor)
-        self.sampler = TransformersSampler(self.model)
+        if self.settings.sampler == "transformers":
+            self._sampler = self._base_sampler = TransformersSampler(self.model, processor=self.processor)
+
+    def sampler_of(self, weights: Weights | None) -> Sampler:
+        """What continues prompts with the weights that the model is `using`: this process, or servers, which are given
+        them where they hold others.
+
+        Raises:
+            ConfigError: weights that cannot be handed over in the way that was chosen. SamplerError: a server is away.
+        """
+        if weights is None and self._base_sampler is not self._sampler:
+            return self._base_sampler
+        if self._handed != weights:
+            self._handed = ()  # also if what follows fails
+            self._sampler.update(self.model)
+            self._handed = weights
+        return self._sampler
+
+    def close(self) -> None:
+        """Gives servers' connections back, and removes what was written for them."""
+        for each in {self._sampler, self._base_sampler}:
+            each.close()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -63,15 +63,12 @@ class Call:
         rows = []
         for index, datum in enumerate(self.message.data):
             location = f"data[{index}]"
-            ids, images = np.zeros(0, np.int32), []
-            for chunk in datum.model_input:
-                own = _chunk(chunk, model, f"{location}.model_input")
-                if chunk.WhichOneof("chunk") == "image":
-                    images.append(ImageSpan(chunk.image.data, len(ids), len(ids) + len(own)))
-                ids = np.concatenate([ids, own])
+            ids, images = read_prompt(datum.model_input, model, f"{location}.model_input")
             given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
-            row = replace(make_row(ids, given, loss, settings, location), images=tuple(images))
+            row = replace(make_row(ids, given, loss, settings, location), images=images)
             check_ids(row.token_ids, vocabulary, location)
+            if row.token_ids[-1] == model.image_token:  # a target, of which no image is there
+                row.token_ids[-1] = 0
             check_ids(row.targets[row.targets >= 0], vocabulary, f"{location}.target_tokens")
             rows.append(row)
         return rows
@@ -94,28 +91,31 @@ def check_ids(ids: np.ndarray, vocabulary: int, location: str) -> None:
         raise DataError(f"{location}: token id {int(bad[0])}; the model has ids 0 to {vocabulary - 1}.")
 
 
-def prompt_ids(chunks: Sequence[Any], vocabulary: int) -> np.ndarray:
-    """Of a sampling request's prompt: int32 [tokens]. Raises `DataError`."""
+def read_prompt(chunks: Sequence[Any], model: ServedModel, location: str) -> tuple[np.ndarray, tuple[ImageSpan, ...]]:
+    """Token ids, int32, and images of chunks, of the protobuf schema or of the SDK's types. An image becomes as many
+    placeholders as the client expects, which the model's tower has to make of it. Raises `DataError`.
+    """
+    parts, images, size = [np.zeros(0, np.int32)], [], 0
     for chunk in chunks:
-        if chunk.type != "encoded_text":
-            raise DataError(f"prompt: chunks of type {chunk.type} are trained on, not sampled from; send encoded_text.")
-    ids = np.array([token for chunk in chunks for token in chunk.tokens], dtype=np.int64)
-    if not len(ids):
-        raise DataError("prompt: no token given.")
-    check_ids(ids, vocabulary, "prompt")
-    return ids
+        kind = chunk.type if hasattr(chunk, "type") else chunk.WhichOneof("chunk")
+        own = getattr(chunk, str(kind), chunk)
+        if kind == "encoded_text":
+            ids = _numbers(own.tokens, np.int32, location) if isinstance(own.tokens, bytes) else np.array(own.tokens)
+            check_ids(ids, model.vocabulary, location)
+        elif kind != "image" or model.image_token is None:
+            raise DataError(f"{location}: chunks of type {kind} are not taken by this model; send encoded_text.")
+        elif not 1 <= (own.expected_tokens or 0) <= _MAX_CELLS or _has(own, "override_dimensions"):
+            raise DataError(f"{location}: an image needs expected_tokens, and takes no override_dimensions.")
+        else:
+            ids = np.full(own.expected_tokens, model.image_token)
+            images.append(ImageSpan(own.data, size, size + len(ids)))
+        parts.append(ids.astype(np.int32))
+        size += len(ids)
+    return np.concatenate(parts), tuple(images)
 
 
-def _chunk(chunk: Any, model: ServedModel, location: str) -> np.ndarray:
-    """Token ids; of an image as many placeholders as the client expects, which the engine compares with the image."""
-    kind, image = chunk.WhichOneof("chunk"), chunk.image
-    if kind == "encoded_text":
-        return _numbers(chunk.encoded_text.tokens, np.dtype(np.int32), location)
-    if kind != "image" or model.image_token is None:
-        raise DataError(f"{location}: chunks of type {kind} are not taken by this model; send encoded_text.")
-    if not 1 <= image.expected_tokens <= _MAX_CELLS or image.HasField("override_dimensions"):
-        raise DataError(f"{location}: an image needs expected_tokens, and takes no override_dimensions.")
-    return np.full(image.expected_tokens, model.image_token, np.int32)
+def _has(message: Any, name: str) -> bool:
+    return hasattr(message, "HasField") and message.HasField(name)
 
 
 def _numbers(raw: bytes, dtype: Any, location: str) -> np.ndarray:

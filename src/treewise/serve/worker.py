@@ -181,6 +181,7 @@ class Worker(threading.Thread):
                 self.statistics.seconds = {**self.statistics.seconds, works[0].kind: spent}
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
+        self.model.close()
 
     def _tidy(self, now: float) -> None:
         """Forgets old answers and checkpoints, and fails what waits for a request that does not come."""

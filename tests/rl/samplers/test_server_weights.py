@@ -154,3 +154,17 @@ def test_nccl_calls_fit_the_signatures_of_trl(monkeypatch: pytest.MonkeyPatch) -
     num = len(list(tiny_model("llama").named_parameters()))
     sent = ["init_communicator", "weight_update", *["update_named_param"] * num, "reset_prefix_cache"]
     assert client.names == [*sent, "close_communicator"]
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+def test_an_adapter_on_a_tied_head_is_not_lost_in_merging() -> None:
+    """The embedding has the head's weights and not its adapter: there is no one tensor that is both."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_model("llama", tie_word_embeddings=True), peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2)
+    )
+    with pytest.raises(ConfigError, match="lm_head has an adapter and shares"):
+        list(whole_weights(model))
+    assert list(whole_weights(model, merged=False))
+    with model.disable_adapter():
+        assert list(whole_weights(model))

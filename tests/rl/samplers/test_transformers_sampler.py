@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.image_models import FAMILIES as SEEING
+from tests.image_models import IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
+from tests.rl.online.helpers import digest
 from treewise import Trajectory, TreeEngine
-from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler, shared_prefix
 from treewise.rl.samplers.decoder import Recompute, why_not
 from treewise.rl.samplers.shared_prefix import SharedPrefix
 from treewise.rl.samplers.transformers_sampler import sampling_mode
 from treewise.testing import tiny_model
+from treewise.tree.images import ImageSpan
 
 TRUNK = (11, 23, 5, 40, 8, 61, 17, 33)
 REQUESTS = [
@@ -220,3 +224,37 @@ def test_settings_that_cannot_be() -> None:
         SampleRequest((1,), temperature=-1.0)
     with pytest.raises(ConfigError, match="sampling method 'fast'"):
         TransformersSampler(tiny_model("llama"), method="fast")
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_prompts_with_images_give_the_log_probs_of_the_models_own_forward(family):
+    """Beside a prompt of text, with seeds; the images' rows, positions and mask are those of a whole flat row."""
+    model, processor = seeing_model(family), SEEING[family].images()
+    pictures = [png(1), png(2, 30, 20)]
+    ids: list[int] = [3, 4]
+    spans = []
+    for picture in pictures:
+        size = num_rows(model, processor, picture)
+        spans.append(ImageSpan(picture, len(ids), len(ids) + size))
+        ids += [*[IMAGE_TOKEN] * size, 5, 6]
+    seen = SampleRequest(tuple(ids), 3, 5, temperature=0.8, seed=4, stop_ids=(IMAGE_TOKEN,), images=tuple(spans))
+    text = SampleRequest((3, 4, 5), 2, 4, seed=1)
+    sampler = TransformersSampler(model, processor=processor)
+    before = digest(model)
+    (both, words), (again,), (alone,) = (sampler.sample(each) for each in ([seen, text], [seen], [text]))
+    assert digest(model) == before
+    assert [each.token_ids.tolist() for each in both] == [each.token_ids.tolist() for each in again]
+    assert [each.token_ids.tolist() for each in words] == [each.token_ids.tolist() for each in alone]
+    assert len({tuple(each.token_ids) for each in both}) > 1
+    for each in both:
+        own = each.token_ids[: len(each.token_ids) - (each.finish_reason == "stop")].astype(np.int64)  # no picture more
+        row = Trajectory([*ids, *own.tolist()], images=tuple(spans))
+        inputs = row_inputs(model, processor, row)
+        logits = model(input_ids=torch.tensor([[*ids, *own]]), use_cache=False, **inputs).logits[0].detach()
+        wanted = torch.log_softmax(logits[len(ids) - 1 : -1] / 0.8, -1)
+        wanted = wanted.gather(1, torch.from_numpy(own)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(each.logprobs[: len(own)], wanted, atol=1e-5)
+    size = spans[0].end - spans[0].start + 1
+    wrong = SampleRequest((3, *[IMAGE_TOKEN] * size, 5), images=(ImageSpan(pictures[0], 1, 1 + size),))
+    with pytest.raises((DataError, UnsupportedModelError)):
+        sampler.sample([wrong])

@@ -3,7 +3,7 @@
 `SharedPrefix` (shared_prefix.py) keeps one copy of a prefix's keys and values for all rows that continue it;
 `CopiedCache` copies a transformers cache for each row, so that recurrent states and any kind of layer cache follow;
 `Recompute` has no cache and runs the whole rows again, for models that offer none. `choose_decoder` takes the first
-whose logits are those of plain forwards, measured on the model.
+whose logits are those of plain forwards, measured on the model. A prompt with images has its own (`SeenPrompt`).
 
 Letters: G groups (distinct prefixes), R rows, V vocabulary.
 """
@@ -18,8 +18,14 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from treewise.errors import UnsupportedModelError
+from treewise.data.images import decoded
+from treewise.errors import DataError, UnsupportedModelError
+from treewise.nn.model import base_model, split_model
+from treewise.nn.vision import pixel_inputs, row_arguments, tree_positions, vision_model
 from treewise.rl.samplers.shared_prefix import Prefix, SharedPrefix, device_of, inner_model, known_arguments
+from treewise.tree.forest import Forest
+from treewise.tree.images import ImageSpan
+from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 NUM_STEPS = 3  # of the comparison with plain forwards
@@ -171,10 +177,13 @@ class CopiedCache:
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Decoder`; or [R, tokens], several for each row."""
-        ids = token_ids.reshape(len(token_ids), -1)
-        positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device).expand(len(ids), -1)
+        return self._forward(token_ids.reshape(len(token_ids), -1), self.length)
+
+    def _forward(self, ids: torch.Tensor, first: int, **more: torch.Tensor) -> torch.Tensor:
+        """first: the position of the first of these tokens. more: further arguments of the model."""
+        positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand(len(ids), -1)
         extra = known_arguments(self.model, use_cache=True, position_ids=positions, logits_to_keep=1)
-        out = self.model(input_ids=ids, **{self.argument: self.cache}, **extra)
+        out = self.model(input_ids=ids, **{self.argument: self.cache}, **{**extra, **more})
         self.cache = getattr(out, self.argument, None) or self.cache
         self.length += ids.shape[1]
         return out.logits[:, -1]
@@ -182,6 +191,55 @@ class CopiedCache:
     def keep(self, rows: list[int]) -> None:
         """See `Decoder`; a row may come several times."""
         self.cache.reorder_cache(torch.tensor(rows, device=device_of(self.model)))
+
+
+class SeenPrompt(CopiedCache):
+    """One prompt with images, by the model's own forward; rows go on in text from copies of its cache.
+
+    Parameters:
+        processor: the model's. images: of the prompt, in order.
+    """
+
+    def __init__(self, model: nn.Module, processor: object, images: Sequence[ImageSpan]) -> None:
+        super().__init__(model)
+        self.processor, self.images = processor, tuple(images)
+        self.skipped = 0  # by how much positions after the prompt are below the number of tokens before
+
+    def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
+        """See `Decoder`; of one prefix.
+
+        Raises:
+            DataError: an image that cannot be read, or of which the model makes another number of tokens.
+            UnsupportedModelError: a model whose images are not supported.
+        """
+        del max_new_tokens
+        vision, base = vision_model(split_model(self.model)), base_model(self.model)
+        pictures = {each.digest: decoded(each.read(), each.name) for each in self.images}
+        ids = torch.tensor(prefixes, device=device_of(self.model))
+        is_later = [float(index > 0) for index in range(ids.shape[1])]
+        forest = Forest.from_trajectories([Trajectory(prefixes[0], is_later, images=self.images)])
+        positions = tree_positions(
+            vision.module,
+            vision.image_token,
+            forest,
+            lambda each: pixel_inputs(self.processor, [pictures[each.digest]]),
+        )
+        given = row_arguments(base, self.processor, [pictures[each.digest] for each in self.images], ids[0])
+        if given["pixel_values"].is_floating_point():
+            given["pixel_values"] = given["pixel_values"].to(base.dtype)
+        if positions is not None:
+            given["position_ids"] = torch.from_numpy(positions)[:, None].to(ids.device)
+            self.skipped = len(prefixes[0]) - 1 - int(positions.max())
+        try:
+            logits = self._forward(ids, 0, **given)
+        except ValueError as error:
+            raise DataError(f"the images of a prompt of {ids.shape[1]} tokens: {error}") from error
+        self.keep([0] * num_rows[0])
+        return logits.expand(num_rows[0], -1)
+
+    def step(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Decoder`."""
+        return self._forward(token_ids[:, None], self.length - self.skipped)
 
 
 DECODERS: Mapping[str, type[Decoder]] = {

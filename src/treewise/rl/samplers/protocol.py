@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from treewise.errors import ConfigError
+from treewise.tree.images import ImageSpan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +34,7 @@ class SampleRequest:
     the completion). seed: continuation `i` draws from the random stream (seed, i). want_entropy: the entropy of each
     distribution. num_top: how many of the most likely ids to return per token, of those that can be drawn. tree: a
     number that the rollouts of a tree have in common, which share prefixes; decides no answer, but on which of several
-    servers it is computed.
+    servers it is computed. images: what their placeholders in the prefix stand for.
     """
 
     prefix_ids: tuple[int, ...]
@@ -47,6 +48,7 @@ class SampleRequest:
     want_entropy: bool = False
     num_top: int = 0
     tree: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", tuple(int(i) for i in self.prefix_ids))

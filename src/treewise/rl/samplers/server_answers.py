@@ -27,8 +27,11 @@ def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
     """Checks that what a request asks for can be had from a server's log-probs.
 
     Raises:
-        ConfigError: the server's log-probs are not those of logits / temperature, or are those after the cuts.
+        ConfigError: the server's log-probs are not those of logits / temperature, or are those after the cuts; a prompt
+            with images, which these protocols do not carry as token ids.
     """
+    if request.images:
+        raise ConfigError("a prompt with images is sampled by the model in this process: sampler transformers.")
     if logprobs_mode == "processed_logprobs" and request.truncates:
         raise ConfigError(
             f"the server's processed log-probs are those after top_p={request.top_p} and top_k={request.top_k}, which "

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -133,7 +134,7 @@ class Weights:
             if not before.version:
                 self._load_base(model, folder.with_name("base"))
             adapter = f"treewise-{self._token}-{version}"
-            model.save_pretrained(folder)  # type: ignore[operator]
+            save_adapter(model, folder)
         else:
             save_whole(model, folder)
         held = Held(version, str(folder), adapter)
@@ -224,6 +225,14 @@ def refuse_without_adapter(model: nn.Module) -> None:
         raise ConfigError("weights=adapter hands over a LoRA adapter, and the model has none; give lora, or reload.")
 
 
+def save_adapter(model: Any, folder: Path) -> None:
+    """The active adapter of a model, as PEFT writes one alone."""
+    name = model.active_adapter
+    model.save_pretrained(folder, selected_adapters=[name], save_embedding_layers=False)
+    for each in (folder / name).glob("*"):  # where one that is not called `default` is put
+        each.rename(folder / each.name)
+
+
 def save_whole(model: Any, folder: Path, *, merged: bool = True) -> None:
     """The model as `save_pretrained` writes it, adapters merged into it, or left out."""
     if not hasattr(model, "peft_config"):
@@ -235,14 +244,32 @@ def save_whole(model: Any, folder: Path, *, merged: bool = True) -> None:
 
 def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors as a server's model has them, tied ones once; adapters merged, or left out. A layer is merged
-    while its tensors are out, and gets its own bits back: W + BA - BA is not W.
+    while its tensors are out, and gets its own bits back: W + BA - BA is not W. Raises `ConfigError` for an adapter on
+    one of two layers that share their weights.
     """
     has_adapters = hasattr(model, "peft_config")
+    if has_adapters and merged:
+        _refuse_tied(model.get_base_model())
     known: set[int] = set()
     for name, tensor in _below("", model.get_base_model() if has_adapters else model, merged if has_adapters else None):
         if id(tensor) not in known:
             known.add(id(tensor))
             yield name, tensor.detach()
+
+
+def _refuse_tied(base: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners = Counter(id(each) for _, each in base.named_parameters(remove_duplicate=False))
+    for path, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters):
+            parts = [getattr(module, part) for part in module.adapter_layer_names]
+            is_adapted = any(name in part for part in parts for name in module.active_adapters)
+            if is_adapted and any(owners[id(each)] > 1 for each in module.get_base_layer().parameters()):
+                raise ConfigError(
+                    f"{path} has an adapter and shares its weights with another layer, so the adapter cannot be merged "
+                    "into them; give weights=adapter, or train no adapter there."
+                )
 
 
 def _below(prefix: str, module: Any, merged: bool | None) -> Iterator[tuple[str, torch.Tensor]]:

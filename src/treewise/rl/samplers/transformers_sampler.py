@@ -19,7 +19,7 @@ from torch import nn
 from treewise.errors import ConfigError, NonFiniteError
 from treewise.nn.compilation import uncompiled
 from treewise.nn.model_checks import refuse_lengths
-from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
+from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
 
@@ -49,6 +49,7 @@ class TransformersSampler:
         isolate_requests: a batch for each request, so that its bits do not depend on the others.
         method: `auto` takes the first of `shared_prefix`, `copied_cache`, `recompute` whose logits equal those of a
             plain forward on this model, and logs which.
+        processor: the model's, for prompts with images.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class TransformersSampler:
         max_cached_tokens: int = 262_144,
         isolate_requests: bool = False,
         method: str = "auto",
+        processor: object = None,
     ) -> None:
         if method not in METHODS:
             raise ConfigError(f"sampling method {method!r} is unknown; choose one of {', '.join(METHODS)}.")
@@ -68,7 +70,7 @@ class TransformersSampler:
         self.max_rows = max_rows
         self.max_cached_tokens = max_cached_tokens
         self.isolate_requests = isolate_requests
-        self.method = method
+        self.method, self.processor = method, processor
         self._decoder: type[Decoder] | None = None
 
     @property
@@ -121,10 +123,11 @@ class TransformersSampler:
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Rows in batches, those of one prefix side by side, and prefixes with a common beginning near one another."""
         assert self._decoder is not None
-        shares: dict[int, list[_Row]] = {}
+        shares: dict[tuple[bool, int], list[_Row]] = {}
         for row in rows:
             length = len(row.request.prefix_ids) if self._decoder.needs_equal_lengths else 0
-            shares.setdefault(row.request_index if self.isolate_requests else length, []).append(row)
+            is_alone = self.isolate_requests or bool(row.request.images)
+            shares.setdefault((is_alone, row.request_index if is_alone else length), []).append(row)
         for share in shares.values():
             batch: list[_Row] = []
             for row in sorted(share, key=lambda row: row.request.prefix_ids):
@@ -145,7 +148,8 @@ class TransformersSampler:
 
     def _run(self, rows: list[_Row]) -> None:
         assert self._decoder is not None
-        decoder = self._decoder(self.model)
+        images = rows[0].request.images
+        decoder: Decoder = SeenPrompt(self.model, self.processor, images) if images else self._decoder(self.model)
         counts = Counter(row.request.prefix_ids for row in rows)
         limit = max(row.request.max_new_tokens for row in rows)
         logits = decoder.start(list(counts), list(counts.values()), limit)
