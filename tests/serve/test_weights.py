@@ -69,7 +69,7 @@ def test_what_a_server_cannot_do_is_named():
     for settings, says in (
         ({"sampler_settings": None}, "base_url"),
         ({"sampler_settings": {"base_url": "http://127.0.0.1:1", "weights": "fixed"}}, "weights of their own"),
-        ({"sampler_settings": {"base_url": "http://127.0.0.1:1", "wieghts": "reload"}}, "wieghts"),
+        ({"sampler_settings": {"base_url": "http://127.0.0.1:1", "folder": "x"}}, "folder"),
     ):
         with pytest.raises(ConfigError, match=says):
             ServedModel(ServeSettings(model="tiny", sampler="vllm", **settings), tiny_model("llama"))

@@ -226,7 +226,7 @@ class SeenPrompt(CopiedCache):
         )
         given = row_arguments(base, self.processor, [pictures[each.digest] for each in self.images], ids[0])
         if given["pixel_values"].is_floating_point():
-            given["pixel_values"] = given["pixel_values"].to(base.dtype)
+            given["pixel_values"] = given["pixel_values"].to(next(base.parameters()).dtype)
         if positions is not None:
             given["position_ids"] = torch.from_numpy(positions)[:, None].to(ids.device)
             self.skipped = len(prefixes[0]) - 1 - int(positions.max())
