@@ -1,7 +1,8 @@
 """The Triton kernels that torch generates for treewise's FlexAttention calls, without a GPU.
 
     python benchmarks/flex_kernels.py interpret [CASE ...]       # runs them on the CPU, beside the reference
-    python benchmarks/flex_kernels.py resources [--json FILE]    # compiles them for sm_90 and sm_100
+    python benchmarks/flex_kernels.py resources [--json FILE]    # compiles them for six GPUs
+    python benchmarks/flex_kernels.py table FILE                 # the results as rows of docs/benchmarks.md
 
 Both need the package `triton` (pip install triton), which CPU builds of torch do not bring. Inductor lowers the call
 for CPU tensors with its Triton backend, the tiles that it takes on the GPU of a compute capability, and the lowering of
@@ -9,24 +10,26 @@ CUDA; what stands in its way on a CPU build is replaced in `without_gpu`, where 
 
 `interpret` executes forward and backward in Triton's interpreter (NumPy) on the cases of
 `treewise.nn.attention.kernel_cases`, and prints the largest error of each result beside what is allowed. Cases named
-`broken` compute with a wrong mask and must exceed it. `resources` prints registers,
-spills and shared memory of each kernel, and the blocks that fit on a multiprocessor at once.
+`broken` compute with a wrong mask and must exceed it. `resources` prints registers, spills and shared memory of each
+kernel with the tiles that treewise takes on each GPU, and with torch's where they are others, and the blocks that fit
+on a multiprocessor at once; none: it cannot be launched there.
 """
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 if __name__ == "__main__" and sys.argv[1:2] == ["interpret"]:
@@ -37,7 +40,17 @@ import torch
 from torch import Tensor
 
 from treewise.nn.attention import flex
-from treewise.nn.attention.kernel_cases import CASES, CPU, Case, Errors, is_within, kernel_errors, with_gradients
+from treewise.nn.attention.kernel_cases import (
+    CASES,
+    CPU,
+    DTYPES,
+    HEAD_SIZES,
+    Case,
+    Errors,
+    is_within,
+    kernel_errors,
+    with_gradients,
+)
 from treewise.nn.attention.mask import LayerRule
 
 # Large ones, since the interpreter takes as long for a small one; they divide the blocks of the mask.
@@ -45,15 +58,41 @@ INTERPRETED_TILES = {
     **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64},
     **{"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64},
 }
-CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}
+
+
+class Gpu(NamedTuple):
+    """Limits of a block and of a multiprocessor (CUDA C++ Programming Guide, table of technical specifications)."""
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    shared_bytes_of_all: int
+    warps: int
+
+    @property
+    def number(self) -> int:
+        """90 of (9, 0)."""
+        return 10 * self.capability[0] + self.capability[1]
+
+
+GPUS = {
+    "sm_80": Gpu((8, 0), 166_912, 167_936, 64),
+    "sm_86": Gpu((8, 6), 101_376, 102_400, 48),
+    "sm_89": Gpu((8, 9), 101_376, 102_400, 48),
+    "sm_90": Gpu((9, 0), 232_448, 233_472, 64),
+    "sm_100": Gpu((10, 0), 232_448, 233_472, 64),
+    "sm_120": Gpu((12, 0), 101_376, 102_400, 48),
+}
+KNOWN_TORCH = "2.13."
+REGISTERS = 65_536  # of a multiprocessor
+RESERVED_BYTES = 1_024  # of shared memory, by each block
 
 
 # -- the lowering of CUDA on a CPU build ------------------------------------------------------------------------------
 
 
 @contextmanager
-def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None) -> Iterator[None]:
-    """Inside, `flex._compiled` on CPU tensors generates the Triton kernels of a GPU of this compute capability.
+def without_gpu(gpu: Gpu, tiles: dict[str, int] | None = None) -> Iterator[None]:
+    """Inside, `flex._compiled` on CPU tensors generates the Triton kernels of this GPU.
 
     tiles: kernel options that replace treewise's own.
     """
@@ -75,14 +114,14 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
     def accepted(*_: Tensor) -> None:  # traced, which a Mock cannot be
         return None
 
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    target = GPUTarget("cuda", gpu.number, 32)
     driver = SimpleNamespace(  # asked for the target and for the memory of a multiprocessor
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
         get_current_stream=lambda _=0: 0,
         get_active_torch_device=lambda: CPU,
         utils=SimpleNamespace(
-            get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132}
+            get_device_properties=lambda _: {"max_shared_mem": gpu.shared_bytes, "multiprocessor_count": 132}
         ),
     )
     fwd, bwd = "get_flex_attention_fwd_configs", "get_flex_attention_bwd_configs"
@@ -92,7 +131,8 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
         use(config.patch(cpu_backend="triton", force_disable_caches=True, compile_threads=1))
         use(mock.patch.object(public, "_validate_device", accepted))  # refuses a backward on a CPU
         use(mock.patch.object(public, "_apply_kernel_options", with_lse))
-        use(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
+        use(mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability))
+        use(mock.patch.object(flex, "card", return_value=flex.Card(gpu.capability, gpu.shared_bytes)))
         use(mock.patch.object(choices.InductorChoices, fwd, lambda _, *a: heuristics.get_flex_attn_fwd_configs(*a[:2])))
         use(mock.patch.object(choices.InductorChoices, bwd, lambda _, *a: heuristics.get_flex_attn_bwd_configs(*a[:2])))
         # On CUDA a score cap is a tensor of the device; zero-dimensional ones of a CPU would be passed as numbers.
@@ -100,7 +140,7 @@ def without_gpu(capability: tuple[int, int], tiles: dict[str, int] | None = None
         use(_lowered_as_on_cuda(lowering))
         use(mock.patch.object(flex, "_uncompiled", flex._compiled))
         if tiles is not None:
-            use(mock.patch.object(flex, "_tiles", return_value=dict(tiles)))
+            use(mock.patch.object(flex, "tiles", return_value=dict(tiles)))
         torch._dynamo.reset()
         flex._compiled_kernel.cache_clear()
         yield
@@ -113,8 +153,11 @@ def _lowered_as_on_cuda(lowering: Any) -> Iterator[None]:
     """torch's lowering without its first lines, which send tensors of a CPU to kernels in C++."""
     condition = 'if query.get_device().type == "cpu":'
     source = _source_of_lowering(lowering)
-    if source.count(condition) != 1:
-        raise SystemExit(f"torch {torch.__version__} lowers FlexAttention for CPUs in another way than 2.13")
+    if not torch.__version__.startswith(KNOWN_TORCH) or source.count(condition) != 1:
+        raise SystemExit(
+            f"torch {torch.__version__}: the lowering of FlexAttention was read for {KNOWN_TORCH} alone. Compare "
+            "torch/_inductor/kernel/flex/flex_attention.py with that release, then change KNOWN_TORCH."
+        )
     exec(compile(source.replace(condition, "if False:"), lowering.__file__, "exec"), vars(lowering))
     try:
         yield
@@ -169,27 +212,18 @@ def quick_interpreter() -> Iterator[None]:
 
 def interpret(case: Case) -> Errors:
     """Largest error and what is allowed, of the output and of each gradient."""
-    with without_gpu(CAPABILITIES["sm_90"], INTERPRETED_TILES), quick_interpreter():
+    with without_gpu(GPUS["sm_90"], INTERPRETED_TILES), quick_interpreter():
         return kernel_errors(flex.flex_attention_tree, case)
 
 
 # -- compiled for a GPU -----------------------------------------------------------------------------------------------
 
-# Of a multiprocessor of sm_90 and sm_100 (CUDA C++ Programming Guide, table of technical specifications).
-REGISTERS, SHARED_BYTES, SHARED_BYTES_OF_ALL, WARPS = 65_536, 232_448, 233_472, 64
-RESERVED_BYTES = 1_024  # of shared memory, by each block
-KEYS = ("gpu", "head_sizes", "tiles", "kernel")  # of a row
-BF16_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
-TILES: dict[str, dict[str, int]] = {
-    "default": {},  # torch's
-    "128x64": {
-        **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64},
-        **{"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64},
-    },
-}
+KEYS = ("gpu", "dtype", "head_sizes", "tiles", "kernel")  # of a row
+# With a window, chunks, a score cap and sinks, which take up to 1 KiB of shared memory more than none of them.
+RULE = LayerRule(0.3, window=150, chunk=300, softcap=0.9)
 
 
-def sources(case: Case, capability: tuple[int, int], tiles: dict[str, int] | None) -> dict[str, str]:
+def sources(case: Case, gpu: Gpu, tiles: dict[str, int] | None) -> dict[str, str]:
     """The generated source of the forward and the backward kernel."""
     from torch._inductor.async_compile import AsyncCompile
 
@@ -203,50 +237,65 @@ def sources(case: Case, capability: tuple[int, int], tiles: dict[str, int] | Non
     mask = case.mask()
     inputs = case.inputs(mask)
     cotangent = torch.zeros(inputs[0].shape[:3] + inputs[2].shape[3:])
-    with without_gpu(capability, tiles), mock.patch.object(AsyncCompile, "triton", keep):
+    with without_gpu(gpu, tiles), mock.patch.object(AsyncCompile, "triton", keep):
         with_gradients(flex.flex_attention_tree, inputs, mask, case.rule, cotangent)
     return found
 
 
-def resources(source: str, target_name: str) -> dict[str, Any]:
+_generated: dict[str, dict[str, str]] = {}
+
+
+def _sources_once(case: Case, gpu: Gpu, tiles: Mapping[str, Any]) -> dict[str, str]:
+    """`sources`, generated once for all GPUs for which torch takes the same configuration."""
+    from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
+
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability):
+        heuristics, asked = CUDAConfigHeuristic(), (case.head_sizes[0], case.dtype)
+        chosen = heuristics.get_flex_attn_fwd_configs(*asked), heuristics.get_flex_attn_bwd_configs(*asked)
+    key = repr((case, chosen, sorted(tiles.items())))
+    if key not in _generated:
+        _generated[key] = sources(case, gpu, dict(tiles))
+    return _generated[key]
+
+
+def resources(source: str, gpu: Gpu) -> dict[str, Any]:
     """What one block of a kernel takes on a GPU, and how many blocks a multiprocessor holds."""
     import triton
     from torch._inductor.codecache import PyCodeCache
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource
 
     name = re.search(r"def (triton_tem_\w+)", source)
     assert name is not None
     kernel = getattr(PyCodeCache.load(source), name[1])
     (chosen,) = kernel.configs
-    major, minor = CAPABILITIES[target_name]
     constants = kernel.triton_meta["constants"] | chosen.kwargs
     described = ASTSource(kernel.fn, kernel.triton_meta["signature"], constants, kernel.triton_meta["configs"][0])
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    compiled = triton.compile(described, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+    with mock.patch.object(CUDABackend, "make_cubin", return_value=b""):  # assembled below, once, for the report
+        compiled = triton.compile(described, target=GPUTarget("cuda", gpu.number, 32), options=options)
     facts = {
         **{key: int(value) for key, value in re.findall(r"(BLOCK_[MN][12]?) : tl\.constexpr = (\d+)", source)},
         **{"warps": chosen.num_warps, "stages": chosen.num_stages, "shared_bytes": compiled.metadata.shared},
-        **_assembled(compiled.asm["ptx"], target_name),
+        **_assembled(compiled.asm["ptx"], gpu.number),
     }
     registers = -(-facts["registers"] // 8) * 8 * 32 * chosen.num_warps
-    by_memory = SHARED_BYTES_OF_ALL // (facts["shared_bytes"] + RESERVED_BYTES)
-    fits = facts["shared_bytes"] <= SHARED_BYTES
-    facts["blocks"] = min(REGISTERS // registers, by_memory, WARPS // chosen.num_warps) if fits else 0
+    by_memory = gpu.shared_bytes_of_all // (facts["shared_bytes"] + RESERVED_BYTES)
+    fits = facts["shared_bytes"] <= gpu.shared_bytes
+    facts["blocks"] = min(REGISTERS // registers, by_memory, gpu.warps // chosen.num_warps) if fits else 0
     return facts
 
 
-def _assembled(ptx: str, target_name: str) -> dict[str, int]:
+def _assembled(ptx: str, number: int) -> dict[str, int]:
     """Registers of a thread and bytes that it spills, as NVIDIA's assembler reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    capability = 10 * CAPABILITIES[target_name][0] + CAPABILITIES[target_name][1]
-    assembler = get_ptxas(capability)
-    name = f"sm_{capability}{'a' if capability >= 90 else ''}"  # with what this architecture alone has
+    name = f"sm_{number}{'a' if number >= 90 else ''}"  # with what this architecture alone has
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
-        command = [assembler.path, "-v", f"--gpu-name={name}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        command = [get_ptxas(number).path, "-v", f"--gpu-name={name}", str(file), "-o", str(file.with_suffix(".cubin"))]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     used = re.search(r"Used (\d+) registers", report)
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
@@ -255,20 +304,22 @@ def _assembled(ptx: str, target_name: str) -> dict[str, int]:
     return {"registers": int(used[1]), "spilled_bytes": int(spilled[1])}
 
 
-def all_resources(targets: list[str], head_sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """One row for each kernel, GPU, head size and choice of tiles, in bfloat16."""
-    for target_name in targets:
-        capability = CAPABILITIES[target_name]
-        for sizes in (each for each in BF16_SIZES if each[0] in head_sizes):
-            for tiles_name, tiles in TILES.items():
-                case = Case(LayerRule(scaling=0.2), head_sizes=sizes, dtype=torch.bfloat16)
-                for kernel, source in sources(case, capability, tiles).items():
-                    try:
-                        facts = resources(source, target_name)
-                    except subprocess.CalledProcessError as error:
-                        facts = {"failed": error.stderr.strip().splitlines()[-1]}
-                    what = {"gpu": target_name, "head_sizes": list(sizes), "tiles": tiles_name, "kernel": kernel}
-                    yield {**what, **facts}
+def all_resources(gpus: list[str], head_sizes: list[int], dtypes: list[str]) -> Iterator[dict[str, Any]]:
+    """One row for each kernel, GPU, head size, dtype and choice of tiles."""
+    for sizes, dtype, name in itertools.product(HEAD_SIZES, dtypes, gpus):
+        if sizes[0] not in head_sizes:
+            continue
+        case, gpu = Case(RULE, head_sizes=sizes, dtype=getattr(torch, dtype), has_sinks=True), GPUS[name]
+        own = _sources_once(case, gpu, flex.tiles(case.dtype, sizes, flex.Card(gpu.capability, gpu.shared_bytes)))
+        torchs = _sources_once(case, gpu, {})
+        made = [("treewise", kernel, source) for kernel, source in own.items()]
+        made += [("torch", kernel, source) for kernel, source in torchs.items() if source != own[kernel]]
+        for tiles, kernel, source in made:
+            try:
+                facts = resources(source, gpu)
+            except subprocess.CalledProcessError as error:
+                facts = {"failed": error.stderr.strip().splitlines()[-1]}
+            yield {"gpu": name, "dtype": dtype, "head_sizes": list(sizes), "tiles": tiles, "kernel": kernel, **facts}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -276,14 +327,18 @@ def all_resources(targets: list[str], head_sizes: list[int]) -> Iterator[dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("interpret", "resources"))
+    parser.add_argument("action", choices=("interpret", "resources", "table"))
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (all)")
-    parser.add_argument("--gpu", nargs="+", choices=CAPABILITIES, default=list(CAPABILITIES))
-    parser.add_argument("--head_sizes", nargs="+", type=int, default=[key for key, _ in BF16_SIZES])
+    parser.add_argument("--gpu", nargs="+", choices=GPUS, default=list(GPUS))
+    parser.add_argument("--head_sizes", nargs="+", type=int, default=[size for size, _ in HEAD_SIZES])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--json", type=Path, help="results; rows of `resources` are added to the file's")
     args = parser.parse_args()
     if args.action == "resources":
-        _tabulate(args.gpu, args.head_sizes, args.json)
+        _tabulate(args.gpu, args.head_sizes, args.dtype, args.json)
+        return 0
+    if args.action == "table":
+        print("\n".join(table_lines(json.loads(Path(args.cases[0]).read_text())["kernels"])))
         return 0
     results = {}
     for name in args.cases or CASES:
@@ -295,19 +350,39 @@ def main() -> int:
     return 0 if all(is_within(each) is not CASES[name].is_broken for name, each in results.items()) else 1
 
 
-def _tabulate(targets: list[str], head_sizes: list[int], file: Path | None) -> None:
+def _tabulate(gpus: list[str], head_sizes: list[int], dtypes: list[str], file: Path | None) -> None:
     kept = json.loads(file.read_text())["kernels"] if file is not None and file.exists() else []
-    for row in all_resources(targets, head_sizes):
+    for row in all_resources(gpus, head_sizes, dtypes):
         print(json.dumps(row), flush=True)
         kept = [each for each in kept if any(each[key] != row[key] for key in KEYS)] + [row]
         if file is not None:  # after every row: a run that is cut short leaves what it computed
-            results = {
-                "benchmark": "flex kernels",
-                "torch": torch.__version__,
-                "triton": _triton_version(),
-                "kernels": kept,
-            }
-            file.write_text(json.dumps(results, indent=1) + "\n")
+            versions = {"torch": torch.__version__, "triton": _triton_version()}
+            lines = ",\n".join("  " + json.dumps(each) for each in kept)
+            head = json.dumps({"benchmark": "flex kernels", **versions}, indent=1)
+            file.write_text(f'{head[:-2]},\n "kernels": [\n{lines}\n ]\n}}\n')
+
+
+def table_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each dtype, head size and kernel, one column for each GPU: tiles, warps x stages, registers, bytes
+    spilled and KiB of shared memory; behind `torch:`, KiB that torch's tiles take where they cannot be launched."""
+    lines = [f"| kernel | {' | '.join(GPUS)} |", f"|---|{'---|' * len(GPUS)}"]
+    by = {tuple(str(row[key]) for key in KEYS): row for row in rows}
+    for dtype, sizes, kernel in itertools.product(DTYPES, HEAD_SIZES, ("forward", "backward")):
+        cells = []
+        for gpu in GPUS:
+            own, torchs = (by.get((gpu, dtype, str(list(sizes)), each, kernel)) for each in ("treewise", "torch"))
+            cells.append("" if own is None else _cell(own))
+            if torchs is not None and torchs["blocks"] == 0:
+                cells[-1] += f"; torch: {torchs['shared_bytes'] / 1024:.0f}"
+        name = f"{sizes[0]}" if sizes[0] == sizes[1] else f"{sizes[0]}/{sizes[1]}"
+        lines.append(f"| {dtype} {name} {kernel} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(row: dict[str, Any]) -> str:
+    tiles = "x".join(str(row[key]) for key in row if key in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1"))
+    how = f"{tiles} {row['warps']}w {row['stages']}s, {row['registers']} r"
+    return f"{how}, {row['spilled_bytes']:,} sp, {row['shared_bytes'] / 1024:.0f} KiB"
 
 
 def _triton_version() -> str:

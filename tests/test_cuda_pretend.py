@@ -5,6 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from benchmarks.count_gpu import count_step
 from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
 from treewise.nn.device import to_device
@@ -193,6 +194,7 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
         return -torch.stack([each.sum() for each in logprobs]).mean()
 
     assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: run"): 1}
+    assert waits_of(pretend, lambda: engine.logprobs(forest, trained_only=True)[0].sum().backward()) == {}
     assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
     scored = waits_of(pretend, lambda: engine.scored(rollouts))
     assert scored == {("read", "treewise.engine: scored"): 1}
@@ -211,6 +213,18 @@ def test_of_losses_on_routers(pretend: PretendCuda, rollouts: list[Trajectory]) 
         waits = waits_of(pretend, lambda objective=objective: engine.step(forest, objective))
         assert set(waits) == {LOSS} | ROUTERS
         assert sum(waits.values()) == 4
+
+
+@pytest.mark.parametrize("max_tokens", [None, 17])
+def test_what_a_step_asks_of_a_gpu(max_tokens: int | None, rollouts: list[Trajectory]) -> None:
+    """Counted on tensors without data, where reading a result is an error. Layers copy nothing to the device."""
+    forest = Forest.from_trajectories(rollouts)
+    small, large = (count_step(tiny_model(num_hidden_layers=number), forest, max_tokens) for number in (1, 3))
+    assert small.copies == large.copies
+    assert small.copies <= 7 * small.passes
+    assert (large.kernels - small.kernels) / 2 / small.passes <= 125  # of a layer, forward and backward
+    assert small.kernels / small.passes <= 282  # with the mask, the embedding, the head and the loss
+    assert small.waits == 1
 
 
 def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:

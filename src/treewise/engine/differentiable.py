@@ -19,7 +19,7 @@ from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
 from treewise.errors import ConfigError
 from treewise.nn.device import Autocast, to_device
 from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
-from treewise.shapes import Float
+from treewise.shapes import Bool, Float
 from treewise.tree.forest import Forest
 
 # Of one micro-batch: [E] indices into the result, and by name their values ([E, ...]).
@@ -105,13 +105,19 @@ def backward_through(
     return loss.detach()
 
 
-def restore(values_T: Float[Tensor, "T ..."], forest: Forest) -> list[Float[Tensor, "_ ..."]]:
+def restore(
+    values_T: Float[Tensor, "T ..."], forest: Forest, is_wanted_F: Bool[np.ndarray, " F"] | None = None
+) -> list[Float[Tensor, "_ ..."]]:
     """Values of each trajectory's tokens, [length, ...], from those of the tree's ([T, ...]).
 
-    The transpose of this gather is gradient restoration: gradients of a shared token add up.
+    The transpose of this gather is gradient restoration: gradients of a shared token add up. is_wanted_F: only those
+    tokens, chosen on the host, which would have to wait for a mask of the device.
     """
-    index_F = to_device(forest.path_index, values_T.device)
-    return list(values_T[index_F].split(forest.path_lengths.tolist()))
+    index_F, lengths_N = forest.path_index, forest.path_lengths
+    if is_wanted_F is not None:
+        index_F = index_F[is_wanted_F]
+        lengths_N = np.add.reduceat(is_wanted_F, forest.path_offsets[:-1], dtype=np.int64)
+    return list(values_T[to_device(index_F, values_T.device)].split(lengths_N.tolist()))
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -101,12 +101,9 @@ def logprob_reader(forest: Forest, *, trained_only: bool) -> Reader:
 
 def restored_logprobs(values: Values, forest: Forest, *, trained_only: bool) -> list[torch.Tensor]:
     """[length - 1] log-probs of each trajectory, or those of its trained tokens, from those of the tree's tokens."""
-    logprobs_N = restore(values["log_probs"], forest)
-    if not trained_only:
-        return [logprobs[1:] for logprobs in logprobs_N]
-    is_trained = torch.from_numpy(forest.flat_stream("loss_weights") != 0).to(values["log_probs"].device)
-    masks_N = is_trained.split(forest.path_lengths.tolist())
-    return [logprobs[mask] for logprobs, mask in zip(logprobs_N, masks_N, strict=True)]
+    if trained_only:
+        return restore(values["log_probs"], forest, forest.flat_stream("loss_weights") != 0)
+    return [logprobs[1:] for logprobs in restore(values["log_probs"], forest)]
 
 
 # -- the loss of a step -----------------------------------------------------------------------------------------------

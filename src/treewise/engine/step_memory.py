@@ -23,7 +23,7 @@ from treewise.engine.guest import MeetsImages
 from treewise.engine.scoring import StepLoss
 from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.nn.flops import FlopModel, gateway_bytes
-from treewise.nn.lm_head import MAX_LOGITS
+from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT
@@ -88,7 +88,8 @@ def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepM
     run.
     """
     costs, dtype = flop_model(model), next(model.parameters()).dtype
-    MAX_LOGITS["meta"] = MAX_LOGITS.get(device_type, MAX_LOGITS["cpu"])
+    for most in (MAX_LOGITS, MAX_PRODUCT):
+        most["meta"] = most.get(device_type, most["cpu"])
     fullest = _fullest(plan, costs, dtype)
     twin = without_data(model)
     lm = split_model(twin)

@@ -7,6 +7,7 @@ import torch
 
 from treewise.cli.commands import doctor
 from treewise.cli.main import main
+from treewise.nn.attention import flex
 from treewise.nn.attention.kernel_cases import CASES
 
 NAMES = ("one block", "broken")
@@ -63,6 +64,19 @@ def test_versions_with_faults_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert [fault.split(":")[0] for fault in faults] == ["torch 2.12.0+cu130", "flash-attn-4 4.0.0b25"]
     monkeypatch.setattr(doctor, "installed_version", {"torch": "2.13.0", "flash-attn-4": "4.0.0b26"}.get)
     assert doctor.check_gpu(torch.device("cpu"), 0)["faults"] == []
+
+
+def test_what_no_test_has_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not {"system", "torch"} & set(doctor.untested(torch.device("cpu")))
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(torch, "__version__", "2.15.0+rocm7.1")
+    monkeypatch.setattr(doctor, "card", lambda _: flex.Card(None, 65_536))
+    said = doctor.untested(torch.device("cuda"))
+    assert said["system"].startswith("Windows: tests run on Linux")
+    assert said["torch"].startswith("2.15.0+rocm7.1: tests run with torch >=2.11")
+    assert said["gpu"].startswith("ROCm: tests run on no GPU")
+    monkeypatch.setattr(doctor, "card", lambda _: flex.Card((7, 5), 65_536))
+    assert doctor.untested(torch.device("cuda"))["gpu"].startswith("compute capability 7.5: ")
 
 
 def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

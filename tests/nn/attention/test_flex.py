@@ -1,7 +1,7 @@
 """The block mask against the exact mask, block by block; outputs and gradients against the reference."""
 
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as public
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from benchmarks import flex_kernels
 from tests.plain_trees import image_rows
+from treewise.errors import PlanError
 from treewise.nn.attention import flex
 from treewise.nn.attention.flex import block_mask, flex_attention_tree
 from treewise.nn.attention.kernel_cases import with_gradients
@@ -177,6 +179,7 @@ def graphs(monkeypatch) -> list[object]:
     compiled = torch.compile(flex._kernel, fullgraph=True, backend=lambda graph, _: made.append(graph) or graph.forward)
     monkeypatch.setattr(flex, "_compiled_kernel", lambda: compiled)
     monkeypatch.setattr(flex, "_uncompiled", flex._compiled)
+    monkeypatch.setattr(flex, "card", lambda _: flex.Card((9, 0), 227 * 1024))
     return made
 
 
@@ -215,24 +218,38 @@ def test_a_kernel_serves_all_lengths_and_strides(graphs, monkeypatch):
     assert len(graphs) == 3
 
 
-# -- on a GPU; the test of `kernel_cases` tries its cases there -------------------------------------------------------
+# -- what a card can launch and address; the test of `kernel_cases` tries its cases there ------------------------------
 
 
-BACKWARD_TILES = {"bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"}
+def test_tiles_of_one_card_are_not_taken_for_another():
+    sm_100 = flex.Card((10, 0), 227 * 1024)
+    assert flex.tiles(torch.bfloat16, (128, 128), sm_100)
+    gfx10 = flex.Card(None, 64 * 1024)  # ROCm: its (10, x) are other chips
+    assert flex.tiles(torch.bfloat16, (128, 128), gfx10) == {}
+
+
+def test_a_torch_whose_lowering_nobody_read_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
+    lowering = ModuleType("lowering")
+    lowering.flex_attention = dense
+    with (
+        pytest.raises(SystemExit, match=r"torch 2\.15\.0\+cpu: the lowering of FlexAttention was read for 2\.13"),
+        flex_kernels._lowered_as_on_cuda(lowering),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
-    ("major", "dtype", "size", "expected"),
+    ("num_queries", "num_keys", "says"),
     [
-        (9, torch.bfloat16, 64, {"fwd_BLOCK_M", "fwd_BLOCK_N"}),
-        (10, torch.bfloat16, 64, {"fwd_BLOCK_M", "fwd_BLOCK_N", *BACKWARD_TILES}),
-        (9, torch.bfloat16, 128, set()),
-        (10, torch.bfloat16, 128, BACKWARD_TILES),
-        (10, torch.bfloat16, 96, set()),
-        (10, torch.float32, 64, set()),
+        (530_000, 530_000, r"micro-batch of 530,000 tokens .* set max_tokens to at most 524,159"),
+        (1_000, 17_000_000, r"path of 17,000,000 keys .* at most 16,777,087 keys"),
     ],
 )
-def test_tiles_are_those_that_spill_least(monkeypatch, major, dtype, size, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
-    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, size))
-    assert set(flex._tiles(query)) == expected
+def test_rows_that_no_kernel_can_address_are_refused(num_queries, num_keys, says):
+    """Beyond 2^31 numbers from one base a kernel would read other rows, silently."""
+    query = torch.empty(1, 32, num_queries, 128, device="meta", dtype=torch.bfloat16)
+    key, value = (torch.empty(1, 8, num_keys, 128, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    mask = TreeMask.from_layout(lay_out(plan(Forest.from_trajectories([Trajectory([1, 2])])), 0))
+    with pytest.raises(PlanError, match=says):
+        flex_attention_tree(query, key, value, mask, RULES["plain"])

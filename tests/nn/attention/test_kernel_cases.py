@@ -10,7 +10,7 @@ from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors
 from treewise.nn.attention.reference import reference_attention
 
 
-@pytest.mark.parametrize("name", ["whole", "all", "gateway", "broken", "broken gateway", "bfloat16"])
+@pytest.mark.parametrize("name", ["whole", "all", "gateway", "broken", "broken gateway", "heads of 32, bfloat16"])
 def test_cases_pass_unless_they_are_broken(name: str) -> None:
     """FlexAttention's uncompiled operator."""
     assert is_within(kernel_errors(flex_attention_tree, CASES[name])) is not CASES[name].is_broken

@@ -1,7 +1,7 @@
 """`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right:
 gradients against flat training, and the sampler's log-probs against the engine's.
 
-With `--gpu` also two minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
+With `--gpu` also ten minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
 place. Exit code 1 where a check fails, 2 where a server does not answer; what is missing but optional is only shown.
 """
 
@@ -25,7 +25,7 @@ from treewise.cli.data_arguments import add_flags, check_numbers
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, SamplerError, bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
-from treewise.nn.attention.flex import flex_attention_tree
+from treewise.nn.attention.flex import COMPILED_FOR, card, flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.device import chosen_device, free_bytes, synchronized_clock
 from treewise.nn.support_table import CapabilityTable, installed_version
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampler", metavar="URL", nargs="+", help="servers that sample: ids, log-probs, weights, lengths"
     )
-    parser.add_argument("--gpu", action="store_true", help="kernels against the reference: two minutes")
-    parser.add_argument("--max_seconds", type=float, default=120.0, help="of --gpu (120)")
+    parser.add_argument("--gpu", action="store_true", help="kernels against the reference: ten minutes at most")
+    parser.add_argument("--max_seconds", type=float, default=600.0, help="of --gpu (600)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "packages": versions,
         "devices": devices,
         "attention": _attention(device),
+        "not tested": untested(device),
         "missing": {
             name: f"{why}: {pip_install(name.replace('_', '-'))}"
             for name, why in _OPTIONAL.items()
@@ -188,6 +189,25 @@ KNOWN_FAULTS = (
     ("torch", "<2.13", "FlexAttention's FLASH backend returns a wrong log-sum-exp (pytorch #181645)"),
     ("flash-attn-4", "<4.0.0b26", "its backward races on Hopper (flash-attention #2756)"),
 )
+
+
+# What the tests of a release run with.
+TESTED_TORCH, TESTED_SYSTEM = ">=2.11,<2.14", "Linux"
+
+
+def untested(device: torch.device) -> dict[str, str]:
+    """What of this machine no test has run on, by what it is; the checks of this command are then all there is."""
+    found = {}
+    if platform.system() != TESTED_SYSTEM:
+        found["system"] = f"{platform.system()}: tests run on {TESTED_SYSTEM}"
+    if not SpecifierSet(TESTED_TORCH, prereleases=True).contains(torch.__version__.partition("+")[0]):
+        found["torch"] = f"{torch.__version__}: tests run with torch {TESTED_TORCH}"
+    if device.type == "cuda":
+        capability = card(device).capability
+        known = ", ".join(f"{major}.{minor}" for major, minor in COMPILED_FOR)
+        name = "ROCm" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        found["gpu"] = f"{name}: tests run on no GPU; kernels were compiled, without one, for NVIDIA's {known}"
+    return found
 
 
 def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:

@@ -6,8 +6,8 @@ which is exact for the tree.
 
 On CUDA the kernels are compiled once for all lengths: queries and keys are filled up to whole blocks, two at least, and
 always lie in memory in one way. So no length, no table of a single block and no stride is compiled in, and the kernels
-are told that lengths are whole blocks (they mask no loads, and read no undefined log-sum-exp of rows beyond the last
-one; pytorch #153799). A block without a visible pair is skipped, so padding computes nothing. On the CPU the operator
+are those for whole blocks (they mask no loads, and read no undefined log-sum-exp of rows beyond the last one; pytorch
+#153799). A block without a visible pair is skipped, so padding computes nothing. On the CPU the operator
 runs uncompiled and holds all P x L scores: for tests, not for training.
 
 Letters: T queries, K keys (gateway keys first), P and L queries and keys filled up to whole blocks, H query heads, D
@@ -18,13 +18,14 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import cast, no_type_check
+from typing import NamedTuple, cast, no_type_check
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
+from treewise.errors import PlanError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.shapes import Float
 
@@ -34,6 +35,7 @@ MIN_BLOCKS = 2
 # Every combination of window or chunk, softcap, sinks, scaling and grad mode is a kernel of its own. Beyond the limit
 # the compiled function raises (fullgraph): the uncompiled one would hold all scores.
 RECOMPILE_LIMIT = 64
+MAX_OFFSET = 2**31 - 1  # of a number in what a kernel addresses from one base, in 32 bits
 # The smallest size that the matrix products inside the kernels take.
 MIN_HEAD_SIZE = 16
 
@@ -59,8 +61,12 @@ def flex_attention_tree(
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
     The contract of `reference_attention`. backend: torch's name of the kernels, on CUDA.
+
+    Raises:
+        PlanError: more rows than the kernels can address.
     """
     num_queries, width = query.shape[2], value.shape[3]
+    _check_offsets(query, key, value)
     # The heads of a token stay side by side, as the model has them, so neither outputs nor their gradients are copied.
     query = _filled_up(query.transpose(1, 2), 1, block_size, mask).transpose(1, 2)
     key, value = (_filled_up(each, 2, block_size, mask) for each in (key, value))
@@ -77,6 +83,24 @@ def flex_attention_tree(
     assert lse is not None
     without_sink = torch.sigmoid(lse[:, :, :num_queries] - sinks.to(lse.dtype)[None, :, None])
     return (out * without_sink[..., None]).to(value.dtype)
+
+
+def _check_offsets(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises `PlanError` where a kernel would address rows beyond 32 bits, silently others than it should (pytorch
+    #190857, #160955). Whole tensors may be larger: for these torch takes 64 bits, but for rows within a head."""
+    widest = max(query.shape[3], value.shape[3], MIN_HEAD_SIZE)
+    most = MAX_OFFSET // (query.shape[1] * widest) - BLOCK_SIZE
+    if query.shape[2] > most:
+        raise PlanError(
+            f"a micro-batch of {query.shape[2]:,} tokens has more numbers in the {query.shape[1]} heads of a layer "
+            f"than FlexAttention's kernels can address (2^31); set max_tokens to at most {most:,}."
+        )
+    most = MAX_OFFSET // widest - BLOCK_SIZE
+    if key.shape[2] > most:
+        raise PlanError(
+            f"a path of {key.shape[2]:,} keys has more numbers in one head of {widest} than FlexAttention's kernels "
+            f"can address (2^31); at most {most:,} keys can be attended to."
+        )
 
 
 def _filled_up(tensor: torch.Tensor, axis: int, block_size: int, mask: TreeMask) -> torch.Tensor:
@@ -295,7 +319,10 @@ def _compiled(
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
     # BACKEND: only the kernel that the tests cover, unless another was asked for.
-    chosen = {"IS_DIVISIBLE": True, **_tiles(query)} if backend == "TRITON" else {}
+    chosen = {}
+    if backend == "TRITON":
+        sizes = query.shape[3], value.shape[3]
+        chosen = {"IS_DIVISIBLE": True, **tiles(query.dtype, sizes, card(query.device))}
     kinds[kind] = options = cast(FlexKernelOptions, {"BACKEND": backend, **chosen})
     settings = {"recompile_limit": RECOMPILE_LIMIT, "specialize_float": True, "automatic_dynamic_shapes": False}
     with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
@@ -304,25 +331,37 @@ def _compiled(
         return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
 
 
-def _tiles(query: torch.Tensor) -> FlexKernelOptions:
-    """Tiles other than torch's default ones.
+# Compute capabilities for which benchmarks/flex_kernels.py compiled the kernels: every head size fits (its results).
+COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
-    In float32 for heads without an entry in its table: those of 192 numbers need 273 KiB of shared memory, where an
-    H200 has 227 (torch 2.11); these are its own for 256, to which heads are rounded up. In half precision those that
-    spill least (bytes a thread with our masks, `benchmarks/flex_kernels.py resources`): for heads of 64, 128 x 128 in
-    the forward, its choice for sm_90 and sm_100, spills 1,516 and 5,228, 128 x 64 none and 312; in the backward for
-    sm_100 its choice spills 3,612 (heads of 64) and 8,612 (heads of 128), 64 x 64 28 and 844.
-    """
-    size = query.shape[3]
-    if query.dtype == torch.float32 and 128 < size < 256:
-        return cast(FlexKernelOptions, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32})
-    tiles: dict[str, int] = {}
-    if query.dtype.itemsize == 2 and size == 64:
-        tiles |= {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64}
-    is_sm_100 = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device)[0] == 10
-    if query.dtype.itemsize == 2 and size in (64, 128) and is_sm_100:
-        tiles |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
-    return cast(FlexKernelOptions, tiles)
+
+class Card(NamedTuple):
+    """What tiles depend on. capability: of CUDA; None on ROCm, whose numbers are those of other chips (gfx10 reports
+    (10, x), as NVIDIA's sm_100 does). shared_bytes: shared memory that one block may have."""
+
+    capability: tuple[int, int] | None
+    shared_bytes: int
+
+
+@functools.cache
+def card(device: torch.device) -> Card:
+    """The GPU of a device."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = None if torch.version.hip else (properties.major, properties.minor)
+    return Card(capability, getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def tiles(dtype: torch.dtype, sizes: tuple[int, int], card: Card) -> dict[str, int]:
+    """Tiles other than torch's default ones. sizes: of heads of queries and keys, and of values."""
+    size = sizes[0]
+    if dtype == torch.float32 and 128 < size < 256:
+        return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
+    found: dict[str, int] = {}
+    if dtype.itemsize == 2 and size == 64:
+        found |= {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64}
+    if dtype.itemsize == 2 and size in (64, 128) and card.capability is not None and card.capability[0] == 10:
+        found |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
+    return found
 
 
 @functools.cache

@@ -4,6 +4,7 @@ The budget is four times the error of the reference in the same dtype, plus roun
 are against the reference in float64. Cases with a deliberately wrong mask must exceed it.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -60,6 +61,9 @@ class Case:
 
 _PLAIN, _ALL = LayerRule(scaling=0.2), LayerRule(0.3, window=150, chunk=300, softcap=0.9)
 _BELOW = (3, 270, 150)
+# Of queries and keys, and of values, for which tiles are chosen; and in which dtypes (docs/benchmarks.md).
+HEAD_SIZES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CASES = {
     "whole": Case(_PLAIN),
     "all": Case(_ALL, has_sinks=True),
@@ -76,12 +80,12 @@ CASES = {
     "one head": Case(_PLAIN, num_heads=(1, 1)),
     "four heads of a group": Case(_PLAIN, num_heads=(4, 1)),
     "heads of 16": Case(_PLAIN, head_sizes=(16, 16)),
-    "heads of 96": Case(_PLAIN, head_sizes=(96, 96)),
-    "heads of 128": Case(_PLAIN, head_sizes=(128, 128)),
-    "heads of 192 and 128": Case(_PLAIN, head_sizes=(192, 128)),
-    "heads of 256": Case(_PLAIN, head_sizes=(256, 256)),
-    "bfloat16": Case(_PLAIN, dtype=torch.bfloat16),
-    "bfloat16 all": Case(_ALL, has_sinks=True, dtype=torch.bfloat16, head_sizes=(128, 128)),
+    **{
+        f"heads of {sizes[0]}{'' if sizes[0] == sizes[1] else f' and {sizes[1]}'}, {name}": Case(
+            _ALL, head_sizes=sizes, dtype=dtype, has_sinks=True
+        )
+        for sizes, (name, dtype) in itertools.product(reversed(HEAD_SIZES), DTYPES.items())
+    },
 }
 
 
