@@ -14,7 +14,7 @@ from tests.image_models import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs,
 from tests.serve.servers import KEY, datum, flat_losses, running, tree_of_data
 from treewise.errors import DataError
 from treewise.serve.settings import ServeSettings
-from treewise.serve.wire import read_call
+from treewise.serve.wire import read_rows
 from treewise.testing.families import tiny_model
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -258,7 +258,7 @@ def test_fields_that_the_server_does_not_know_are_refused(address):
     for more in ({"weights_access_token": "x"}, {"optimizer_config": {"type": "dimuon"}}):
         assert next(iter(more)).split("_")[0] in address.ask("/api/v1/load_weights", load | more)[1]["error"]
     with pytest.raises(DataError, match="newer"):
-        read_call(b"\xfa\x01\x01x").rows(SimpleNamespace(vocabulary=64, settings=ServeSettings(model="tiny")))
+        read_rows(b"\xfa\x01\x01x", SimpleNamespace(vocabulary=64, settings=ServeSettings(model="tiny")))
 
 
 def test_images_are_trained_on_where_the_model_takes_them(tmp_path):

@@ -12,7 +12,7 @@ from treewise.errors import DataError
 from treewise.serve.losses import make_row
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel, Shape
-from treewise.serve.wire import read_call
+from treewise.serve.wire import read_rows
 from treewise.testing.families import tiny_model
 
 from tinker import types  # isort: skip
@@ -36,7 +36,7 @@ def rows_of(data, loss, settings):
         types.ForwardBackwardRequest(forward_backward_input=asked, model_id="m", seq_id=1)
     )
     facts = SimpleNamespace(vocabulary=64, image_token=None, settings=ServeSettings(model="tiny"))
-    return read_call(message.SerializeToString()).rows(facts)
+    return read_rows(message.SerializeToString(), facts)
 
 
 def served(family="llama", max_tokens="none", share="all", **settings):

@@ -284,7 +284,7 @@ class Api(Catalog):
     async def call(self, request: Request, _: object) -> object:
         """forward, forward_backward."""
         call = read_call(request.state.body)
-        return await self._change(call.kind, call, request.state.body)
+        return await self._change("forward" if call.forward_only else "forward_backward", call, request.state.body)
 
     async def change(self, request: Request, asked: Any) -> object:
         """Every other request that names a model and its sequence number."""

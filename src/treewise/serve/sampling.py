@@ -52,7 +52,8 @@ class Sampling:
 def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callable[[], bool] = bool) -> Sampling:
     """Checks a request of the SDK's type `SampleRequest`. name: of the request, from which its seed follows where it
     has none. Raises `DataError`."""
-    prompt, images = read_prompt(asked.prompt.chunks, model, "prompt")
+    ids, images = read_prompt(asked.prompt.chunks, model, "prompt")
+    prompt = ids.astype(np.int64)
     params, settings = asked.sampling_params, model.settings
     room = settings.max_sample_tokens
     if model.max_length is not None:
@@ -130,7 +131,7 @@ def answers(
     scores = [_empty_scores(each) for each in requests]
     with model.using(weights):
         completions = model.sampler_of(weights).sample([each.rules for each in requests])
-        asked = [i for i, each in enumerate(scores) if len(requests[i].prompt) > 1 and each.is_asked]
+        asked = [i for i, each in enumerate(scores) if len(requests[i].prompt) > 1 and each]
         if asked:
             with sampling_mode(model.model):
                 rows = [(requests[i].prompt, requests[i].rules.images) for i in asked]
@@ -146,13 +147,13 @@ def _empty_scores(each: Sampling) -> PromptScores:
     """Tables of what was asked; NaN and minus infinity where nothing is known, as at a prompt's first token."""
     asked, length, scores = each.asked, len(each.prompt), PromptScores()
     if asked.prompt_logprobs:
-        scores.logprobs = np.full(length, np.nan)
+        scores["logprobs"] = (np.full(length, np.nan),)
     if top := asked.topk_prompt_logprobs:
-        scores.top = np.zeros((length, top), dtype=np.int64), np.full((length, top), -np.inf)
+        scores["top"] = np.zeros((length, top), dtype=np.int64), np.full((length, top), -np.inf)
     if each.targets is not None:
-        scores.targets = np.zeros(each.targets.shape)
+        scores["targets"] = (np.zeros(each.targets.shape),)
     if drawn := asked.prompt_alt_tokens_k:
-        scores.drawn = np.zeros((length - 1, drawn), dtype=np.int64), np.zeros((length - 1, drawn))
+        scores["drawn"] = np.zeros((length - 1, drawn), dtype=np.int64), np.zeros((length - 1, drawn))
     return scores
 
 
@@ -165,17 +166,19 @@ def _score(head: Any, hidden: torch.Tensor, each: Sampling, scores: PromptScores
         after, later = slice(rows.start + 1, rows.stop + 1), np.arange(rows.start, rows.stop) >= skipped
         logits = head.logits(hidden[rows]).float().cpu()
         logprobs = torch.log_softmax(logits, -1)
-        if scores.logprobs is not None:
-            own = logprobs.gather(1, torch.from_numpy(each.prompt[after, None]))[:, 0].numpy()
-            scores.logprobs[after] = np.where(later, own, np.nan)
-        if scores.top is not None:
-            best = logprobs.topk(scores.top[0].shape[1], dim=-1)
-            scores.top[0][after] = best.indices.numpy()
-            scores.top[1][after] = np.where(later[:, None], best.values.numpy(), -np.inf)
-        if scores.targets is not None and each.targets is not None:
-            found = logprobs.gather(1, torch.from_numpy(each.targets[rows]).clamp(min=0)).numpy()
-            scores.targets[rows] = np.where(each.targets[rows] >= 0, found, 0.0)
-        if scores.drawn is not None:
-            tempered = torch.log_softmax(logits / (each.rules.temperature or 1.0), -1)
-            picked = torch.multinomial(tempered.exp(), scores.drawn[0].shape[1], replacement=True, generator=generator)
-            scores.drawn[0][rows], scores.drawn[1][rows] = picked.numpy(), tempered.gather(1, picked).numpy()
+        for name, arrays in scores.items():
+            if name == "logprobs":
+                own = logprobs.gather(1, torch.from_numpy(each.prompt[after, None]))[:, 0].numpy()
+                arrays[0][after] = np.where(later, own, np.nan)
+            elif name == "top":
+                best = logprobs.topk(arrays[0].shape[1], dim=-1)
+                arrays[0][after] = best.indices.numpy()
+                arrays[1][after] = np.where(later[:, None], best.values.numpy(), -np.inf)
+            elif name == "targets":
+                assert each.targets is not None
+                found = logprobs.gather(1, torch.from_numpy(each.targets[rows]).clamp(min=0)).numpy()
+                arrays[0][rows] = np.where(each.targets[rows] >= 0, found, 0.0)
+            else:
+                tempered = torch.log_softmax(logits / (each.rules.temperature or 1.0), -1)
+                picked = torch.multinomial(tempered.exp(), arrays[0].shape[1], replacement=True, generator=generator)
+                arrays[0][rows], arrays[1][rows] = picked.numpy(), tempered.gather(1, picked).numpy()

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import time
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ KINDS = {  # what each request saves
 }
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9-]{1,80}:train:[0-9]{1,6}")
+_KEPT = 4  # weights to sample from that stay in memory
 _LONGEST_LIFE = 10**10
 _LIFE = "life.json"  # beside a checkpoint: when it ends
 
@@ -68,6 +70,7 @@ class Store:
 
     def __init__(self, folder: Path, model: ServedModel, base_name: str) -> None:
         self.runs, self.model, self.base_name = folder / "runs", model, base_name
+        self._kept: OrderedDict[tuple[Place, str], Weights] = OrderedDict()
         for each in self.runs.glob("*/*"):  # what a killed server left
             for inner in [each] if each.name == "snapshots" else each.iterdir():
                 store.recover(inner)
@@ -199,6 +202,19 @@ class Store:
         if with_optimizer and place.kind != "weights":
             raise DataError(f"{place} holds no optimizer's state; load a checkpoint of save_state, or weights alone.")
         self._read(folder, weights, with_optimizer=with_optimizer)
+
+    def weights_of(self, place: Place) -> Weights:
+        """Those of a checkpoint, to sample from. Raises as `load`."""
+        key = place, self.facts(place)["request"]
+        if key not in self._kept:
+            weights = self.model.new_weights(self.shape(place), 0)
+            weights.optimizer = None
+            self.load(place, weights)
+            self._kept[key] = weights
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
 
     def shape(self, place: Place) -> Shape:
         """What the checkpoint's weights are."""

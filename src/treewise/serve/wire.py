@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,66 +22,44 @@ _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT3
 _MAX_CELLS = 1 << 24  # of what a request makes the server lay out beyond its own size
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A forward or forward_backward, its data not read yet."""
-
-    message: Any
-
-    @property
-    def model_id(self) -> str:
-        """Whose."""
-        return str(self.message.model_id)
-
-    @property
-    def seq_id(self) -> int:
-        """Its place among the model's requests, from 1."""
-        return int(self.message.seq_id)
-
-    @property
-    def kind(self) -> str:
-        """`forward` computes no gradients."""
-        return "forward" if self.message.forward_only else "forward_backward"
-
-    def rows(self, model: ServedModel) -> list[Row]:
-        """The data. Raises `DataError`, naming the datum."""
-        vocabulary, stand_in = model.vocabulary, model.settings.stable_reinforce
-        if any(len(UnknownFieldSet(each)) for each in (self.message, *self.message.data)):
-            raise DataError("the request has fields that this server does not know; its SDK is newer.")
-        loss = self.message.loss_fn
-        if loss == "stable_reinforce" and stand_in != "refused":
-            loss = stand_in
-        settings = {name: float(value) for name, value in self.message.loss_fn_config.items()}
-        for name, value in self.message.loss_fn_config_v2.items():
-            if value.WhichOneof("value") != "number":
-                raise DataError(f"loss_fn_config: {name} must be a number.")
-            settings[name] = float(value.number)
-        if not self.message.data:
-            raise DataError("data: no datum given.")
-        tensors = (each for datum in self.message.data for each in datum.loss_fn_inputs.values())
-        check_cells(abs(math.prod(each.shape)) for each in tensors if each.WhichOneof("encoding") == "sparse_csr")
-        rows = []
-        for index, datum in enumerate(self.message.data):
-            location = f"data[{index}]"
-            ids, images = read_prompt(datum.model_input, model, f"{location}.model_input")
-            given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
-            row = replace(make_row(ids, given, loss, settings, location), images=images)
-            check_ids(row.token_ids, vocabulary, location)
-            if row.token_ids[-1] == model.image_token:  # a target, of which no image is there
-                row.token_ids[-1] = 0
-            check_ids(row.targets[row.targets >= 0], vocabulary, f"{location}.target_tokens")
-            rows.append(row)
-        return rows
-
-
-def read_call(body: bytes) -> Call:
-    """A request for forward or forward_backward. Raises `DataError` where it is none."""
+def read_call(body: bytes) -> Any:
+    """A request for forward (`forward_only`) or forward_backward in protobuf. Raises `DataError` where it is
+    none."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError:
         raise DataError("the body is no ForwardBackwardRequest of the SDK's protobuf schema.") from None
-    return Call(message)
+    return message
+
+
+def read_rows(body: bytes, model: ServedModel) -> list[Row]:
+    """The data of a call. Raises `DataError`, naming the datum."""
+    message, stand_in = read_call(body), model.settings.stable_reinforce
+    if any(len(UnknownFieldSet(each)) for each in (message, *message.data)):
+        raise DataError("the request has fields that this server does not know; its SDK is newer.")
+    loss = stand_in if message.loss_fn == "stable_reinforce" and stand_in != "refused" else message.loss_fn
+    settings = {name: float(value) for name, value in message.loss_fn_config.items()}
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise DataError(f"loss_fn_config: {name} must be a number.")
+        settings[name] = float(value.number)
+    if not message.data:
+        raise DataError("data: no datum given.")
+    tensors = (each for datum in message.data for each in datum.loss_fn_inputs.values())
+    check_cells(abs(math.prod(each.shape)) for each in tensors if each.WhichOneof("encoding") == "sparse_csr")
+    rows = []
+    for index, datum in enumerate(message.data):
+        location = f"data[{index}]"
+        ids, images = read_prompt(datum.model_input, model, f"{location}.model_input")
+        given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
+        row = replace(make_row(ids, given, loss, settings, location), images=images)
+        check_ids(row.token_ids, model.vocabulary, location)
+        if row.token_ids[-1] == model.image_token:  # a target, of which no image is there
+            row.token_ids[-1] = 0
+        check_ids(row.targets[row.targets >= 0], model.vocabulary, f"{location}.target_tokens")
+        rows.append(row)
+    return rows
 
 
 def check_ids(ids: np.ndarray, vocabulary: int, location: str) -> None:
@@ -182,20 +160,9 @@ def call_answer(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) ->
     return message.SerializeToString()
 
 
-@dataclass(slots=True)
-class PromptScores:
-    """What was asked about a prompt of n tokens. logprobs: [n], NaN where not asked. top: ids and log-probs [n, k].
-    targets: [n - 1, K]. drawn: ids and log-probs [n - 1, k]."""
-
-    logprobs: np.ndarray | None = None
-    top: tuple[np.ndarray, np.ndarray] | None = None
-    targets: np.ndarray | None = None
-    drawn: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether anything is."""
-        return any(each is not None for each in (self.logprobs, self.top, self.targets, self.drawn))
+# What was asked about a prompt of n tokens, by name: `logprobs` ([n],), NaN where none is known; `top`, ids and
+# log-probs [n, k]; `targets` ([n - 1, K],); `drawn`, ids and log-probs [n - 1, k].
+PromptScores = dict[str, tuple[np.ndarray, ...]]
 
 
 def sample_answer(completions: Sequence[Completion], scores: PromptScores) -> bytes:
@@ -209,15 +176,15 @@ def sample_answer(completions: Sequence[Completion], scores: PromptScores) -> by
         )
         if each.top_ids is not None and each.top_logprobs is not None:
             _write_top(sequence.topk_sampled_logprobs, each.top_ids, each.top_logprobs)
-    if scores.logprobs is not None:
-        message.prompt_logprobs = scores.logprobs.astype(np.float32).tobytes()
-    if scores.top is not None:
-        _write_top(message.topk_prompt_logprobs, *scores.top)
-    if scores.targets is not None:
-        _write_tensor(message.target_prompt_logprobs, scores.targets.astype(np.float32))
-    if scores.drawn is not None:
-        _write_tensor(message.prompt_alt_tokens.tokens, scores.drawn[0].astype(np.int64))
-        _write_tensor(message.prompt_alt_tokens.logprobs, scores.drawn[1].astype(np.float32))
+    if "logprobs" in scores:
+        message.prompt_logprobs = scores["logprobs"][0].astype(np.float32).tobytes()
+    if "top" in scores:
+        _write_top(message.topk_prompt_logprobs, *scores["top"])
+    if "targets" in scores:
+        _write_tensor(message.target_prompt_logprobs, scores["targets"][0].astype(np.float32))
+    if "drawn" in scores:
+        _write_tensor(message.prompt_alt_tokens.tokens, scores["drawn"][0].astype(np.int64))
+        _write_tensor(message.prompt_alt_tokens.logprobs, scores["drawn"][1].astype(np.float32))
     return message.SerializeToString()
 
 

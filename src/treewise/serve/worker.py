@@ -8,8 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from treewise.serve.sampling import answers, read_request
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import KINDS, Place, Store
 from treewise.serve.weights import ServedModel, Shape, Weights
-from treewise.serve.wire import PROTOBUF, call_answer, read_call
+from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
 logger = logging.getLogger("treewise")
 JSON = "application/json"
@@ -32,12 +31,7 @@ MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get
 CANCELLED = DataError("cancelled by the client.")
 GAP_SECONDS = 600.0  # that requests wait for one with a lower number
 TIDY_SECONDS = 60.0  # between looks for what is old
-_KEPT_SAMPLERS = 4  # weights to sample from that stay in memory
 _CURVE, _KEPT_SAMPLES, _SHOWN = 2000, 20, 400  # on the page: points of a curve, samples, characters of each
-
-
-def _open(waiting: Mapping[int, Work]) -> list[Work]:
-    return [work for work in waiting.values() if not work.is_answered]
 
 
 class QueueFullError(TreewiseError, BlockingIOError):
@@ -46,12 +40,13 @@ class QueueFullError(TreewiseError, BlockingIOError):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A client's model in memory."""
+    """A client's model in memory. sums: since its last optimizer step, see `Statistics.curves`."""
 
     weights: Weights
     facts: dict[str, Any]
     steps: int = 0
     used: float = 0.0
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     @property
     def has_gradients(self) -> bool:
@@ -91,18 +86,14 @@ class Worker(threading.Thread):
         self.settings, self.journal, self.model, self.store, self.on_answer = settings, journal, model, store, on_answer
         self.statistics = Statistics()
         self._changed = threading.Condition()
-        self._waiting: dict[str, dict[int, Work]] = {}  # by owner and sequence number
-        self._samples: OrderedDict[str, Work] = OrderedDict()
+        self._queue: dict[str, Work] = {}  # in the order of arrival; what has its answer waits to run again
         self._next: dict[str, int] = {}
         self._runs: dict[str, Run] = {}
-        self._samplers: OrderedDict[tuple[str, str], Weights] = OrderedDict()
-        self._pending: dict[str, list[float]] = {}  # sums of a run since its last optimizer step
         self._drawn: set[str] = set()  # samples that have begun
         self._cancelled: set[str] = set()
         self._gaps: dict[str, float] = {}  # since when a model's requests wait for one that did not come
         self._is_stopping = self._was_sample = False
-        for work in journal.works():
-            self._enqueue(work)
+        self._enqueue(journal.works())
 
     # -- the queue, from any thread -----------------------------------------------------------------------------------
 
@@ -110,7 +101,7 @@ class Worker(threading.Thread):
     def num_waiting(self) -> int:
         """Requests without an answer."""
         with self._changed:
-            return sum(len(_open(each)) for each in self._waiting.values()) + len(self._samples)
+            return sum(not work.is_answered for work in self._queue.values())
 
     def submit(self, work: Work, body: bytes) -> None:
         """Takes a request; one that was taken before is the same one.
@@ -129,13 +120,14 @@ class Worker(threading.Thread):
             if not is_next and self.num_waiting >= self.settings.max_queue:
                 raise QueueFullError(f"{self.settings.max_queue} requests wait (max_queue); send it again later.")
             self.journal.add(work, body)
-            self._enqueue(work)
+            self._enqueue([work])
             self._changed.notify()
 
     def cancel(self, name: str) -> None:
         """Takes a sampling request out of the queue; one that has begun ends at its next token."""
         with self._changed:
-            work = self._samples.pop(name, None)
+            is_waiting = name in self._queue and self._queue[name].kind == "sample"
+            work = self._queue.pop(name) if is_waiting else None
             self._cancelled |= {name} & self._drawn
         if work is not None:
             self._fail(work, CANCELLED)
@@ -147,11 +139,8 @@ class Worker(threading.Thread):
             self._changed.notify()
         self.join()
 
-    def _enqueue(self, work: Work) -> None:
-        if work.kind == "sample":
-            self._samples[work.id] = work
-        else:
-            self._waiting.setdefault(work.owner, {})[work.seq] = work
+    def _enqueue(self, works: Sequence[Work]) -> None:
+        self._queue |= {work.id: work for work in works}
 
     def _next_of(self, owner: str) -> int:
         if owner not in self._next:
@@ -188,12 +177,11 @@ class Worker(threading.Thread):
         self.journal.forget()
         self.store.forget()
         with self._changed:
-            stuck = {name for name, each in self._waiting.items() if self._next_of(name) not in each and _open(each)}
+            waiting = [work for work in self._queue.values() if not work.is_answered and work.kind != "sample"]
+            stuck = {work.owner for work in waiting if f"{work.owner}:{self._next_of(work.owner)}" not in self._queue}
             self._gaps = {name: self._gaps.get(name, now) for name in stuck}
-            late = [name for name, since in self._gaps.items() if now - since > GAP_SECONDS]
-            works = [work for name in late for work in _open(self._waiting[name])]
-            for work in works:
-                self._waiting[work.owner][work.seq] = replace(work, is_answered=True, is_done=True)
+            works = [work for work in waiting if now - self._gaps.get(work.owner, now) > GAP_SECONDS]
+            self._enqueue([replace(work, is_answered=True, is_done=True) for work in works])
         for work in works:
             error = DataError(f"request {self._next_of(work.owner)} of the model, its turn before, never came.")
             self._fail(work, error, REFUSED)
@@ -228,40 +216,32 @@ class Worker(threading.Thread):
 
     def _take(self) -> list[Work]:
         """The next group: the oldest request that can run, and those that run with it."""
-        heads = []
-        for owner, waiting in self._waiting.items():
-            head = waiting.get(self._next_of(owner))
-            if head is not None and _open(waiting):
-                heads.append(head)
-        sample = next(iter(self._samples.values()), None)
-        self._was_sample = sample is not None and (not heads or not self._was_sample)  # they take turns with models
-        if sample is not None and self._was_sample:
-            return self._take_samples(sample)
-        if not heads:
-            return []
-        head = min(heads, key=self._precedence)
-        waiting = self._waiting[head.owner]
-        works = [waiting.pop(head.seq)]
-        if head.kind in CALLS:
-            while (work := waiting.get(works[-1].seq + 1)) and (work.kind, work.batch) == (head.kind, head.batch):
-                works.append(waiting.pop(work.seq))
-        self._next[head.owner] = works[-1].seq + 1
+        samples = [work for work in self._queue.values() if work.kind == "sample"]
+        asking = [work.owner for work in self._queue.values() if not work.is_answered and work.kind != "sample"]
+        names = [f"{owner}:{self._next_of(owner)}" for owner in dict.fromkeys(asking)]
+        heads = [self._queue[name] for name in names if name in self._queue]
+        self._was_sample = bool(samples) and (not heads or not self._was_sample)  # they take turns with models
+        if self._was_sample:
+            paths = {work.owner: self._path_of(work.owner) for work in samples}
+            works = [work for work in samples if paths[work.owner] == paths[samples[0].owner]][:MAX_GROUP_SAMPLES]
+            self._drawn, self._cancelled = {work.id for work in works}, set()
+        elif heads:
+            works = [head := min(heads, key=self._precedence)]
+            while head.kind in CALLS and (work := self._queue.get(f"{head.owner}:{works[-1].seq + 1}")):
+                if (work.kind, work.batch) != (head.kind, head.batch):
+                    break
+                works.append(work)
+            self._next[head.owner] = works[-1].seq + 1
+        else:
+            works = []
+        for work in works:
+            del self._queue[work.id]
         return works
 
     def _precedence(self, work: Work) -> tuple[bool, float]:
         """Models in memory that hold gradients first, for which others would have to go; then who waited longest."""
         run = self._runs.get(work.owner)
         return (True, 0.0) if run is None else (not run.has_gradients, run.used)
-
-    def _take_samples(self, first: Work) -> list[Work]:
-        """Requests of the same sampling session's weights."""
-        path = self._path_of(first.owner)
-        works: list[Work] = []
-        for work in list(self._samples.values()):
-            if self._path_of(work.owner) == path and len(works) < MAX_GROUP_SAMPLES:
-                works.append(self._samples.pop(work.id))
-        self._drawn, self._cancelled = {work.id for work in works}, set()
-        return works
 
     def _path_of(self, sampler: str) -> str | None:
         facts = self.journal.get("sampler", sampler)
@@ -331,10 +311,8 @@ class Worker(threading.Thread):
         """Forgets a model, and runs its requests since the newest snapshot again when it has its turn."""
         with self._changed:
             self._runs.pop(name, None)
-            self._pending.pop(name, None)
             self._next[name] = self.journal.snapshot_seq(name) + 1
-            for work in self.journal.works(name):
-                self._enqueue(work)
+            self._enqueue(self.journal.works(name))
 
     def _save_snapshot(self, name: str, run: Run, answer: tuple[str, str, bytes] | None = None) -> None:
         """answer: of the newest request, which is written with the snapshot or not at all."""
@@ -356,7 +334,7 @@ class Worker(threading.Thread):
         rows, bounds, taken = [], [0], []
         for work in works:
             try:
-                own = read_call(self.journal.body(work.id)).rows(self.model)
+                own = read_rows(self.journal.body(work.id), self.model)
             except TreewiseError as error:
                 self._fail(work, error)
             else:
@@ -369,13 +347,11 @@ class Worker(threading.Thread):
             self.journal.group([work.id for work in works], works[0].seq)
         begun = time.monotonic()
         loss, counted = self.model.compute(run.weights, rows, gradients=works[0].kind == "forward_backward")
-        sums = self._pending.setdefault(works[0].owner, [0.0] * 5)
         for name, value in counted.items():
             setattr(self.statistics, name, getattr(self.statistics, name) + value)
         if works[0].kind == "forward_backward":
-            spent = time.monotonic() - begun
-            for index, each in enumerate((float(loss.losses.sum()), *counted.values(), spent)):
-                sums[index] += each
+            own = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
+            run.sums = [before + each for before, each in zip(run.sums, own, strict=True)]
         for work, low, high in zip(taken, bounds[:-1], bounds[1:], strict=True):
             parts = [
                 loss.logprobs[loss.bounds[i] : loss.bounds[i + 1]].reshape(rows[i].shape) for i in range(low, high)
@@ -390,7 +366,7 @@ class Worker(threading.Thread):
             if value is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise DataError(f"{name}={value} must be a finite number, at least 0, and below 1 for a beta.")
         adam = types.AdamParams.model_validate(given)
-        sums = self._pending.pop(work.owner, [0.0] * 5)
+        sums, run.sums = run.sums, [0.0] * 5
         norm = self.model.optimize(run.weights, adam)
         run.steps += 1
         curve = self.statistics.curves.setdefault(work.owner, [])
@@ -451,7 +427,8 @@ class Worker(threading.Thread):
                 self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
         if not taken:
             return
-        weights = self._weights_of(self._path_of(taken[0].owner))
+        path = self._path_of(taken[0].owner)
+        weights = None if path is None else self.store.weights_of(Place.parsed(path))
         decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
         for work, (content, drawn) in zip(taken, answers(self.model, weights, requests), strict=True):
             if work.id in self._cancelled:
@@ -462,18 +439,3 @@ class Worker(threading.Thread):
             shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
             self.statistics.samples.append({**shown, "tokens": drawn[0].num_tokens})
         del self.statistics.samples[:-_KEPT_SAMPLES]
-
-    def _weights_of(self, path: str | None) -> Weights | None:
-        if path is None:
-            return None
-        place = Place.parsed(path)
-        key = path, self.store.facts(place)["request"]
-        if key not in self._samplers:
-            weights = self.model.new_weights(self.store.shape(place), 0)
-            weights.optimizer = None
-            self.store.load(place, weights)
-            self._samplers[key] = weights
-            while len(self._samplers) > _KEPT_SAMPLERS:
-                self._samplers.popitem(last=False)
-        self._samplers.move_to_end(key)
-        return self._samplers[key]

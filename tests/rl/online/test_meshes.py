@@ -1,5 +1,5 @@
 """Online runs of a policy that no process has whole, against one process: the same rollouts and weights; killed, and
-resumed on the same mesh and in one process. Processes are forked from this one, which has imported all.
+resumed on the same mesh, on another one and in one process. Processes are forked from this one, which has imported all.
 """
 
 import os
@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from tests.distributed.test_mesh import with_adapters
 from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, assert_same_rollouts, settings, tiny_policy
 from tests.trainer.forked_ranks import free_port, join
 from tests.trainer.helpers import in_child
@@ -32,6 +33,7 @@ MESHES = {
         "experts": ("qwen3_moe", {"ep_size": 2}),
         "context": ("qwen3", {"context_size": 2}),
         "shards": ("qwen3", {"sharded": True}),
+        "adapters": ("qwen3 with adapters", {"tp_size": 2}),
     },
     4: {
         "tensor": ("qwen3", {"tp_size": 2, "sharded": True}),
@@ -48,6 +50,12 @@ RUNS = [
     for number, cases in MESHES.items()
     for name in cases
 ]  # fmt: skip
+MOVES = [
+    ((2, "shards"), (2, "tensor")),
+    ((2, "tensor"), (4, "tensor")),
+    ((2, "experts"), (4, "all")),
+    ((4, "copies"), (2, "shards")),
+]
 
 
 class OnAServer(TransformersSampler):
@@ -63,13 +71,15 @@ class OnAServer(TransformersSampler):
 
 def trainer_of(folder, name, family, mesh, sampler=TransformersSampler):
     """One process's part of a run. The other processes of a run without a mesh begin with other weights."""
+    family, _, adapters = family.partition(" with ")
     optimizer = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
     args = arguments(folder / name, **optimizer, **mesh)
     if {"tp_size", "ep_size"} & mesh.keys():
         sizes = {"tp_size": args.tp_size, "ep_size": args.ep_size}
         model = load_on_mesh(str(folder / family), **sizes, dtype=torch.float32)
     else:
-        model = tiny_policy(seed=ranks.own(), family=family)
+        model = tiny_policy(seed=ranks.own() if not adapters else 0, family=family)
+    model = with_adapters(model) if adapters else model
     sampled = tiny_policy(seed=7, family=family) if sampler is OnAServer else model
     loop = settings(trees_per_iteration=3, tokens_per_iteration=72, mini_batches=2)
     return OnlineTrainer(
@@ -123,8 +133,9 @@ def of_one(tmp_path_factory):
     """A folder with the models and the runs of one process."""
     folder = tmp_path_factory.mktemp("meshes")
     runs = {}
-    for family in ("qwen3", "qwen3_moe"):
-        tiny_policy(family=family).save_pretrained(folder / family)
+    for family in ("qwen3", "qwen3_moe", "qwen3 with adapters"):
+        if " " not in family:
+            tiny_policy(family=family).save_pretrained(folder / family)
         runs[family] = trainer_of(folder, f"one-{family}", family, {})
         runs[family].train()
     return folder, runs
@@ -154,3 +165,21 @@ def test_a_run_on_a_mesh_is_that_of_one_process_killed_and_resumed_anywhere(numb
     alone = trainer_of(folder, f"{run}-alone", family, {})
     alone.train(resume_from_checkpoint=True)
     assert_close(dict(alone.model.named_parameters()), one)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("first", "second"), MOVES)
+def test_a_run_is_resumed_on_another_mesh(first, second, of_one):
+    """Of as many processes or of others; Adam's state included, which the steps after it show."""
+    (folder, runs), run = of_one, "-".join(map(str, (*first, *second)))
+    for (number, name), is_killed in ((first, True), (second, False)):
+        family, mesh = MESHES[number][name]
+        codes = attempt(folder, run, number, family, mesh, TransformersSampler, is_killed=is_killed)
+        said = "\n".join(each.read_text() for each in sorted(folder.glob(f"{run}-error*")))
+        assert is_killed or codes == [0] * number, said
+        assert [path.name for path in store.checkpoints(folder / run)] == ["checkpoint-1", "checkpoint-2"][
+            : 2 - is_killed
+        ]
+    assert_same_rollouts(runs[family].folder, folder / run)
+    for rank in range(number):
+        assert_close(torch.load(folder / f"{run}-{rank}.pt", weights_only=False), runs[family])
