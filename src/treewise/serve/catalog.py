@@ -150,7 +150,7 @@ def lora_facts(shape: Shape) -> dict[str, Any]:
 
 
 def _place(request: Request) -> Place:
-    return Place.checked(*(request.path_params[name] for name in ("run", "kind", "name")))
+    return Place.parsed("tinker://{run}/{kind}/{name}".format(**request.path_params))
 
 
 def _time(seconds: float) -> str:

@@ -31,8 +31,10 @@ KINDS = {  # what each request saves
     "save_weights_external": "external_weights",
     "save_weights_for_sampler": "sampler_weights",
 }
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
-_RUN = re.compile(r"[A-Za-z0-9-]{1,80}:train:[0-9]{1,6}")
+_PATH = re.compile(
+    r"tinker://([A-Za-z0-9-]{1,80}:train:[0-9]{1,6})"
+    rf"/({'|'.join(TYPES)})/([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,199}})"
+)
 _KEPT = 4  # weights to sample from that stay in memory
 _LONGEST_LIFE = 10**10
 _LIFE = "life.json"  # beside a checkpoint: when it ends
@@ -52,17 +54,9 @@ class Place:
     @classmethod
     def parsed(cls, path: Any) -> "Place":
         """Raises `DataError` for anything that is no such name; so no path leads out of the folder."""
-        parts = str(path).removeprefix("tinker://").split("/")
-        if not str(path).startswith("tinker://") or len(parts) != 3:
-            raise DataError(f"{path!r} is no path of a checkpoint; it looks like tinker://RUN/weights/NAME.")
-        return cls.checked(*parts)
-
-    @classmethod
-    def checked(cls, run: str, kind: str, name: str) -> "Place":
-        """Raises `DataError` for a part that is not a plain name."""
-        if not _RUN.fullmatch(run) or kind not in TYPES or not _NAME.fullmatch(name):
-            raise DataError(f"{run}/{kind}/{name} names no checkpoint: letters, digits, dots, dashes, underscores.")
-        return cls(run, kind, name)
+        if (found := _PATH.fullmatch(str(path))) is None:
+            raise DataError(f"{path!r} is no path of a checkpoint, as tinker://RUN/weights/NAME: plain names alone.")
+        return cls(*found.groups())
 
 
 class Store:

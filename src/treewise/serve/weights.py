@@ -60,6 +60,13 @@ class Weights:
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW | None = None
 
+    def forget(self, *, with_moments: bool) -> None:
+        """Drops gradients, and what the optimizer remembers, too."""
+        for each in self.parameters.values():
+            each.grad = None
+        if with_moments:
+            self.optimizer = torch.optim.AdamW(self.parameters.values())
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -222,13 +229,6 @@ class ServedModel:
                 is_wrong = ~np.isfinite(np.add.reduceat(loss.losses, loss.bounds[:-1]))
                 raise NonFiniteError(f"the loss is not a number, first at datum {is_wrong.argmax()} of the forest.")
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
-
-    def clear(self, weights: Weights, *, with_moments: bool) -> None:
-        """Drops gradients, and what the optimizer remembers, too."""
-        for each in weights.parameters.values():
-            each.grad = None
-        if with_moments:
-            weights.optimizer = torch.optim.AdamW(weights.parameters.values())
 
     def optimize(self, weights: Weights, adam: types.AdamParams) -> float:
         """One step of AdamW by the gradients that were added up; returns their norm before clipping (0: there are

@@ -386,7 +386,7 @@ class Worker(threading.Thread):
         if is_unnamed:
             overwrite = asked.get("kind") == "inflight"
             name = "inflight" if overwrite else f"unnamed-{work.seq:08d}"
-        place = Place.checked(work.owner, kind, name or f"{work.seq:08d}")
+        place = Place.parsed(f"tinker://{work.owner}/{kind}/" + (name or f"{work.seq:08d}"))
         is_there = self.store.exists(place)
         if not is_there or self.store.facts(place)["request"] != work.id:  # else saved before the server was killed
             if is_there and not overwrite:
@@ -409,7 +409,7 @@ class Worker(threading.Thread):
     def _load_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         place = Place.parsed(asked["path"])
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"])
-        self.model.clear(run.weights, with_moments=not asked["optimizer"])
+        run.weights.forget(with_moments=not asked["optimizer"])
         return {"path": str(place), "model_id": work.owner, "type": "load_weights"}
 
     # -- samples ------------------------------------------------------------------------------------------------------
