@@ -65,7 +65,9 @@ class LostRankError(TreewiseError, RuntimeError):
 
 
 class SamplerError(TreewiseError, ConnectionError):
-    """A server that continues token ids does not answer, or answers what cannot be trained on."""
+    """A server that continues token ids does not answer (`is_away`), or answers what cannot be trained on."""
+
+    is_away: bool = False
 
 
 class TaskError(TreewiseError, RuntimeError):

@@ -275,3 +275,25 @@ def test_a_run_from_the_command(servers, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out" / "server_weights").exists()
     state = json.loads((Path("out") / "trainer_state.json").read_text())
     assert max(each["logprob_gap"] - 1 for each in state["log_history"] if "logprob_gap" in each) < MOST_GAP
+
+
+@pytest.mark.parametrize("weights", ["adapter", "reload"])
+def test_clients_of_treewise_serve_sample_from_their_own_weights(weights, servers, tmp_path):
+    """Two runs in turns, with adapters on layers and head, and the base model; log-probs are those of a forward."""
+    tinker = pytest.importorskip("tinker")
+    from tests.serve import servers as own
+    from tests.serve.test_weights import ADAM, gap
+
+    settings = {"base_url": servers[0].url, "weights": weights}
+    with own.running(tmp_path, tiny_policy(**HEADS), sampler="vllm", sampler_settings=settings) as address:
+        client = tinker.ServiceClient(base_url=address.url, api_key=own.KEY)
+        runs = [client.create_lora_training_client(base_model="tiny", rank=4 + i, seed=i).result() for i in range(3)]
+        samplers = [client.create_sampling_client(base_model="tiny").result()]
+        for number, each in enumerate(runs[1:]):
+            each.forward_backward(own.tree_of_data("cross_entropy", seed=number), "cross_entropy").result()
+            each.optim_step(ADAM).result()
+            samplers.append(each.save_weights_and_get_sampling_client().result())
+        for index in (0, 1, 2, 1, 0):
+            assert gap(runs[index], samplers[index]) < 1e-4
+        assert gap(runs[1], samplers[2]) > 1e-2
+        client.close("success").result()

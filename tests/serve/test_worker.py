@@ -13,6 +13,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from tests.serve.servers import KEY, running, tree_of_data
+from treewise.errors import SamplerError
 from treewise.serve.journal import FAILED, REFUSED, Journal, Work
 from treewise.serve.sampling import TextStops, answers
 from treewise.serve.settings import ServeSettings
@@ -250,6 +251,26 @@ def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
     served.work()
     found = [served.journal.answered(f"s:sample:0:{index}")[0] for index in range(3)]
     assert (found[0], found[2]) == ("application/x-protobuf",) * 2
+
+
+def test_a_server_that_is_away_is_waited_for_once(tmp_path, monkeypatch):
+    """Not by each of the requests that are drawn together, one after the other."""
+    served, calls = Served(tmp_path), []
+
+    def away(model, weights, requests):
+        calls.append(len(requests))
+        error = SamplerError("no answer for 300 s")
+        error.is_away = True
+        raise error
+
+    served.journal.put("sampler", "s:sample:0", "s", {"base_model": "tiny", "model_path": None})
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 2}}
+    monkeypatch.setattr("treewise.serve.worker.answers", away)
+    for index in range(3):
+        served.send("s:sample:0", index, "sample", body)
+    served.work()
+    assert calls == [3]
+    assert all("no answer" in json.loads(served.journal.answered(f"s:sample:0:{i}")[1])["error"] for i in range(3))
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "sample"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinker import types
 
-from treewise.errors import ConfigError, DataError, TreewiseError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError, SamplerError, TreewiseError, UnsupportedModelError
 from treewise.serve.journal import FAILED, REFUSED, Journal, Work
 from treewise.serve.losses import metrics_of
 from treewise.serve.sampling import answers, read_request
@@ -203,7 +203,8 @@ class Worker(threading.Thread):
         try:
             self._run(works)
         except Exception as error:
-            if works[0].kind == "sample" and len(works) > 1:  # of several clients; which of them it was
+            is_away = isinstance(error, SamplerError) and error.is_away
+            if works[0].kind == "sample" and len(works) > 1 and not is_away:  # of several clients; which of them it was
                 for work in works:
                     self._attempt([work])
                 return

@@ -89,7 +89,9 @@ class Server:
             except httpx.TransportError as error:
                 if time.monotonic() > end:
                     why = f"{type(error).__name__}: {printable(error)}"
-                    raise SamplerError(f"{self.url}{path}: no answer for {self._patience:g} s ({why}).") from error
+                    away = SamplerError(f"{self.url}{path}: no answer for {self._patience:g} s ({why}).")
+                    away.is_away = True
+                    raise away from error
             time.sleep(random.uniform(0.0, delay))  # not all of them at once
             delay = min(2 * delay, 10.0)
 
