@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from treewise.errors import CheckpointError, DataError
+from treewise.rl.samplers.server_weights import save_adapter
 from treewise.serve.weights import ServedModel, Shape, Weights
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, load_optimizer, optimizer_state, save_optimizer
@@ -168,16 +169,8 @@ class Store:
         with store.explained(aside, size * (3 if with_optimizer else 1)), self.model.using(weights):
             store.new_folder(folder, step)
             if weights.shape.rank:
-                from peft import get_peft_model_state_dict
-
-                config = self.model.model.peft_config[weights.shape.name]
-                config.base_model_name_or_path = self.base_name
-                config.save_pretrained(str(aside))
-                state = get_peft_model_state_dict(
-                    self.model.model, adapter_name=weights.shape.name, save_embedding_layers=False
-                )
-                state = {name: each.detach().cpu().contiguous() for name, each in state.items()}
-                save_file(state, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+                self.model.model.peft_config[weights.shape.name].base_model_name_or_path = self.base_name
+                save_adapter(self.model.model, aside)
             else:
                 self.model.base.save_pretrained(aside)
                 if self.model.tokenizer is not None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
@@ -226,11 +227,14 @@ def refuse_without_adapter(model: nn.Module) -> None:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """The active adapter of a model, as PEFT writes one alone."""
+    """The active adapter of a model, as PEFT writes one alone, without the embedding that it may add."""
+    from peft import get_peft_model_state_dict
+
     name = model.active_adapter
-    model.save_pretrained(folder, selected_adapters=[name], save_embedding_layers=False)
-    for each in (folder / name).glob("*"):  # where one that is not called `default` is put
-        each.rename(folder / each.name)
+    model.peft_config[name].save_pretrained(str(folder))
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    state = {key: each.detach().cpu().contiguous() for key, each in state.items()}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def save_whole(model: Any, folder: Path, *, merged: bool = True) -> None:
