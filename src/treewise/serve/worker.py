@@ -351,8 +351,8 @@ class Worker(threading.Thread):
         for name, value in counted.items():
             setattr(self.statistics, name, getattr(self.statistics, name) + value)
         if works[0].kind == "forward_backward":
-            own = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
-            run.sums = [before + each for before, each in zip(run.sums, own, strict=True)]
+            new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
+            run.sums = [before + each for before, each in zip(run.sums, new, strict=True)]
         for work, low, high in zip(taken, bounds[:-1], bounds[1:], strict=True):
             parts = [
                 loss.logprobs[loss.bounds[i] : loss.bounds[i + 1]].reshape(rows[i].shape) for i in range(low, high)
