@@ -22,7 +22,10 @@ from treewise.rl.online import OnlineTrainer
 from treewise.rl.samplers import TransformersSampler
 from treewise.trainer.checkpoint import store
 
-pytestmark = pytest.mark.xdist_group("rl/online/test_meshes")
+pytestmark = [
+    pytest.mark.xdist_group("rl/online/test_meshes"),
+    pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning"),  # peft asks by the old name
+]
 
 SECONDS = 400
 HYBRID = {"sharded": True, "shard_config": {"dp_replicate_size": 2}}
