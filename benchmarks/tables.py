@@ -10,10 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import claims_table
 import result_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
+CLAIMS = ("claims-", "grow-wide")  # results that docs/claims.md shows
 PALETTE = ("steelblue", "darkorange", "seagreen", "firebrick", "slategray")
 
 Records = list[tuple[Path, dict[str, Any]]]
@@ -44,6 +46,11 @@ def main() -> None:
         found = _records(name)
         if found:
             _fill(where, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
+    of_claims = {record["benchmark"]: record for path, record in _all() if path.stem.startswith(CLAIMS)}
+    if of_claims:
+        _fill(ROOT / "docs" / "claims.md", "claims", claims_table.claims(of_claims))
+    if "claims-values" in of_claims:
+        _fill(ROOT / "docs" / "claims.md", "labels", claims_table.labels(of_claims["claims-values"]))
     pictures = [("memory.svg", memory, _plot), ("proof.svg", _records("proof"), _curves)]
     for file, found, plot in pictures:
         if found:
@@ -52,8 +59,11 @@ def main() -> None:
 
 def _records(benchmark: str) -> Records:
     """Files and contents of one benchmark."""
-    found = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
-    return [each for each in found if each[1]["benchmark"] == benchmark]
+    return [each for each in _all() if each[1]["benchmark"] == benchmark]
+
+
+def _all() -> Records:
+    return [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
 
 
 def _source(path: Path, record: dict[str, Any]) -> str:

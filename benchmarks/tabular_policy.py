@@ -14,11 +14,11 @@ Letters: T tokens of a rollout, V vocabulary, N requests, Z states. A flag is 0 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from treewise.rl.branching import Branching, RolloutTree, Signals
-from treewise.rl.branching.protocol import points_of
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Limits, OneTurn
@@ -34,7 +34,8 @@ RIGHT, REPAIR = 0, 1  # tokens at a decision
 @dataclass(frozen=True)
 class Game:
     """logits: [T, Z, V] float64, of the policy. next_state: [T, Z, V] int64, the state after a token. rewards: [Z]
-    float64, of the states at the end. start: the first state. step_tokens: of a step.
+    float64, of the states at the end. start: the first state. step_tokens: of a step. is_over: [Z] bool, states that
+    end a rollout before its last token, and that no token leaves; none where not given.
     """
 
     logits: np.ndarray
@@ -42,10 +43,11 @@ class Game:
     rewards: np.ndarray
     start: int
     step_tokens: int
+    is_over: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a rollout."""
+        """Tokens of a rollout, at the most."""
         return len(self.logits)
 
     @property
@@ -87,6 +89,22 @@ class Game:
         for place in range(token_ids.shape[1]):
             states[:, place + 1] = self.next_state[place, states[:, place], token_ids[:, place]]
         return states
+
+    def has_ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether a rollout has all of its tokens."""
+        if self.is_over is None or len(token_ids) == self.num_tokens:
+            return len(token_ids) == self.num_tokens
+        state = self.start
+        for place, token in enumerate(token_ids):
+            state = self.next_state[place, state, token]
+        return bool(self.is_over[state])
+
+    def lengths(self, states: np.ndarray) -> np.ndarray:
+        """[N] int64, tokens after which rollouts through states [N, T + 1] end."""
+        if self.is_over is None:
+            return np.full(len(states), self.num_tokens)
+        over = self.is_over[states]
+        return np.where(over.any(1), over.argmax(1), self.num_tokens)
 
     def estimate(self, rows: Sequence[Trajectory], weights: np.ndarray | None = None) -> np.ndarray:
         """[T, Z, V] the gradient of the mean over rollouts of the sum of `advantage log p` over their tokens: minus
@@ -186,18 +204,21 @@ class TabularSampler:
         """One completion for each request."""
         total, width = self.game.num_tokens, self.game.logits.shape[2]
         start = np.array([len(each.prefix_ids) - 1 for each in requests])
-        limit = total if not self.turns else (start // self.game.step_tokens + 1) * self.game.step_tokens
-        wanted = np.minimum(start + [each.max_new_tokens for each in requests], limit)
         ids = np.zeros((len(requests), total), dtype=np.int64)
         for row, request in enumerate(requests):
             ids[row, : start[row]] = request.prefix_ids[1:]
-        states, uniform = np.zeros(ids.shape, dtype=np.int64), self.rng.random(ids.shape)
+        states, uniform = np.zeros((len(ids), total + 1), dtype=np.int64), self.rng.random(ids.shape)
         state = np.full(len(requests), self.game.start)
         for place in range(total):
             states[:, place] = state
             drawn = (uniform[:, place, None] >= self._cumulative[place, state]).sum(1).clip(max=width - 1)
             ids[:, place] = np.where(place < start, ids[:, place], drawn)
             state = self.game.next_state[place, state, ids[:, place]]
+        states[:, total] = state
+        limit = self.game.lengths(states)
+        if self.turns:
+            limit = np.minimum(limit, (start // self.game.step_tokens + 1) * self.game.step_tokens)
+        wanted = np.minimum(start + [each.max_new_tokens for each in requests], limit)
         is_stop = wanted == limit
         return [
             (self._completion(request, ids[row], states[row], slice(start[row], wanted[row]), bool(is_stop[row])),)
@@ -229,7 +250,7 @@ class TabularSampler:
 class Play(OneTurn):
     """One rollout of a game."""
 
-    num_tokens: int
+    game: Game
 
     @property
     def episode(self) -> "Play":
@@ -237,7 +258,7 @@ class Play(OneTurn):
         return self
 
     def answered(self, finish: str) -> tuple[list[int], str | None]:
-        return [], finish if len(self.token_ids) > self.num_tokens else None
+        return [], finish if self.game.has_ended(self.token_ids[1:]) else None
 
 
 @dataclass
@@ -248,7 +269,10 @@ class Rewards:
 
     def of_episodes(self, plays: Sequence[Play]) -> list[float]:
         """The reward of each."""
-        ends = self.game.states(np.array([play.token_ids[1:] for play in plays]))[:, -1]
+        ids = np.zeros((len(plays), self.game.num_tokens), dtype=np.int64)
+        for row, play in zip(ids, plays, strict=True):
+            row[: len(play.token_ids) - 1] = play.token_ids[1:]
+        ends = self.game.states(ids)[:, -1]
         return [float(reward) for reward in self.game.rewards[ends]]
 
     def count(self, outcomes: Sequence[float], metrics: object) -> None:
@@ -257,22 +281,34 @@ class Rewards:
 
 @dataclass
 class ExactBook:
-    """In place of a `SuccessBook`: the exact probability of success of the prompt, with `of_states` of every state."""
+    """In place of a `SuccessBook`: the exact probability of success of the prompt, with `of_states` of every state.
+
+    values: [T + 1, Z], predictions in place of the exact ones.
+    """
 
     game: Game
     of_states: bool = False
+    values: np.ndarray | None = None
     success: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._values = self.game.values()
-        self.success = self.game.success
+        self.values = self.game.values() if self.values is None else self.values
+        self.success = float(self.values[0, self.game.start])
+        self._known: WeakKeyDictionary[RolloutTree, tuple[list[int], dict[tuple[int, int], float]]]
+        self._known = WeakKeyDictionary()  # how many nodes of a tree were met, and what is known of their states
 
     def signals(self, key: str, tree: RolloutTree, points: str = "tokens") -> Signals:
-        known = {}
-        for root in tree.roots if self.of_states else ():
-            states = {node: self.game.states(tree.path(node, "token_ids")[None])[0] for node in tree.below(root)}
-            for node, position, depth in points_of(tree, root, "tokens"):
-                known[node, position] = float(self._values[depth, states[node][depth]])
+        if not self.of_states:
+            return Signals(self.success, {})
+        assert self.values is not None
+        met, known = self._known.setdefault(tree, ([0], {}))
+        for node in range(met[0], len(tree)):
+            states = self.game.states(tree.path(node, "token_ids")[None])[0]
+            before = tree.num_sampled_before(node, 0)
+            for position in range(1, len(tree[node]) + 1):
+                depth = before + position
+                known[node, position] = float(self.values[depth, states[depth]])
+        met[0] = len(tree)
         return Signals(self.success, known)
 
 
@@ -313,6 +349,6 @@ def grown(
     for number in range(num_trees):
         item, rng = TaskItem(f"{seed}/{number}", ""), np.random.default_rng([seed, 2, number])
         tree = RolloutTree([PROMPT_ID], group=item.key)
-        trees.append(GrowingTree(number, item, "game", tree, Play([PROMPT_ID], total), budget, (seed, number), rng))
+        trees.append(GrowingTree(number, item, "game", tree, Play([PROMPT_ID], game), budget, (seed, number), rng))
     grow_trees(trees, rounds)
     return [each.tree for each in trees]
