@@ -2,7 +2,7 @@
 
     python benchmarks/bench_claims.py values [--trees 1000]        # LCR: labels and estimates against the exact values
     python benchmarks/bench_claims.py training [--seeds 16]       # LCR: players that learn from such labels
-    python benchmarks/bench_claims.py angles [--items 48]         # GAIN-RL: SmolLM2-135M before and after training
+    python benchmarks/bench_claims.py angles [--model smollm2]    # GAIN-RL: models before and after training
 
 The third neighbour's, Mango's, is `bench_grow.py --name grow-wide`. docs/claims.md has all of them side by side.
 
@@ -23,17 +23,19 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import bench_curriculum
 import torch
 from board_game import FIRST, WON, Board, ValueNet, new_board
 from common import save, smollm2
 from tabular_policy import ExactBook, Game, grown
-from tiny_policy import interval
+from tiny_policy import interval, new_model, new_tokenizer
 
 import treewise as tw
 from treewise.rl.branching import RolloutTree, Signals, branching_named
@@ -44,6 +46,8 @@ from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.rl.node_values import node_values
 from treewise.rl.online.curriculum import check_items
 from treewise.rl.online.tasks_by_name import task_named
+from treewise.rl.tasks import TaskItem
+from treewise.rl.tasks.protocol import Split
 
 # Columns, rows, stones in a line; and the first late ply, about two thirds of a game.
 BOARDS = {"connect-3": ((4, 4, 3), 6), "connect-4": ((4, 4, 4), 9)}
@@ -60,6 +64,7 @@ LABELS = ("draws", "leaves")
 MOVES = 160  # generated, of a tree
 CHUNK = 50  # trees that grow side by side
 SHARPNESS = 4.0  # of players that make trees
+OPEN = 0.4  # positions whose exact label change rate is above
 BINS = 20
 DRAWS = 1000  # of the bootstrap
 
@@ -131,7 +136,8 @@ def rates_of(game: Game, tree: RolloutTree, book: Any, settings: LcrBranching) -
     return np.array(found)
 
 
-def rate(value: float) -> float:
+def rate(value: Any) -> Any:
+    """The exact label change rate."""
     return 2 * value * (1 - value)
 
 
@@ -157,6 +163,7 @@ def value_errors(game: Game, trees: list[RolloutTree], late: int) -> dict[str, A
     kinds = {
         "start": [each[:, 0] == 0 for each in found],
         "forks": [(each[:, 5] > 0) & (each[:, 0] > 0) for each in found],
+        "open": [rate(truth) > OPEN for truth in truths],
         "all": [each[:, 0] > 0 for each in found],
     }
     for kind, which in kinds.items():
@@ -313,36 +320,34 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 # -- angles and gradients ---------------------------------------------------------------------------------------------
 
-SUMS = {"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 3, "solved_examples": 4}
-FIRST_TAUGHT = 10_000  # items from here on are trained on, those before are measured
+SUMS = {"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 3, "solved_examples": 2}
+FIRST_TAUGHT = 10_000  # sums from here on are trained on, those before are measured
+TINY = argparse.Namespace(iterations=1, trees=1, eval_every=1)  # what bench_curriculum's trainer asks for
 
 
-def imitated(trainer: tw.OnlineTrainer, index: int, answer: str) -> tw.Trajectory:
-    """An item's prompt and its answer, which is trained."""
-    prompt = trainer.rollouts.prompt_of(index)
-    ids = trainer.processing_class.encode(answer, add_special_tokens=False)
-    ids.append(trainer.processing_class.eos_token_id)
-    return tw.Trajectory([*prompt, *ids], [0] * len(prompt) + [1] * len(ids))
+class Practised(bench_curriculum.Mixture):
+    """The kinds of bench_curriculum.py that its model imitates, and no others."""
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        kinds = [number for number, kind in enumerate(bench_curriculum.KINDS) if kind.is_taught]
+        round_, place = divmod(index, len(kinds))
+        return super().item(split, round_ * len(bench_curriculum.KINDS) + kinds[place])
 
 
-def new_trainer(model: Any, tokenizer: Any, folder: str, args: argparse.Namespace) -> tw.OnlineTrainer:
-    """Of `treewise rl`, for its prompts, rollouts and gradients."""
-    settings = tw.OnlineSettings(num_items=args.pool, max_new_tokens=8)
-    arguments = tw.TreeTrainingArguments(folder, max_tokens=None, report_to="none", disable_tqdm=True, use_cpu=True)
-    return tw.OnlineTrainer(model, task_named("reasoning_gym:chain_sum", SUMS), tokenizer, settings, arguments)
+def imitated(tokenizer: Any, prompt_ids: Any, item: TaskItem) -> tw.Trajectory:
+    """A prompt and its answer, which is trained."""
+    answer = str(item.extra["entry"]["answer"]).lower()
+    ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    return tw.Trajectory([*prompt_ids, *ids], [0] * len(prompt_ids) + [1] * len(ids))
 
 
-def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measured(trainer: tw.OnlineTrainer, args: argparse.Namespace) -> dict[str, Any]:
     """The self-check of `treewise curriculum`, and the angles against the gradient of imitation of each answer."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = new_trainer(model, tokenizer, folder, args)
-        report, trees = check_items(trainer, args.items, args.rollouts)
-        prompts = [each.tree.prompt_ids for each in trees]
-        rows = [
-            imitated(trainer, int(each.item.key.rpartition("/")[2]), str(each.item.extra["answer"])) for each in trees
-        ]
-        angles = angles_of(trainer.engine, prompts)
-        norms = np.array(gradient_norms(trainer.engine, [[row] for row in rows], None))
+    report, trees = check_items(trainer, args.items, args.rollouts)
+    prompts = [each.tree.prompt_ids for each in trees]
+    rows = [imitated(trainer.processing_class, each.tree.prompt_ids, each.item) for each in trees]
+    angles = angles_of(trainer.engine, prompts)
+    norms = np.array(gradient_norms(trainer.engine, [[row] for row in rows], None))
     signals = {"angle": angles.total, "intra": angles.intra, "inter": angles.inter}
     signals["length"] = np.array([float(len(prompt)) for prompt in prompts])
     found = {f"{each.signal}, {each.target}": each.correlation for each in report.checks}
@@ -353,7 +358,8 @@ def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, 
         "rollouts": report.num_rollouts,
         "varied": report.num_varied,
         "success": round(float(np.mean(rewards)), 4),
-        "median norm of imitation": round(float(np.median(norms)), 3),
+        "median norm of imitation": round(float(np.median(norms)), 4),
+        "mean angle": round(float(angles.total.mean()), 4),
         "shared tokens": angles.num_shared,
         "correlations": {
             key: [round(value, 3) for value in (each.value, each.low, each.high)] for key, each in found.items()
@@ -361,33 +367,51 @@ def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, 
     }
 
 
-def taught(model: Any, tokenizer: Any, args: argparse.Namespace) -> list[float]:
-    """Imitation of items that are not measured; the loss of each step."""
-    losses = []
+def tiny_stages(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The model of bench_curriculum.py, of each seed: random, and after each number of steps of imitation."""
+    tokenizer = new_tokenizer()
+    for seed in range(1, args.models + 1):
+        model, done = new_model(tokenizer, seed), 0
+        for steps in (0, *args.stages):
+            bench_curriculum.pretrain(model, tokenizer, seed + 100 * done, steps - done)
+            done = steps
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = bench_curriculum.new_trainer(
+                    model, tokenizer, Path(folder), "uniform", TINY, seed, 1e-3, task=Practised()
+                )
+                yield {"model": "tiny", "seed": seed, "steps": steps, **measured(trainer, args)}
+
+
+def smollm2_stages(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """SmolLM2-135M on sums of reasoning_gym, before and after imitation of some hundred others."""
+    model, tokenizer = smollm2(torch.float32)
+    task = task_named("reasoning_gym:chain_sum", SUMS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, weight_decay=0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = new_trainer(model, tokenizer, folder, args)
-        for step in range(args.steps):
-            optimizer.param_groups[0]["lr"] = args.rate * min(1.0, (step + 1) / 5)
-            indices = range(FIRST_TAUGHT + step * args.batch, FIRST_TAUGHT + (step + 1) * args.batch)
-            items = [trainer.rollouts.task.item("train", index) for index in indices]
-            rows = [
-                imitated(trainer, index, str(item.extra["answer"])) for index, item in zip(indices, items, strict=True)
-            ]
-            losses.append(float(trainer.engine.step(tw.Forest.from_trajectories(rows), tw.SFT()).loss))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+    settings = tw.OnlineSettings(num_items=args.pool, max_new_tokens=8)
+    for steps in (0, args.steps):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = tw.TreeTrainingArguments(
+                folder, max_tokens=None, report_to="none", disable_tqdm=True, use_cpu=True
+            )
+            trainer = tw.OnlineTrainer(model, task, tokenizer, settings, arguments)
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = args.rate * min(1.0, (step + 1) / 5)
+                indices = range(FIRST_TAUGHT + step * args.batch, FIRST_TAUGHT + (step + 1) * args.batch)
+                rows = [
+                    imitated(tokenizer, trainer.rollouts.prompt_of(index), task.item("train", index))
+                    for index in indices
+                ]
+                trainer.engine.step(tw.Forest.from_trajectories(rows), tw.SFT())
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            yield {"model": "SmolLM2-135M", "seed": 0, "steps": steps, **measured(trainer, args)}
 
 
 def angles_part(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row before training, one of training, and one after it."""
-    model, tokenizer = smollm2(torch.float32)
-    yield {"settings": vars(args) | {"tasks": SUMS}}
-    yield {"when": "before", **measured(model, tokenizer, args)}
-    yield {"losses": [round(loss, 4) for loss in taught(model, tokenizer, args)]}
-    yield {"when": "after", **measured(model, tokenizer, args)}
+    """A row of each model at each stage of its training."""
+    yield {"settings": vars(args) | {"sums": SUMS}}
+    yield from tiny_stages(args) if args.model == "tiny" else smollm2_stages(args)
 
 
 PARTS = {"values": values_part, "training": training_part, "angles": angles_part}
@@ -404,21 +428,25 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10, help="training")
     parser.add_argument("--grown", type=int, default=6, help="training: trees of an iteration, of 160 moves")
     parser.add_argument("--fit_steps", type=int, default=100, help="training: of the network, in an iteration")
-    parser.add_argument("--items", type=int, default=40, help="angles: tasks that are measured")
+    parser.add_argument("--model", default="tiny", choices=("tiny", "smollm2"), help="angles")
+    parser.add_argument("--models", type=int, default=3, help="angles: tiny ones")
+    parser.add_argument("--stages", type=int, nargs="+", default=[200, 800], help="angles: steps of imitation, tiny")
+    parser.add_argument("--items", type=int, default=64, help="angles: tasks that are measured")
     parser.add_argument("--rollouts", type=int, default=8, help="angles: of a task")
-    parser.add_argument("--pool", type=int, default=512, help="angles: of items")
-    parser.add_argument("--steps", type=int, default=30, help="angles: of imitation")
-    parser.add_argument("--batch", type=int, default=12, help="angles: items of a step")
-    parser.add_argument("--rate", type=float, default=1e-4, help="angles: of AdamW")
+    parser.add_argument("--pool", type=int, default=512, help="angles, smollm2: of items")
+    parser.add_argument("--steps", type=int, default=30, help="angles, smollm2: of imitation")
+    parser.add_argument("--batch", type=int, default=12, help="angles, smollm2: items of a step")
+    parser.add_argument("--rate", type=float, default=1e-4, help="angles, smollm2: of AdamW")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for part in args.parts:
         rows: list[dict[str, Any]] = []
+        name = f"claims-{part}-smollm2" if part == "angles" and args.model == "smollm2" else f"claims-{part}"
         for row in PARTS[part](args):
             print(row, flush=True)
             rows.append(row)
             done = [summary(rows)] if part == "training" and len(rows) > 1 else []
-            path = save(f"claims-{part}", [*done, *rows])  # after every row, lest an interruption lose them
+            path = save(name, [*done, *rows])  # after every row, lest an interruption lose them
         print("written to", path)
 
 

@@ -125,9 +125,16 @@ def pretrain(model: Any, tokenizer: Any, seed: int, steps: int) -> None:
 
 
 def new_trainer(
-    model: Any, tokenizer: Any, folder: Path, arm: str, args: argparse.Namespace, seed: int, rate: float
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    arm: str,
+    args: argparse.Namespace,
+    seed: int,
+    rate: float,
+    task: Any = None,
 ) -> tw.OnlineTrainer:
-    """An online run that leaves the self-check out: it is measured apart."""
+    """An online run that leaves the self-check out: it is measured apart. task: in place of `Mixture`."""
     settings = tw.OnlineSettings(
         iterations=args.iterations,
         trees_per_iteration=args.trees,
@@ -153,7 +160,7 @@ def new_trainer(
         disable_tqdm=True,
         use_cpu=True,
     )
-    return tw.OnlineTrainer(model, Mixture(), tokenizer, settings, arguments)
+    return tw.OnlineTrainer(model, task or Mixture(), tokenizer, settings, arguments)
 
 
 def run_arm(start: Any, tokenizer: Any, arm: str, args: argparse.Namespace, seed: int, rate: float) -> dict[str, Any]:

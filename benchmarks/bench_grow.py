@@ -6,10 +6,10 @@ trained from random weights, and from what `treewise grow` makes of the small on
 learning rate. Training is the tree engine's, on windows of text.
 
     python benchmarks/bench_grow.py [--seeds 3] [--steps 220] [--grown_steps 160] [--operator_steps 40]
-    python benchmarks/bench_grow.py --name grow-wide --text help --width 4 --small_steps 200 --steps 240 \
-        --grown_steps 240
+    python benchmarks/bench_grow.py --name grow-wide --text help --width 4 --small_steps 160 --steps 160 \
+        --grown_steps 160 --seeds 2
 
-The second is Mango's claim at a larger ratio of sizes (docs/claims.md).
+The second is a larger ratio of sizes.
 
 FLOPs are those of `treewise.nn.flops` for each step, and for an operator also those of making its weights and of
 carrying gradients back into it, counted by torch. The training of the small model is not counted, as in the papers;

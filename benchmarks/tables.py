@@ -49,8 +49,12 @@ def main() -> None:
     of_claims = {record["benchmark"]: record for path, record in _all() if path.stem.startswith(CLAIMS)}
     if of_claims:
         _fill(ROOT / "docs" / "claims.md", "claims", claims_table.claims(of_claims))
-    if "claims-values" in of_claims:
-        _fill(ROOT / "docs" / "claims.md", "labels", claims_table.labels(of_claims["claims-values"]))
+    for name, marker, table in (
+        ("claims-values", "labels", claims_table.labels),
+        ("claims-angles", "angles", claims_table.angles),
+    ):
+        if name in of_claims:
+            _fill(ROOT / "docs" / "claims.md", marker, table(of_claims[name]))
     pictures = [("memory.svg", memory, _plot), ("proof.svg", _records("proof"), _curves)]
     for file, found, plot in pictures:
         if found:
