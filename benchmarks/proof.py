@@ -2,6 +2,7 @@
 
     make proof                                    # seed 0, all trainers; about 40 minutes of two idle cores
     python benchmarks/proof.py --seed 1           # another seed, beside what the result holds
+    python benchmarks/proof.py --seed 2 --parts rl turns    # these take one thread: two seeds may run side by side
     python benchmarks/proof.py --seed 0 --parts sft --trainers treewise "tree rows" --steps 4
 
 Each trainer is a process of its own (proof_sft.py, proof_rl.py), one after the other. Its clock runs from the first
@@ -40,12 +41,12 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="only the page, from the result that is there")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    rows = saved_rows()
     for part in () if args.page else args.parts:
         for trainer in args.trainers or PARTS[part]:
             row = run(part, trainer, args)
-            rows = [each for each in rows if key(each) != key(row)] + [row]
-            save("proof", sorted(rows, key=order))  # after every run, lest an interruption lose it
+            others = [each for each in saved_rows() if key(each) != key(row)]  # of seeds that run beside this one, too
+            save("proof", sorted([*others, row], key=order))  # after every run, lest an interruption lose it
+    rows = saved_rows()
     path = FOLDER / "proof.html"
     sections = [SECTIONS[part](own) for part, own in by_part(rows)]
     write_charts(path, "The same curve, sooner", sections, treewise.__version__)
@@ -58,7 +59,7 @@ def main() -> None:
 def run(part: str, trainer: str, args: argparse.Namespace) -> Row:
     """One trainer in a process of its own."""
     name = "proof_sft.py" if part == "sft" else "proof_rl.py"
-    script, output = [sys.executable, str(Path(__file__).with_name(name))], FOLDER / "row.json"
+    script, output = [sys.executable, str(Path(__file__).with_name(name))], FOLDER / f"row-{part}-{args.seed}.json"
     given = ["--seed", str(args.seed)]
     if part != "sft":
         start = FOLDER / f"start-{part}-{args.seed}.pt"

@@ -124,6 +124,7 @@ def by_trl(
 
 def run(part: str, name: str, seed: int, steps: int, start: Path) -> dict[str, Any]:
     """One trainer in this process."""
+    torch.set_num_threads(1)  # a second one gains nothing at this size
     task, tokenizer = TASKS[part], tokenizer_of_letters()
     model = new_model(tokenizer, seed, **SIZES)
     model.load_state_dict(torch.load(start, weights_only=True))
@@ -154,6 +155,7 @@ def run(part: str, name: str, seed: int, steps: int, start: Path) -> dict[str, A
         "steps": steps,
         "prompts": PROMPTS,
         "samples": SAMPLES,
+        "threads": torch.get_num_threads(),
         "seconds": clock.ended,
         "cpu_seconds": time.process_time(),
         "seconds_of_a_step": seconds,

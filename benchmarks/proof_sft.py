@@ -257,6 +257,7 @@ def run(name: str, seed: int, num_steps: int | None) -> dict[str, Any]:
         "seed": seed,
         **data.counts(),
         "max_tokens": data.largest // 4 if "budget" in name else None,
+        "threads": torch.get_num_threads(),
         "seconds": clock.ended,
         "cpu_seconds": time.process_time(),
         "peak_mib": peak_mib(),

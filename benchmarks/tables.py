@@ -18,6 +18,8 @@ RESULTS = Path(__file__).parent / "results"
 CLAIMS = ("claims-", "grow-wide")  # results that docs/claims.md shows
 PALETTE = ("steelblue", "darkorange", "seagreen", "firebrick", "slategray")
 
+PROOFS = {"sft": "fine-tuning", "rl": "online RL", "turns": "online RL, several turns"}  # parts of `make proof`
+
 Records = list[tuple[Path, dict[str, Any]]]
 
 
@@ -134,22 +136,31 @@ def _starred(row: dict[str, Any] | None) -> str:
 
 
 def _proof(record: dict[str, Any]) -> str:
-    """Each trainer's minutes and held-out figures; a table for SFT, and one for each task of RL."""
+    """Each trainer over its seeds; a table for SFT, and one for each task of RL with where its seconds go."""
     parts = []
-    for part, figure in (
-        ("sft", "held-out loss"),
-        ("rl", "held-out reward"),
-        ("turns", "held-out reward, several turns"),
-    ):
+    for part, title in PROOFS.items():
         rows = [row for row in record["rows"] if row["part"] == part]
         best = {row["seed"]: row["seconds"] for row in rows if row["trainer"] == "treewise"}
-        lines = [f"| trainer | seed | minutes | over those of treewise | {figure} | peak, MiB |"]
-        lines.append(f"|---{'|---:' * 3}|---|---:|")
-        for row in rows:
-            ratio = f"{row['seconds'] / best[row['seed']]:.2f} x" if row["seed"] in best else ""
-            curve = ", ".join(f"{value:.3f}" for _, _, value in row["curve"])
-            facts = f"{row['label']} | {row['seed']} | {row['seconds'] / 60:.1f} | {ratio}"
-            lines.append(f"| {facts} | {curve} | {row['peak_mib']:,} |")
+        timed = [
+            name for name in ("sampling", "scoring", "update") if rows and name in rows[0].get("seconds_of_a_step", {})
+        ]
+        of_step = "".join(f" {name}, s |" for name in timed)
+        lines = [
+            f"| {title} | seeds | minutes | over those of treewise | held out, first and last |{of_step} peak, MiB |"
+        ]
+        lines.append(f"|---{'|---:' * 3}|---{'|---:' * (len(timed) + 1)}|")
+        for label in dict.fromkeys(row["label"] for row in rows):
+            own = [row for row in rows if row["label"] == label]
+            ratios = [row["seconds"] / best[row["seed"]] for row in own if row["seed"] in best]
+            spread = f" ({min(ratios):.1f} to {max(ratios):.1f})" if len(set(ratios)) > 1 else ""
+            ratio = f"{median(ratios):.2f} x{spread}" if ratios else ""
+            ends = " to ".join(f"{sum(row['curve'][at][2] for row in own) / len(own):.3f}" for at in (0, -1))
+            of_steps = [row["seconds_of_a_step"] for row in own] if timed else []
+            seconds = [[each[name]["median"] for each in of_steps if name in each] for name in timed]
+            cells = "".join(f" {median(each):.2f} |" if each else " |" for each in seconds)
+            minutes = median(row["seconds"] for row in own) / 60
+            peak = max(row["peak_mib"] for row in own)
+            lines.append(f"| {label} | {len(own)} | {minutes:.1f} | {ratio} | {ends} |{cells} {peak:,} |")
         if rows:
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -292,11 +303,17 @@ def _plot(record: dict[str, Any]) -> str:
 
 
 def _curves(record: dict[str, Any]) -> str:
-    """Held-out loss over minutes, of the first seed."""
-    rows = [row for row in record["rows"] if row["part"] == "sft" and row["seed"] == 0]
-    lines = [(row["label"], [(seconds / 60, value) for _, seconds, value in row["curve"]]) for row in rows]
-    last = max((points[-1][0] for _, points in lines), default=1.0)
-    return _picture(lines, "minutes: held-out loss", ticks=range(int(last) + 1), dots=False, unit="")
+    """Held-out figures over minutes, of the first seed; fine-tuning beside online RL."""
+    drawn, width = [], 560
+    for part, figure in (("sft", "held-out loss"), ("rl", "held-out reward")):
+        rows = [row for row in record["rows"] if row["part"] == part and row["seed"] == 0]
+        rows.sort(key=lambda row: not row["label"].startswith("treewise"))  # in the same colour in both
+        lines = [(row["label"], [(seconds / 60, value) for _, seconds, value in row["curve"]]) for row in rows]
+        last = max((points[-1][0] for _, points in lines), default=1.0)
+        at = f'x="{width * len(drawn)}" width="{width}"'
+        label = f"{PROOFS[part]}: {figure} over minutes"
+        drawn.append(_picture(lines, label, range(int(last) + 1), dots=False, unit="").replace("<svg", f"<svg {at}", 1))
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width * len(drawn)} 280">{"".join(drawn)}</svg>\n'
 
 
 def _picture(
@@ -322,12 +339,15 @@ def _picture(
                 for (x, y), (_, value) in zip(placed, points, strict=True)
             ]
         else:
-            end = f"{label}: {points[-1][0]:.1f} minutes"
-            drawn.append(
-                f'<text x="{width - 12}" y="{30 + 14 * number}" text-anchor="end" fill="{colour}">{end}</text>'
-            )
+            end, line = f"{label}: {points[-1][0]:.1f} minutes", 14 * number
+            y = 30 + line if points[-1][1] < points[0][1] else height - bottom - 14 * len(lines) + line  # off the lines
+            drawn += [f'<circle cx="{x:.1f}" cy="{at:.1f}" r="2" fill="{colour}"/>' for x, at in placed]
+            drawn.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" fill="{colour}">{end}</text>')
     drawn += [f'<text x="{place(x, 0)[0]:.0f}" y="{height - bottom + 16}">{x:,}</text>' for x in ticks]
     x0, y0 = place(0, 0)
+    if not dots:
+        heights = [(at, place(0, at)[1]) for at in (0.0, most_y)]
+        drawn += [f'<text x="{left - 8}" y="{y + 3:.0f}" text-anchor="end">{at:.2g}</text>' for at, y in heights]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="10" text-anchor="middle"><rect width="{width}" height="{height}" fill="white"/>'

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.rl.online.helpers import EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError, UnsupportedModelError
@@ -172,6 +173,25 @@ def test_a_signal_ends_a_run_that_can_be_resumed(stage, undisturbed, tmp_path, m
     assert digest(second.model) == weights
     assert first.sampler.num_tokens + second.sampler.num_tokens == num_tokens
     assert [rollouts_file(second.folder, iteration).read_bytes() for iteration in (1, 2)] == rows
+
+
+class AtFirst(TrainerCallback):
+    """Ends a run after its first iteration."""
+
+    def on_log(self, args, state, control, logs=None, **_):
+        control.should_training_stop = control.should_training_stop or "iteration" in (logs or {})
+
+
+def test_a_callback_ends_a_run_which_is_whole_and_can_be_resumed(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    stopped = counted(folder)
+    stopped.add_callback(AtFirst())
+    stopped.train()
+    assert stopped.loop.iteration == 1
+    assert (folder / "model.safetensors").is_file() and store.checkpoints(folder)
+    resumed = counted(folder)
+    resumed.train(resume_from_checkpoint=True)
+    assert digest(resumed.model) == undisturbed[0]
 
 
 def test_a_run_of_other_settings_is_not_resumed(tmp_path):

@@ -79,7 +79,8 @@ class OnlineTrainer(TreeTrainer):
         sampler: None for the model itself, in this process (`TransformersSampler`). With `max_staleness` one that holds
             weights of its own, or None for a copy of the model's.
         reference: the model that a KL term is measured against; with adapters None is the model without them.
-        callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration.
+        callbacks: of transformers: trackers, or your own; `on_log` gets the figures of each iteration, after which
+            `control.should_training_stop` ends the run: saved, and to be resumed.
 
     Attributes:
         state: transformers' own; a step of it is an iteration. loop: what the loop adds to it.
@@ -172,15 +173,17 @@ class OnlineTrainer(TreeTrainer):
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             for iteration in range(self.loop.iteration, self.settings.iterations):
                 logs = self._iteration_or_stop(iteration)
-                is_last = iteration + 1 == self.settings.iterations
+                is_last = iteration + 1 == self.settings.iterations or self.control.should_training_stop
                 has_to_stop = not is_last and stop_of_all(self._signals)
-                if has_to_stop or self._is_due(iteration, self.settings.save_every):
+                if has_to_stop or is_last or self._is_due(iteration, self.settings.save_every):
                     if self._ahead is not None and not is_last:
                         with suppress(StepAbandoned), self._signals.computing():
                             self._ahead.wait_for(iteration + 1)  # so the journal holds all that older weights sampled
                     self._save_loop()
                 if has_to_stop:
                     raise self._stopped()
+                if is_last:
+                    break
             self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
             self.save_model()
             if self.args.should_save:
