@@ -40,7 +40,7 @@ def main() -> None:
         "trl-float32": (page, _trl),
         "serve": (page, _serve),
         "precision": (of_rounding, _precision),
-        "proof": (page, _proof),
+        "proof": (ROOT / "docs" / "proof.md", _proof),
         "gradients": (of_branching, _gradients),
         "learning": (of_branching, _learning),
     }
