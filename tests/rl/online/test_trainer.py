@@ -188,7 +188,8 @@ def test_a_callback_ends_a_run_which_is_whole_and_can_be_resumed(undisturbed, tm
     stopped.add_callback(AtFirst())
     stopped.train()
     assert stopped.loop.iteration == 1
-    assert (folder / "model.safetensors").is_file() and store.checkpoints(folder)
+    assert (folder / "model.safetensors").is_file()
+    assert store.checkpoints(folder)
     resumed = counted(folder)
     resumed.train(resume_from_checkpoint=True)
     assert digest(resumed.model) == undisturbed[0]
