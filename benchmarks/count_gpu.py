@@ -149,7 +149,8 @@ def main() -> None:
             rows.append({"workload": name, "tree_tokens": forest.num_tokens, "max_tokens": budget, **asdict(each)})
             per_pass = (each.kernels, each.copies, each.copied_bytes / 1024, each.allocations)
             figures = [f"{figure / each.passes:,.0f}" for figure in per_pass]
-            plain = (name, f"{forest.num_tokens:,}", f"{budget or 0:,}", each.micro_batches, each.passes, *figures)
+            of = "whole" if budget is None else f"{budget:,}"
+            plain = (name, f"{forest.num_tokens:,}", of, each.micro_batches, each.passes, *figures)
             print(f"| {' | '.join(map(str, plain))} |", flush=True)
     if args.json is not None:
         results = {"benchmark": "kernels, copies and allocations of a step", "model": args.model, "rows": rows}

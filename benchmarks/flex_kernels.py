@@ -304,15 +304,17 @@ def _assembled(ptx: str, number: int) -> dict[str, int]:
     return {"registers": int(used[1]), "spilled_bytes": int(spilled[1])}
 
 
-def all_resources(gpus: list[str], head_sizes: list[int], dtypes: list[str]) -> Iterator[dict[str, Any]]:
+def all_resources(
+    gpus: list[str], head_sizes: list[int], dtypes: list[str], tiles_of: str | None
+) -> Iterator[dict[str, Any]]:
     """One row for each kernel, GPU, head size, dtype and choice of tiles."""
     for sizes, dtype, name in itertools.product(HEAD_SIZES, dtypes, gpus):
         if sizes[0] not in head_sizes:
             continue
         case, gpu = Case(RULE, head_sizes=sizes, dtype=getattr(torch, dtype), has_sinks=True), GPUS[name]
         own = _sources_once(case, gpu, flex.tiles(case.dtype, sizes, flex.Card(gpu.capability, gpu.shared_bytes)))
-        torchs = _sources_once(case, gpu, {})
-        made = [("treewise", kernel, source) for kernel, source in own.items()]
+        torchs = {} if tiles_of == "treewise" else _sources_once(case, gpu, {})
+        made = [("treewise", kernel, source) for kernel, source in own.items()] if tiles_of != "torch" else []
         made += [("torch", kernel, source) for kernel, source in torchs.items() if source != own[kernel]]
         for tiles, kernel, source in made:
             try:
@@ -332,10 +334,12 @@ def main() -> int:
     parser.add_argument("--gpu", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--head_sizes", nargs="+", type=int, default=[size for size, _ in HEAD_SIZES])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--tiles", choices=("treewise", "torch"), help="of one alone (both)")
     parser.add_argument("--json", type=Path, help="results; rows of `resources` are added to the file's")
     args = parser.parse_args()
     if args.action == "resources":
-        _tabulate(args.gpu, args.head_sizes, args.dtype, args.json)
+        rows = all_resources(args.gpu, args.head_sizes, args.dtype, args.tiles)
+        _tabulate(rows, args.json)
         return 0
     if args.action == "table":
         print("\n".join(table_lines(json.loads(Path(args.cases[0]).read_text())["kernels"])))
@@ -350,9 +354,9 @@ def main() -> int:
     return 0 if all(is_within(each) is not CASES[name].is_broken for name, each in results.items()) else 1
 
 
-def _tabulate(gpus: list[str], head_sizes: list[int], dtypes: list[str], file: Path | None) -> None:
+def _tabulate(rows: Iterator[dict[str, Any]], file: Path | None) -> None:
     kept = json.loads(file.read_text())["kernels"] if file is not None and file.exists() else []
-    for row in all_resources(gpus, head_sizes, dtypes):
+    for row in rows:
         print(json.dumps(row), flush=True)
         kept = [each for each in kept if any(each[key] != row[key] for key in KEYS)] + [row]
         if file is not None:  # after every row: a run that is cut short leaves what it computed

@@ -1,6 +1,9 @@
 """The block mask against the exact mask, block by block; outputs and gradients against the reference."""
 
+import itertools
+import json
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -13,10 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from benchmarks import flex_kernels
 from tests.plain_trees import image_rows
-from treewise.errors import PlanError
+from treewise.errors import PlanError, UnsupportedModelError
 from treewise.nn.attention import flex
 from treewise.nn.attention.flex import block_mask, flex_attention_tree
-from treewise.nn.attention.kernel_cases import with_gradients
+from treewise.nn.attention.kernel_cases import DTYPES, HEAD_SIZES, with_gradients
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
 from treewise.planning.layout import lay_out
@@ -221,9 +224,39 @@ def test_a_kernel_serves_all_lengths_and_strides(graphs, monkeypatch):
 # -- what a card can launch and address; the test of `kernel_cases` tries its cases there ------------------------------
 
 
+ROOT = Path(__file__).parents[3]
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "flex-kernels.json").read_text())["kernels"]
+SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+CARDS = [
+    flex.Card(capability, kib * 1024) for capability, kib in zip(flex.COMPILED_FOR, SHARED_KIB.values(), strict=True)
+]
+
+
+@pytest.mark.parametrize("card", CARDS, ids=SHARED_KIB)
+def test_every_head_size_can_be_launched_with_the_tiles_chosen_for_a_card(card):
+    """The tiles are those that were compiled for it (flex-kernels.json), and their kernels fit."""
+    assert card.capability is not None
+    name = f"sm_{card.capability[0]}{card.capability[1]}"
+    rows = [each for each in RESULTS if each["gpu"] == name and each["tiles"] == "treewise"]
+    cells = {(each["dtype"], tuple(each["head_sizes"]), each["kernel"]): each for each in rows}
+    assert set(cells) == set(itertools.product(DTYPES, HEAD_SIZES, ("forward", "backward")))
+    for (dtype, sizes, kernel), row in cells.items():
+        assert 0 < row["shared_bytes"] <= card.shared_bytes, row
+        assert row["blocks"] >= 1, row
+        for option, wanted in flex.tiles(DTYPES[dtype], sizes, card).items():
+            which, _, short = option.partition("_")
+            if which == kernel[0] + "wd":
+                assert row[{"num_stages": "stages"}.get(short, short)] == wanted, row
+
+
 def test_tiles_of_one_card_are_not_taken_for_another():
     sm_100 = flex.Card((10, 0), 227 * 1024)
     assert flex.tiles(torch.bfloat16, (128, 128), sm_100)
+    says = r"heads of {} in float32 need .* capability {} has {} for a block; use attention='reference'"
+    for card, size in ((flex.Card((7, 5), 64 * 1024), 64), (flex.Card((8, 9), 99 * 1024), 512)):
+        number = f"{card.capability[0]}.{card.capability[1]}"
+        with pytest.raises(UnsupportedModelError, match=says.format(size, number, card.shared_bytes // 1024)):
+            flex.tiles(torch.float32, (size, size), card)
     gfx10 = flex.Card(None, 64 * 1024)  # ROCm: its (10, x) are other chips
     assert flex.tiles(torch.bfloat16, (128, 128), gfx10) == {}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
-from treewise.errors import PlanError
+from treewise.errors import PlanError, UnsupportedModelError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.shapes import Float
 
@@ -352,16 +352,46 @@ def card(device: torch.device) -> Card:
 
 
 def tiles(dtype: torch.dtype, sizes: tuple[int, int], card: Card) -> dict[str, int]:
-    """Tiles other than torch's default ones. sizes: of heads of queries and keys, and of values."""
-    size = sizes[0]
-    if dtype == torch.float32 and 128 < size < 256:
-        return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
-    found: dict[str, int] = {}
-    if dtype.itemsize == 2 and size == 64:
-        found |= {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64}
-    if dtype.itemsize == 2 and size in (64, 128) and card.capability is not None and card.capability[0] == 10:
+    """Tiles other than torch's. sizes: of heads of queries and keys, and of values.
+
+    First those that can be launched: a block of the kernels must fit the shared memory of the card, and torch's tiles
+    do not on cards with 99 KiB (sm_86, 89, 120: in float32 from heads of 96 on, in the backward of half precision from
+    192 on where values are as wide; pytorch #198224, #133254), nor on sm_80 in float32 where its table has no entry. A
+    forward in float32 with tiles of M x N in s stages takes `4 * D * (M + 2 * (s - 1) * N) + 4 * M * (N + 3)` bytes
+    for heads of D, a power of two. Then, in half precision, those that spill least: for heads of 64, 128 x 64 in the
+    forward; 64 x 64 in the backward of sm_100. `benchmarks/flex_kernels.py resources` compiles them all
+    (docs/benchmarks.md).
+
+    Raises:
+        UnsupportedModelError: the card has less shared memory than all of these need.
+    """
+    if card.capability is None:
+        return {}
+    rounded, rounded_values = (2 ** (size - 1).bit_length() for size in sizes)
+    is_small, is_wide = card.shared_bytes < 2**17, dtype.itemsize == 4
+    least = 99 * 1024 if rounded <= 256 else 200 * 1024 if is_wide else 2**17
+    if card.shared_bytes < least:
+        name, number = str(dtype).removeprefix("torch."), ".".join(map(str, card.capability))
+        raise UnsupportedModelError(
+            f"FlexAttention's kernels for heads of {sizes[0]} in {name} need {least // 1024} KiB of shared memory, and "
+            f"a GPU of compute capability {number} has {card.shared_bytes // 1024} for a block; use "
+            "attention='reference'."
+        )
+    if is_wide:
+        return _SMALL_FORWARD.get(rounded, {}) if is_small or sizes[0] != rounded else {}
+    found: dict[str, int] = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64} if sizes[0] == 64 else {}
+    if is_small and rounded == rounded_values == 256:
+        found |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_stages": 1}
+    if card.capability[0] == 10 and sizes[0] in (64, 128):
         found |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
     return found
+
+
+# In float32, by the head size that is rounded up to a power of two.
+_SMALL_FORWARD = {
+    128: {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2},
+    256: {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 2},
+}
 
 
 @functools.cache
