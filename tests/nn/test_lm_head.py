@@ -148,3 +148,17 @@ def test_gradients_of_a_few_rows_are_as_accurate_as_those_of_many(num_rows: int,
     many = error(slice(8))
     for first in range(0, 8 - num_rows, num_rows):
         assert error(slice(first, first + num_rows)) < 3 * many
+
+
+def test_the_gradient_of_a_narrow_weight_adds_up_in_parts(monkeypatch):
+    """Of a CPU and of a GPU: how many values of the weight one product covers is a figure of the device."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 8, generator=generator).bfloat16().requires_grad_()
+    hidden, target = torch.randn(12, 8, generator=generator).bfloat16(), torch.arange(12)
+    found = []
+    for most in (lm_head.MAX_PRODUCT["cpu"], 3 * 8):
+        monkeypatch.setitem(lm_head.MAX_PRODUCT, "cpu", most)
+        values = edge_values(hidden, Head(weight), torch.arange(12), target)["log_probs"]
+        found += torch.autograd.grad(values.sum(), [weight])
+    assert (found[0] - found[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * found[0].abs().max()
+    assert found[0].abs().max() > 0.1
