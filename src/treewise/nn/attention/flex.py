@@ -357,10 +357,10 @@ def tiles(dtype: torch.dtype, sizes: tuple[int, int], card: Card) -> dict[str, i
     First those that can be launched: a block of the kernels must fit the shared memory of the card, and torch's tiles
     do not on cards with 99 KiB (sm_86, 89, 120: in float32 from heads of 96 on, in the backward of half precision from
     192 on where values are as wide; pytorch #198224, #133254), nor on sm_80 in float32 where its table has no entry. A
-    forward in float32 with tiles of M x N in s stages takes `4 * D * (M + 2 * (s - 1) * N) + 4 * M * (N + 3)` bytes
-    for heads of D, a power of two. Then, in half precision, those that spill least: for heads of 64, 128 x 64 in the
-    forward; 64 x 64 in the backward of sm_100. `benchmarks/flex_kernels.py resources` compiles them all
-    (docs/benchmarks.md).
+    forward in float32 with tiles of M x N in s stages takes, but for 2 KiB, `4 * D * (M + 2 * (s - 1) * N)
+    + 4 * M * (N + 3)` bytes for heads of D, a power of two. Then, in half precision, those that spill least: for heads
+    of 64, 128 x 64 in the forward; 64 x 64 in the backward of sm_100. `benchmarks/flex_kernels.py resources` compiles
+    them all (docs/benchmarks.md).
 
     Raises:
         UnsupportedModelError: the card has less shared memory than all of these need.
