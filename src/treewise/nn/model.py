@@ -76,7 +76,9 @@ class DecoderAndHead:
     @property
     def device(self) -> torch.device:
         """Where token ids have to be."""
-        return next(self.decoder.get_input_embeddings().parameters()).device  # `weight` of an adapter is computed
+        embeddings = self.decoder.get_input_embeddings()
+        first = next(embeddings.parameters(), None)  # `weight` of an adapter is computed; FSDP1 has no parameter there
+        return (embeddings.weight if first is None else first).device
 
 
 def split_model(model: nn.Module) -> DecoderAndHead:
