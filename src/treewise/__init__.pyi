@@ -21,7 +21,6 @@ from .objectives import logprob_gap as logprob_gap
 from .planning.planner import plan as plan
 from .rl.online import OnlineSettings as OnlineSettings
 from .rl.online import OnlineTrainer as OnlineTrainer
-from .rl.trl_rollouts import tree_rollouts as tree_rollouts
 from .trainer import TreeTrainer as TreeTrainer
 from .trainer import TreeTrainingArguments as TreeTrainingArguments
 from .tree.forest import Forest as Forest
