@@ -24,7 +24,6 @@ from treewise.cli.values import choices_of, kinds_of
 from treewise.data import RenderOptions
 from treewise.nn import load_model
 from treewise.rl import checks, update
-from treewise.rl.curriculum import recorded
 from treewise.rl.online import OnlineSettings, tasks_by_name
 from treewise.trainer import TreeTrainingArguments
 
@@ -43,8 +42,6 @@ CALLS = {
     "lora": "adapted.lora",
     "tokenizer": "load_processor.name",
     "eval_split": "split_for_evaluation.fraction",
-    "curriculum": "RecordedOrder.curriculum",
-    "curriculum_settings": "RecordedOrder.settings",
     "advantages": "credited.method",
     "advantages_settings": "credited.settings",
     "old_logprobs": "with_streams.old_logprobs",
@@ -152,10 +149,6 @@ def seen(tmp_path, monkeypatch):
         if bound["objective"] is not None:
             objective_seen(bound)
 
-    def ordered(bound):
-        found["RecordedOrder.curriculum"] = bound["curriculum"].name
-        found["RecordedOrder.settings"] = {"force": bound["curriculum"].settings.force}
-
     monkeypatch.setattr(TreeTrainingArguments, "__init__", arguments)
     for owner, name, result in (
         (treewise.data, "load_trees", loaded),
@@ -177,7 +170,6 @@ def seen(tmp_path, monkeypatch):
         (update, "trees_per_batch", 1),
         (checks, "warnings_of", []),
         (progress, "GapWarning", None),
-        (recorded, "RecordedOrder", ordered),
         (tasks_by_name, "task_named", SimpleNamespace(name="sum")),
         (treewise.rl.online, "OnlineTrainer", looped),
     ):

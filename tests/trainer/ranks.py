@@ -19,12 +19,9 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trainer.helpers import losses, some_trees, tiny_model
-from treewise.engine import TreeEngine, budget
+from treewise.engine import budget
 from treewise.errors import StoppedError
 from treewise.objectives import PolicyGradient
-from treewise.rl.curriculum import curriculum_named
-from treewise.rl.curriculum.recorded import RecordedOrder
-from treewise.rl.curriculum.signals import angles_of
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import contents
@@ -106,17 +103,6 @@ def with_advantages(trees):
     ]
 
 
-def order_of(curriculum, model, trees, seed):
-    """The order of recorded trees by the angles of their first rows, which the first process measures."""
-    engine = TreeEngine(model)
-    return RecordedOrder(
-        curriculum_named(curriculum),
-        len(trees),
-        seed,
-        lambda: angles_of(engine, [tree[0].token_ids for tree in trees]).total,
-    )
-
-
 def train(
     folder,
     model=None,
@@ -125,12 +111,9 @@ def train(
     evaluates=False,
     trouble=None,
     policy_gradient=None,
-    curriculum=None,
     **settings,
 ):
-    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments.
-    curriculum: of the order of trees.
-    """
+    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments."""
     args = TreeTrainingArguments(
         output_dir=str(folder),
         **{
@@ -156,7 +139,6 @@ def train(
         eval_dataset=trees if evaluates else None,
         objective=None if policy_gradient is None else PolicyGradient(**policy_gradient),
         callbacks=[Trouble(trouble)] if trouble else [],
-        tree_order=None if curriculum is None else order_of(curriculum, model, trees, args.seed),
     )
     with contextlib.suppress(StoppedError):
         trainer.train(resume_from_checkpoint=resume)

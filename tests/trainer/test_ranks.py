@@ -61,8 +61,6 @@ TWO = {
     "small sharded": ({**SGD}, {"max_tokens": "auto", "trouble": "small", "sharded": True}, {"max_tokens": 14}),
     "strided": ({**SGD, **CUT}, {"sharded": True, "balance_ranks": False}, {}),
     "weighted": ({**SGD, **NESTED}, {"sharded": True}, {}),
-    "ordered": ({**SGD, **CUT, **CHECKPOINTS, "curriculum": "gain"}, {}, {}),
-    "ordered sharded": ({**SGD, **CUT, "curriculum": "gain_shuffled"}, {"sharded": True}, {}),
 }
 
 # The same for four processes, from the first step: plans that are cut, and whole ones.
@@ -154,9 +152,7 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (
-        ["Tensor"] if name in ("ddp", "in threads", "small", "routers", "ordered") else ["DTensor"]
-    )
+    assert first["kinds"] == (["Tensor"] if name in ("ddp", "in threads", "small", "routers") else ["DTensor"])
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------
@@ -194,7 +190,7 @@ def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
 
 
 @pytest.mark.representatives("sharded")
-@pytest.mark.parametrize("name", ["ddp", "sharded", "in threads", "sharded in threads", "adapters", "ordered"])
+@pytest.mark.parametrize("name", ["ddp", "sharded", "in threads", "sharded in threads", "adapters"])
 def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
     both = TWO[name][0]
     expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})

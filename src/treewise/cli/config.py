@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from treewise.cli.aliases import ALIASES, names_of, train_on_of_roles
-from treewise.cli.keys import ELSEWHERE, OWN, RunKeys, schema
+from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, schema
 from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, pip_install
@@ -122,6 +122,11 @@ def read_keys(
             if name in seen:
                 raise ConfigError(f"{location}: {key} and {seen[name]} are the same key.")
             seen[name] = key
+            if name in RETIRED and name not in known:
+                default, advice = RETIRED[name]
+                if str(value).lower() == str(default).lower():
+                    continue
+                raise ConfigError(f"{location}: {name} is not a key any more: {advice}; leave it out.")
             if name in refused:
                 raise ConfigError(f"{location}: {name} is not a key of this run; {refused[name]}.")
             _put(values, name, value, location, known, names)

@@ -58,10 +58,6 @@ TRAIN: Keys = {
     "objective": Annotated[str | None, Doc("grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ...")],
     "objective_settings": Annotated[dict | None, Doc("of the objective, a mapping; each is a flag of its own, too")],
     "reference": Annotated[str | None, Doc("the model of the KL term; the starting policy where not given")],
-    "curriculum": Annotated[
-        str, Doc("order of the trees, or of the tasks of an online run: uniform, ... (docs/curricula.md)")
-    ],
-    "curriculum_settings": Annotated[dict | None, Doc("of the curriculum, a mapping")],
 }
 RL: Keys = {
     **TRAIN,
@@ -133,8 +129,7 @@ _GROUPS = {
     "Steps": (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "
         "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 initial_optimizer "
-        "activation_checkpointing prepare_ahead use_cpu seed data_seed full_determinism curriculum "
-        "curriculum_settings"
+        "activation_checkpointing prepare_ahead use_cpu seed data_seed full_determinism"
     ),
     "Evaluation, checkpoints, logs": (
         "eval_strategy eval_steps per_device_eval_batch_size save_strategy save_steps save_total_limit "
@@ -153,6 +148,11 @@ ELSEWHERE = {
     "local_rank": "torchrun sets it",
     "debug": "use --debug",
     **INSTEAD,
+}
+# Keys of earlier versions, each with its default, which is passed over, and what to do in place of another value.
+RETIRED: Mapping[str, tuple[object, str]] = {
+    "curriculum": ("uniform", "recorded trees are trained in an order drawn by seed; it is a key of runs with tasks"),
+    "curriculum_settings": (None, "recorded trees are trained in an order drawn by seed"),
 }
 WIDTH = 100
 COLUMN = 32

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,28 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class TreeOrder(Protocol):
-    """Orders the trees of each epoch other than by chance, as a curriculum does. Every tree is trained exactly once in
-    it.
-    """
-
-    @property
-    def description(self) -> str:
-        """Name and settings; a run is not resumed with another one."""
-
-    def begin(self) -> None:
-        """Measures what the order depends on, before the first step; nothing where it was restored."""
-
-    def order(self, epoch: int) -> np.ndarray:
-        """[trees] int64, a permutation."""
-
-    def state(self) -> dict[str, Any]:
-        """What was measured, as plain JSON values: part of every checkpoint."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` gave."""
-
-
 class TreeSampler(BatchSampler):
     """Indices of the trees in each batch of one rank. Batches together are every tree exactly once, never more.
 
@@ -68,11 +46,9 @@ class TreeSampler(BatchSampler):
         num_ranks: int = 1,
         num_steps: int | None = None,
         batches_per_step: int = 1,
-        tree_order: TreeOrder | None = None,
     ) -> None:
         self.num_trees, self.batch_size, self.seed = num_trees, batch_size, seed
         self.num_steps, self.batches_per_step = num_steps, batches_per_step
-        self.tree_order = tree_order
         self.rank, self.num_ranks = rank, num_ranks
         self.drop_last = False
         self.epoch = 0
@@ -82,18 +58,7 @@ class TreeSampler(BatchSampler):
         self.epoch = epoch
 
     def order(self) -> np.ndarray:
-        """[trees] int64, all trees in the order of this epoch: a curriculum's, by the seed, or without one as they are.
-
-        Raises:
-            ConfigError: a curriculum that leaves a tree out, or has one twice.
-        """
-        if self.tree_order is not None:
-            order = self.tree_order.order(self.epoch)
-            if not np.array_equal(np.sort(order), np.arange(self.num_trees)):
-                raise ConfigError(
-                    f"{self.tree_order.description} does not return a permutation of {self.num_trees} trees."
-                )
-            return order
+        """[trees] int64, all trees in the order of this epoch, drawn by the seed, or without one as they are."""
         if self.seed is None:
             return np.arange(self.num_trees)
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_trees)
@@ -256,7 +221,7 @@ def survey(dataset: Sequence[Any]) -> DataFacts:
 # -- loaders of a run -------------------------------------------------------------------------------------------------
 
 
-def make_sampler(args: TreeTrainingArguments, num_trees: int, tree_order: TreeOrder | None = None) -> TreeSampler:
+def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     """The order of the training trees: of this rank, or of all ranks where trees are placed on ranks later."""
     facts = args.order_facts()
     seed = facts["seed"] if facts["shuffle"] else None
@@ -265,8 +230,8 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int, tree_order: TreeOr
     steps = (args.steps_per_epoch, args.gradient_accumulation_steps)
     size = args.per_device_train_batch_size
     if args.places_trees:
-        return TreeSampler(num_trees, size * args.data_size, seed, 0, 1, *steps, tree_order)
-    return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps, tree_order)
+        return TreeSampler(num_trees, size * args.data_size, seed, 0, 1, *steps)
+    return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps)
 
 
 def make_placer(

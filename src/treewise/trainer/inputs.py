@@ -27,7 +27,7 @@ from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
 from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.data_loader import TreeOrder, survey
+from treewise.trainer.data_loader import survey
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
 
@@ -47,7 +47,6 @@ class MoreArguments(TypedDict, total=False):
     """Arguments of `TreeTrainer` that few callers give; its docstring or that of transformers' `Trainer` tells them."""
 
     reference: PreTrainedModel | str | Path | None
-    tree_order: TreeOrder | None
     peft_config: object
     render: RenderOptions | Mapping[str, object] | None
     model_init: Callable[..., PreTrainedModel] | None

@@ -71,8 +71,6 @@ class TreeTrainer(UploadingTrainer):
             given, or whose records were given, by name.
         peft_config: new adapters (`peft.LoraConfig`, or a mapping of its settings); they alone are trained.
         render: how records are rendered (`RenderOptions`, or a mapping of its fields).
-        tree_order: a curriculum that orders the trees of each epoch (`treewise.rl.curriculum.recorded`); None:
-            by chance, as `args` has it.
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
         reference: of `tw.DPO`, `tw.IPO` and `tw.KTO`, a model or its name. It scores the rows that lack `ref_logprobs`,
             once, before the first step; None: the trained model does, as it starts.
@@ -108,7 +106,7 @@ class TreeTrainer(UploadingTrainer):
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
-        self._own_objective, self._tree_order = objective, more.get("tree_order")
+        self._own_objective = objective
         reference = more.get("reference")
         self._reference = load_model.load_weights(str(reference)) if isinstance(reference, str | Path) else reference
         check_preferences(train_dataset, objective or args.objective())
@@ -138,7 +136,7 @@ class TreeTrainer(UploadingTrainer):
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         placer = self._placer if self._fits_costs else None
-        self._checkpoints = CheckpointManager(args, self._run_facts, placer, self._tree_order, self.upload_checkpoint)
+        self._checkpoints = CheckpointManager(args, self._run_facts, placer, self.upload_checkpoint)
         self._resumed: ResumePoint | None = None
         self._runner = self._new_runner()
 
@@ -191,7 +189,7 @@ class TreeTrainer(UploadingTrainer):
     @override
     def get_train_dataloader(self) -> TreeLoader:
         num_trees = len(self.train_dataset)
-        sampler = make_sampler(self.args, num_trees, self._tree_order)
+        sampler = make_sampler(self.args, num_trees)
         # transformers sets the epoch before each one, but earlier versions not in one that is resumed in its middle.
         sampler.set_epoch((self._resumed.step if self._resumed else 0) // steps_per_epoch(self.args, num_trees))
         return TreeLoader(self.args, self.train_dataset, sampler)
@@ -347,8 +345,7 @@ class TreeTrainer(UploadingTrainer):
     def _run_facts(self) -> dict[str, Any]:
         """What a run that is resumed must agree on."""
         data = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
-        order = getattr(self._tree_order, "description", None)
-        return {**data, "model": self._fingerprint, **self.args.order_facts(), "curriculum": order}
+        return {**data, "model": self._fingerprint, **self.args.order_facts(), "curriculum": None}
 
     @override
     def _finalize_training(self, *args: object, **kwargs: object) -> TrainOutput:
@@ -420,8 +417,6 @@ class TreeTrainer(UploadingTrainer):
             self.runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
             if self.args.ranks_per_batch * self.args.ep_size > 1 and self.data_facts.num_images:
                 self.engine.images.refuse()
-            if self._tree_order is not None:
-                self._tree_order.begin()
             if self.is_world_process_zero():
                 resumed = self._resumed.folder if self._resumed else None
                 print_summary(self.args, self.train_dataset, self.data_facts, self.model.config, resumed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.cli import curriculum_order, online_run, run_folder, training_run
+from treewise.cli import online_run, run_folder, training_run
 from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags, read_config, read_keys, reference_of, typed_settings
 from treewise.cli.keys import RL as KEYS
@@ -95,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
         if config.training.get(key, 1) != 1:
             raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
     objective = _objective(config)
-    curriculum_order.curriculum_of(config)  # an error now
     return _run_recorded(args, config, objective)
 
 
@@ -142,8 +141,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
         if is_first_rank():
             for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
                 print(f"warning: {line}", file=sys.stderr)
-        order = curriculum_order.order_of(config, arguments, model, update.trees, objective)
-        trainer = {"model": model, "processing_class": tokenizer, "objective": objective, "tree_order": order}
+        trainer = {"model": model, "processing_class": tokenizer, "objective": objective}
         training_run.train(arguments, command, resume_from, callbacks, train_dataset=update.trees, **trainer)
     return 0
 

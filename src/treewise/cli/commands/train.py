@@ -4,7 +4,7 @@ import argparse
 import shlex
 from typing import Any
 
-from treewise.cli import curriculum_order, run_folder, training_run
+from treewise.cli import run_folder, training_run
 from treewise.cli.config import objective_of, read_config, reference_of
 from treewise.cli.keys import TRAIN as KEYS
 from treewise.cli.keys import formatter_with, key_names
@@ -25,7 +25,6 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = read_config(*training_run.split_words(args), KEYS)
     objective = objective_of(config)
-    curriculum_order.curriculum_of(config)  # an error now
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
@@ -43,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
         own = (objective, model, reference_of(config), arguments)
         train: Any = with_references(train_data, *own)
         evaluation: Any = with_references(eval_data, *own)
-        order = curriculum_order.order_of(config, arguments, model, train, objective)
-        trainer = {"model": model, "processing_class": tokenizer, "objective": objective, "tree_order": order}
+        trainer = {"model": model, "processing_class": tokenizer, "objective": objective}
         training_run.train(arguments, command, resume_from, train_dataset=train, eval_dataset=evaluation, **trainer)
     return 0

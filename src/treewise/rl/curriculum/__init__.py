@@ -1,4 +1,4 @@
-"""Curricula: which tasks, or recorded trees, to train on next."""
+"""Curricula: which tasks to train on next."""
 
 from treewise.rl.curriculum.task_sampler import CURRICULA, Curriculum, Outcome, TaskSampler, curriculum_named
 

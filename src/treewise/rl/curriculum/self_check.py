@@ -97,8 +97,8 @@ class SignalCheck:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """checks: every signal against every target. num_tasks, num_rollouts: of the sample. num_tokens: generated for it,
-    0 for recorded rollouts. num_varied: tasks whose rewards differ.
+    """checks: every signal against every target. num_tasks, num_rollouts: of the sample. num_tokens: generated for it.
+    num_varied: tasks whose rewards differ.
     """
 
     checks: tuple[SignalCheck, ...]

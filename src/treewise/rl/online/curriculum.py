@@ -12,12 +12,12 @@ import numpy as np
 
 from treewise.errors import ConfigError
 from treewise.rl.branching import branching_named
-from treewise.rl.curriculum.recorded import check_on_trees
-from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, refusal
-from treewise.rl.curriculum.signals import angles_of
+from treewise.rl.curriculum.self_check import SIGNAL_OF, CheckReport, check_signals, refusal, require_tasks
+from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import journals
 from treewise.rl.online.records import write_check
+from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import own_update
 from treewise.tree.trajectory import Trajectory
 
@@ -60,8 +60,11 @@ def begin_curriculum(trainer: "OnlineTrainer") -> int | None:
 
 
 def check_items(trainer: "OnlineTrainer", num_items: int, num_rollouts: int) -> tuple[CheckReport, list[GrowingTree]]:
-    """Samples rollouts of some items and compares signals with what they claim to predict (`check_on_trees`). Items
-    without a reward in either half are left out.
+    """Samples rollouts of some items and compares signals with what they claim to predict. Items with fewer than two
+    rewards are left out.
+
+    Signals: angles of the prompts, their lengths, and p (1 - p) of the posterior after the rollouts of even number.
+    Targets, of those of odd number: the norm of their gradient, and the variance of their outcomes.
 
     Raises:
         DataError: fewer than 3 items have rewards.
@@ -73,21 +76,38 @@ def check_items(trainer: "OnlineTrainer", num_items: int, num_rollouts: int) -> 
     rounds = trainer.rollouts.rounds(trainer.loop, trainer.journal(0))
     # A budget of one token and lengths that are not known: one round of all rollouts, whatever they cost.
     grow_trees(trees, replace(rounds, branching=branching_named("none", roots=num_rollouts), expected_tokens=None))
+    known = [(each.tree, each.tree.trajectories(source=f"self-check, {each.tree.group}")) for each in trees]
+    known = [(tree, rows) for tree, rows in known if len(rows) >= 2]
+    require_tasks(len(known))
 
-    def prepared(rows: list[Trajectory]) -> list[Trajectory]:
+    def credited(rows: list[Trajectory]) -> list[Trajectory]:
+        """With advantages, and the log-probs that the objective needs."""
         method, more = settings.advantages, settings.advantages_settings
         reference = trainer.reference_engine
         return own_update([rows], objective, trainer.engine, reference=reference, method=method, settings=more).trees[0]
 
-    rows = [each.tree.trajectories(source=f"self-check, {each.tree.group}") for each in trees]
-    report = check_on_trees(
-        [own for own in rows if len(own) >= 2],
-        trainer.engine,
-        objective,
-        prepared,
-        settings.success_at,
-        num_shared=items.memory.get("num_shared"),
-        book_settings=trainer.loop.book.settings,
+    book, rates, variances = SuccessBook(trainer.loop.book.settings), [], []
+    for number, (_, rows) in enumerate(known):
+        outcomes = [float(row.reward or 0.0) >= settings.success_at for row in rows]
+        book.observe(str(number), sum(outcomes[::2]), len(outcomes[::2]))
+        rates.append(book.success(str(number)))
+        to_come = outcomes[1::2]
+        variances.append(np.var(to_come, ddof=1) if len(to_come) > 1 else 0.0)
+    prompts = [tree.prompt_ids for tree, _ in known]
+    angles = angles_of(trainer.engine, prompts, items.memory.get("num_shared"))
+    halves = [credited(rows[1::2]) for _, rows in known]
+    report = check_signals(
+        {
+            **{"angle": angles.total, "intra": angles.intra, "inter": angles.inter},
+            "learnability": np.array(rates) * (1 - np.array(rates)),
+            "length": np.array([float(len(prompt)) for prompt in prompts]),
+        },
+        {
+            "gradient_norm": np.array(gradient_norms(trainer.engine, halves, objective)),
+            "variance": np.array(variances),
+        },
+        num_rollouts=sum(len(each.tree.leaves) for each in trees),
+        num_tokens=sum(each.num_sampled for each in trees),
+        num_varied=sum(len({row.reward for row in rows}) > 1 for _, rows in known),
     )
-    num_rollouts, num_tokens = sum(len(each.tree.leaves) for each in trees), sum(each.num_sampled for each in trees)
-    return replace(report, num_rollouts=num_rollouts, num_tokens=num_tokens), trees
+    return report, trees

@@ -23,7 +23,6 @@ from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.contents import ARGUMENTS, RunState
 from treewise.trainer.checkpoint.store import read_manifest
-from treewise.trainer.data_loader import TreeOrder
 
 # -- Which checkpoint a run goes on from, and what changed since it was saved -----------------------------------------
 
@@ -135,8 +134,7 @@ class CheckpointManager:
     """The checkpoints in the folder of a run. Every rank calls each method.
 
     run_facts: what identifies the run, as plain values, read when needed. placer: its costs are kept in checkpoints, so
-    that a resumed run places as before. tree_order: its measurements are, too, so that it orders as before.
-    published: is given each checkpoint once it is complete.
+    that a resumed run places as before. published: is given each checkpoint once it is complete.
     """
 
     def __init__(
@@ -144,10 +142,9 @@ class CheckpointManager:
         args: TreeTrainingArguments,
         run_facts: Callable[[], dict[str, Any]],
         placer: OnlinePlacer | None = None,
-        tree_order: TreeOrder | None = None,
         published: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        self._tree_order, self._on_published = tree_order, published
+        self._on_published = published
         self.args, self._run_facts, self._placer = args, run_facts, placer
         self.last_step = 0  # of the newest checkpoint that was written or resumed from
         self._in_flight: Future[Path] | None = None
@@ -172,8 +169,6 @@ class CheckpointManager:
         folder, manifest = found
         if self._placer is not None and manifest.get("costs"):
             self._placer.restore(manifest["costs"])
-        if self._tree_order is not None:
-            self._tree_order.restore(manifest.get("tree_order") or {})
         self.last_step = int(manifest["step"])
         budget = manifest.get("max_tokens")
         return ResumePoint(folder, self.last_step, int(budget) if budget else None)
@@ -190,8 +185,6 @@ class CheckpointManager:
         if best and (best == step or (run_dir / f"checkpoint-{best}").is_dir()):
             run.loop.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         facts = {"step": step, "max_tokens": max_tokens, **self._run_facts()}
-        if self._tree_order is not None:
-            facts |= {"tree_order": self._tree_order.state()}
         if self._placer is not None:
             self._placer.before_save(step)
             facts |= {"costs": self._placer.state(), "num_ranks": ranks.count()}
