@@ -46,8 +46,8 @@ def model_of(family="llama", lora=False, **changes):
 
 class Trouble(TrainerCallback):
     """What goes wrong on rank 1 alone, and is survived: `signal` before a step; in the save of the third step
-    `signal in save`, `full disk` (no file over a thousand bytes) and `late` (only the last of its files); `late in
-    threads` is that in all saves from the third step on; `small` memory from the start.
+    `signal in save`, `full disk` (no file over a thousand bytes) and `late` (only the last of its files); `small`
+    memory from the start.
     """
 
     def __init__(self, how):
@@ -55,8 +55,6 @@ class Trouble(TrainerCallback):
         self._write_texts = contents.write_texts
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         self._choose_budget = budget.choose_budget
-        if how == "late in threads" and os.environ["RANK"] == "1":
-            contents.write_texts = self.save
         if how == "small":
             budget.choose_budget = lambda *_: 14 if os.environ["RANK"] == "1" else 40
 
@@ -66,8 +64,7 @@ class Trouble(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if args.process_index == 1:
-            if self.how != "late in threads":
-                contents.write_texts = self._write_texts
+            contents.write_texts = self._write_texts
             resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
             if self.how == "signal" and state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -80,7 +77,7 @@ class Trouble(TrainerCallback):
                 contents.write_texts = self.save
 
     def save(self, folder, *args):
-        if self.how == "late" or (self.how == "late in threads" and folder.name >= ".checkpoint-3"):
+        if self.how == "late":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.how == "signal in save":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -155,7 +152,6 @@ def outcome(trainer):
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "kinds": sorted({type(each.data).__name__ for _, each in named}),
         "budget": trainer.engine.max_tokens,
-        "costs": None if trainer._placer is None else trainer._placer.state(),
         "model": {
             name: (each.data.full_tensor() if hasattr(each.data, "full_tensor") else each.data).clone()
             for name, each in named

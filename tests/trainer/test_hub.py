@@ -6,8 +6,7 @@ from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.hub_server import hub_server
-from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.store import read_manifest
+from treewise.errors import ConfigError
 
 
 @pytest.fixture
@@ -42,21 +41,11 @@ def test_the_model_at_the_end_is_uploaded_and_nothing_else_of_the_folder(make_tr
     assert trainer.uploaded.commit_url.endswith("/commit/1")
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_verified_checkpoints_are_uploaded_as_asked(make_trainer, trees, server, tmp_path, is_async):
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "hub_always_push": True}
-    trainer = make_trainer(
-        trees, **settings(**saves, hub_strategy="checkpoint", async_checkpoints=is_async, max_steps=3)
-    )
-    trainer.train()
-    (last,) = store.checkpoints(tmp_path / "run")
-    listed = set(read_manifest(last)["files"]) | {"treewise.json"}
-    model, whole = server.commits[-2:]
-    assert whole == {f"last-checkpoint/{name}": (last / name).read_bytes() for name in listed}
-    assert model["model.safetensors"] == (last / "model.safetensors").read_bytes()
-    assert not {name for name in model if name.startswith(("optimizer", "random", "trainer_state"))}
-    assert len(server.commits) == 6
-    assert not list((tmp_path / "run").glob(".checkpoint-*"))
+def test_checkpoints_are_not_uploaded(make_trainer, trees, server):
+    make_trainer(trees, **settings(save_strategy="steps", save_steps=1)).train()
+    assert not server.commits
+    with pytest.raises(ConfigError, match="hub_strategy: the model is uploaded at the end"):
+        make_trainer(trees, **settings(hub_strategy="checkpoint"))
 
 
 def test_an_upload_that_fails_is_a_warning_and_the_run_succeeds(make_trainer, trees, server, tmp_path, caplog):
@@ -64,7 +53,6 @@ def test_an_upload_that_fails_is_a_warning_and_the_run_succeeds(make_trainer, tr
     server.fails = True
     trainer.train()
     trainer.save_model()
-    assert "push_to_hub: checkpoint-1 was not uploaded (" in caplog.text
     assert f"the model was not uploaded; later: hf upload someone/model {tmp_path / 'run'}" in caplog.text
     assert "the quota of someone is used up" in caplog.text
     assert trainer.uploaded is None

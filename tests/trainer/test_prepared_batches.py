@@ -16,19 +16,19 @@ from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
 from treewise.tree.forest import Forest
 
 
-def plain(step, forests):
-    return PreparedBatch(tuple((step, each) for each in forests), (), None)
+def plain(forests):
+    return PreparedBatch(tuple(forests), (), None)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_each_epoch_is_cut_into_steps_and_placed_with_their_numbers(is_ahead, tmp_path):
+def test_each_epoch_is_cut_into_steps(is_ahead, tmp_path):
     settings = {"gradient_accumulation_steps": 2, "prepare_ahead": is_ahead, "use_cpu": True, "report_to": "none"}
     steps = PreparedSteps(plain, TreeTrainingArguments(str(tmp_path), **settings))
     epochs = iter(["a", "b", "c"]), iter(["d"])
     found = [[list(batch.forests) for batch in steps.next_step(epochs[0], 4 + step)] for step in range(2)]
-    assert found == [[[(4, "a")], [(4, "b")]], [[(5, "c")]]]
+    assert found == [[["a"], ["b"]], [["c"]]]
     assert steps.next_step(epochs[0], 6) == []
-    assert [list(batch.forests) for batch in steps.next_step(epochs[1], 6)] == [[(6, "d")]]
+    assert [list(batch.forests) for batch in steps.next_step(epochs[1], 6)] == [["d"]]
 
 
 def test_an_epoch_begins_while_the_last_step_of_the_one_before_is_used(tmp_path):
@@ -39,9 +39,9 @@ def test_an_epoch_begins_while_the_last_step_of_the_one_before_is_used(tmp_path)
         begun.append(step)
         return second if step == 2 else None
 
-    def prepare(step, forests):
-        prepared.append((step, forests))
-        return plain(step, forests)
+    def prepare(forests):
+        prepared.append(forests)
+        return plain(forests)
 
     steps = PreparedSteps(prepare, arguments, epoch_from)
     with steps.ended():
@@ -53,7 +53,7 @@ def test_an_epoch_begins_while_the_last_step_of_the_one_before_is_used(tmp_path)
         assert begun == [2, 3]
         other = iter("e")  # not the one that was announced
         assert len(steps.next_step(other, 3)) == 1
-    assert prepared == [(0, "a"), (0, "b"), (1, "c"), (2, "d"), (3, "e")]
+    assert prepared == list("abcde")
 
 
 class EndsEpochs(TrainerCallback):

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_mesh import fork_ranks
 from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train, train_all
-from treewise.distributed.online_placement import FIT_STEPS
 from treewise.errors import ConfigError
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
@@ -23,7 +22,6 @@ pytestmark = [
 SGD = {"optim": "sgd", "learning_rate": 0.5}
 EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 5}
 CUT = {"max_tokens": 14}  # trunks that are computed twice, trunks that are held, and pieces
-THREADS = {"async_checkpoints": True}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
 RECOMPUTE = "activation_checkpointing"
 if RECOMPUTE not in TreeTrainingArguments.__dataclass_fields__:  # its name in earlier versions of transformers
@@ -43,12 +41,6 @@ NESTED = {"weighting": "once", "merge_across_trees": False, **CUT}
 TWO = {
     "ddp": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {}, {}),
     "sharded": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"sharded": True}, {}),
-    "in threads": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"async_checkpoints": True}, {}),
-    "sharded in threads": (
-        {**SGD, **CUT, **EVALUATED, **CHECKPOINTS},
-        {"sharded": True, "async_checkpoints": True},
-        {},
-    ),
     "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
     "routers": ({**SGD, **ROUTERS}, {}, {}),
@@ -79,19 +71,7 @@ DISKS = {
     "full ddp": (SURVIVED, {"on_save_failure": "continue", "trouble": "full disk"}, {}),
     "full sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "full disk", "sharded": True}, {}),
     "late sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "late", "sharded": True}, {}),
-    "late in threads": (
-        SURVIVED,
-        {"on_save_failure": "continue", "trouble": "late in threads", "sharded": True, **THREADS},
-        {},
-    ),
 }
-# Prices that are fitted at a save, or without one; a low rate, as there are more steps.
-FITTED = {**CUT, "optim": "sgd", "learning_rate": 0.1, "balance_costs": "measured"}
-MEASURED = {
-    "measured": ({**FITTED, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}, {}, {}),
-    "measured sharded": ({**FITTED, "max_steps": FIT_STEPS + 4}, {"sharded": True}, {}),
-}
-
 # What `make test` runs of these: the representatives of the tests below.
 COMMON = ("ddp", "sharded", "routers sharded", "full sharded")
 
@@ -105,7 +85,7 @@ def batch_of(trees_per_step, num_ranks, settings):
 def of_two(request, tmp_path_factory):
     """The folder and the outcomes of both ranks."""
     folder = tmp_path_factory.mktemp("two")
-    cases = {**TWO, **DISKS, **MEASURED}
+    cases = {**TWO, **DISKS}
     if not exhaustive_wanted(request):
         cases = {name: cases[name] for name in COMMON}
     runs = {name: {**both, **several, **batch_of(4, 2, both)} for name, (both, several, _) in cases.items()}
@@ -152,7 +132,7 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (["Tensor"] if name in ("ddp", "in threads", "small", "routers") else ["DTensor"])
+    assert first["kinds"] == (["Tensor"] if name in ("ddp", "small", "routers") else ["DTensor"])
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------
@@ -190,7 +170,7 @@ def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
 
 
 @pytest.mark.representatives("sharded")
-@pytest.mark.parametrize("name", ["ddp", "sharded", "in threads", "sharded in threads", "adapters"])
+@pytest.mark.parametrize("name", ["ddp", "sharded", "adapters"])
 def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
     both = TWO[name][0]
     expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})
@@ -235,27 +215,9 @@ def test_a_disk_that_refuses_one_process_harms_neither_the_run_nor_other_checkpo
     for outcomes in of_two[1]:
         assert_same({**outcomes[name], "eval": []}, {**expected, "eval": []})
     folder = of_two[0] / name
-    steps = (1, 2) if name == "late in threads" else (2, 4, 5)
-    assert sorted(path.name for path in folder.glob("*checkpoint*")) == [f"checkpoint-{step}" for step in steps]
+    assert sorted(path.name for path in folder.glob("*checkpoint*")) == [f"checkpoint-{step}" for step in (2, 4, 5)]
     for checkpoint in store.checkpoints(folder):
         read_manifest(checkpoint)
-
-
-# -- costs of placements ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["measured", "measured sharded"])
-def test_measured_costs_are_fitted_the_same_on_all_ranks_and_change_no_step(of_two, of_one, name):
-    first, second = (outcomes[name] for outcomes in of_two[1])
-    assert first["costs"] == second["costs"]
-    assert [start for start, *_ in first["costs"]] == [0, 5 if name == "measured" else FIT_STEPS + 1]
-    both, _, _ = MEASURED[name]
-    assert_same(first, of_one({**both, "balance_costs": "auto", "save_strategy": "no", **batch_of(4, 1, both)}))
-
-
-def test_without_measuring_costs_stay_those_of_flops(of_two):
-    assert [start for start, *_ in of_two[1][0]["ddp"]["costs"]] == [0]
 
 
 def test_sharding_without_processes_is_an_error(tmp_path):

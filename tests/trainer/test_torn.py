@@ -68,10 +68,8 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_old_state_or_the_new_one(t
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_trainer, tmp_path, in_thread):
+def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_trainer, tmp_path):
     settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-    settings["async_checkpoints"] = in_thread
     whole = make_trainer(some_trees(), folder="whole", max_tokens=40, **settings)
     whole.train()
     (tmp_path / "settings.json").write_text(json.dumps(whole.args.to_dict(), default=str))

@@ -133,10 +133,10 @@ _GROUPS = {
     ),
     "Evaluation, checkpoints, logs": (
         "eval_strategy eval_steps per_device_eval_batch_size save_strategy save_steps save_total_limit "
-        "async_checkpoints load_best_model_at_end push_to_hub hub_model_id logging_steps report_to run_name profile"
+        "load_best_model_at_end push_to_hub hub_model_id logging_steps report_to run_name profile"
     ),
     "When something goes wrong": "nonfinite max_skipped_steps spike_factor on_save_failure",
-    "Several processes": "sharded shard_config tp_size ep_size context_size balance_ranks balance_costs",
+    "Several processes": "sharded shard_config tp_size ep_size context_size balance_ranks",
 }
 GROUPS = {title: keys.split() for title, keys in _GROUPS.items()}
 ONLINE_GROUP = "Online runs (tasks in place of data)"  # every key of ours that no group above has
@@ -152,6 +152,8 @@ ELSEWHERE = {
 # Keys of earlier versions, each with its default, which is passed over, and what to do in place of another value.
 RETIRED: Mapping[str, tuple[object, str]] = {
     "curriculum": ("uniform", "recorded trees are trained in an order drawn by seed; it is a key of runs with tasks"),
+    "balance_costs": ("auto", "processes take trees by predicted FLOPs"),
+    "async_checkpoints": (False, "training waits until a checkpoint is written; a larger save_steps waits less often"),
     "curriculum_settings": (None, "recorded trees are trained in an order drawn by seed"),
 }
 WIDTH = 100

@@ -273,8 +273,7 @@ def find_layers(lm: DecoderAndHead, names: tuple[str, ...] | None) -> list[nn.Mo
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state on rank 0; empty on other ranks. Every rank calls this. Shards are gathered, and what training
-    changes is copied, into host memory.
+    """The model's state on rank 0, in host memory; empty on other ranks. Every rank calls this. Shards are gathered.
 
     A tied parameter is gathered once: its names share one tensor, so that `save_pretrained` writes it once.
     """
@@ -283,17 +282,10 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if value not in known:
             whole = whole_tensor(value) if isinstance(value, DTensor) else value
-            known[value] = copy_of_changing(whole) if ranks.own() == 0 else torch.empty(0)
+            known[value] = whole.detach().cpu() if ranks.own() == 0 else torch.empty(0)
         if ranks.own() == 0:
             state[name] = known[value]
     return state
-
-
-def copy_of_changing(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory (of a shard, a shard) where training may change the tensor; a frozen parameter itself."""
-    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        return tensor.detach()
-    return tensor.detach().to("cpu", copy=True)
 
 
 def whole_tensor(shard: DTensor) -> torch.Tensor:

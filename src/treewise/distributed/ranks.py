@@ -32,34 +32,22 @@ def own() -> int:
     return distributed.get_rank() if _is_started() else 0
 
 
-def on_first_rank(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
-    """Runs `work` on rank 0 alone. Every rank returns its result, which must pickle, or raises its error.
-
-    group: of all ranks (`group_for_threads`); None: the default one.
-    """
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0 alone. Every rank returns its result, which must pickle, or raises its error."""
     if count() == 1:
         return work()
     box: list[Any] = [_outcome(work) if own() == 0 else None]
-    distributed.broadcast_object_list(box, src=0, group=group)
+    distributed.broadcast_object_list(box, src=0)
     return _unpack([box[0]])[0]
 
 
-def on_every_rank(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> list[T]:
+def on_every_rank(work: Callable[[], T]) -> list[T]:
     """Runs `work` on each rank and returns the results of all; if it failed on any, every rank raises that error."""
     if count() == 1:
         return [work()]
     outcomes: list[Any] = [None] * count()
-    distributed.all_gather_object(outcomes, _outcome(work), group=group)
+    distributed.all_gather_object(outcomes, _outcome(work))
     return _unpack(outcomes)
-
-
-def group_for_threads(timeout_seconds: float) -> distributed.ProcessGroup | None:
-    """A second group of all ranks, on the CPU: for collective operations of a thread beside those of the main one.
-    None without a process group. Every rank calls this.
-    """
-    if count() == 1:
-        return None
-    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
 def lost(what: str, advice: str = "") -> LostRankError:

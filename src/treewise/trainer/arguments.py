@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = (
     "label_names", "length_column_name", "eval_do_concat_batches", "eval_use_gather_object",
     "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval",
     "liger_kernel_config", "torch_empty_cache_steps", "logging_nan_inf_filter", "ddp_find_unused_parameters",
-    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
+    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "hub_always_push",
 )  # fmt: skip
 _SIZES = ("tp_size", "ep_size", "context_size")
 _SAMPLING = ("random", "sequential")
@@ -90,15 +90,12 @@ class TreeTrainingArguments(TrainingArguments):
             parallelism). `max_tokens` counts the tokens of all of them.
         balance_ranks: with several processes, place the trajectories of a step by predicted time;
             False: ranks take trees in turn. Changes no loss.
-        balance_costs: costs that placements assume: `flops` of the model, `measured` (fitted to the first steps), or
-            `auto`: measured, except on a CPU and under `full_determinism`, where runs repeat bit for bit.
         nonfinite: `stop` at a loss or gradient that is not finite, or `skip` the update. Its trees are named and
             written to `nonfinite.jsonl` in the run's folder.
         max_skipped_steps: consecutive skipped updates after which the run stops.
         spike_factor: log a warning with the trees when the gradient norm exceeds this many medians of the last 50
             steps; 0: off.
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
-        async_checkpoints: copy what a checkpoint holds to host memory, and write it in a thread while training goes on.
         prepare_ahead: load, merge, place and plan the trees of the next step in a thread while this one computes.
             False: when the step begins, for data whose items cannot be read in another thread. Changes no loss.
         profile: write where the time of steps 3 to 5 goes into the run's folder, as `profile.json` and a Chrome trace.
@@ -122,7 +119,6 @@ class TreeTrainingArguments(TrainingArguments):
     max_skipped_steps: int = 5
     spike_factor: Annotated[float, Ge(0), Lt(math.inf)] = 10.0
     on_save_failure: Literal["stop", "continue"] = "stop"
-    async_checkpoints: bool = False
     prepare_ahead: bool = True
     profile: bool = False
     initial_optimizer: str | None = None
@@ -132,7 +128,6 @@ class TreeTrainingArguments(TrainingArguments):
     ep_size: int = 1
     context_size: int = 1
     balance_ranks: bool = True
-    balance_costs: Literal["auto", "flops", "measured"] = "auto"
     merge_across_trees: bool = True
 
     # transformers' own: other defaults, and limits.
@@ -174,6 +169,8 @@ class TreeTrainingArguments(TrainingArguments):
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: choose {' or '.join(_SAMPLING)}."
             )
+        if "checkpoint" in str(getattr(self.hub_strategy, "value", self.hub_strategy)):
+            raise ConfigError("hub_strategy: the model is uploaded at the end; hf upload uploads a checkpoint.")
         if str(self.max_tokens).lower() in ("none", "null"):  # as a flag gives it
             self.max_tokens = None
         Budget(self.max_tokens)

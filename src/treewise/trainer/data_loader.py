@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
-from treewise.distributed.online_placement import OnlinePlacer, image_tokens_of, measures_costs, prior_of
+from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops, image_tokens_of
 from treewise.errors import ConfigError
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
@@ -234,20 +234,15 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps)
 
 
-def make_placer(
-    args: TreeTrainingArguments, model: torch.nn.Module, objective: Objective, *, fits: bool = True
-) -> OnlinePlacer | None:
-    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn. fits: costs, where the
-    settings ask for it.
-    """
+def make_placer(args: TreeTrainingArguments, model: torch.nn.Module, objective: Objective) -> OnlinePlacer | None:
+    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
     if not args.places_trees:
         return None
     flops = flop_model(model)
     return OnlinePlacer(
-        prior_of(flops),
+        costs_of_flops(flops),
         args.max_tokens if isinstance(args.max_tokens, int) else None,
         getattr(objective, "weighting", "per_trajectory"),
-        fits=fits and measures_costs(args.balance_costs, args.device, args.full_determinism),
         in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
         ranks_per_batch=args.ranks_per_batch,
         image_tokens=image_tokens_of(flops),

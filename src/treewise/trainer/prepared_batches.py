@@ -39,7 +39,7 @@ class PreparedSteps:
     """This rank's batches of each optimizer step, the next step's prepared in a thread while the caller computes.
 
     Parameters:
-        prepare: maps the index of a step and the trees of a batch to this rank's prepared batch.
+        prepare: maps the trees of a batch to this rank's prepared batch.
         args: `gradient_accumulation_steps` batches make a step (the last of an epoch may have fewer); without
             `prepare_ahead` each step is prepared when it is asked for, in the caller's thread.
         epoch_from: begins the epoch whose first step has an index, and returns the iterator that the caller will give
@@ -48,7 +48,7 @@ class PreparedSteps:
 
     def __init__(
         self,
-        prepare: Callable[[int, list[Forest]], PreparedBatch],
+        prepare: Callable[[list[Forest]], PreparedBatch],
         args: TreeTrainingArguments,
         epoch_from: Callable[[int], Batches | None] | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class PreparedSteps:
         epoch: the same iterator for each step of an epoch. step: index of the first step that is taken from it.
         """
         if not self._is_ahead:
-            return self._batches_of(epoch, step)
+            return self._batches_of(epoch)
         if self._waiting is None or self._epoch is not epoch:
             self._close()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="treewise-prefetch")
@@ -74,7 +74,7 @@ class PreparedSteps:
         assert waiting is not None
         batches = waiting.result()
         if step + 1 != self._end:
-            self._submit(step + 1)
+            self._submit()
         elif self._epoch_from is not None and (following := self._epoch_from(step + 1)) is not None:
             self._begin(following, step + 1)
         return batches
@@ -82,15 +82,15 @@ class PreparedSteps:
     def _begin(self, epoch: Batches, step: int) -> None:
         num_batches = length_hint(epoch, -1)
         self._epoch, self._end = epoch, None if num_batches < 0 else step - (-num_batches // self._batches_per_step)
-        self._submit(step)
+        self._submit()
 
-    def _submit(self, step: int) -> None:
+    def _submit(self) -> None:
         assert self._thread is not None
         assert self._epoch is not None
-        self._waiting = self._thread.submit(self._batches_of, self._epoch, step)
+        self._waiting = self._thread.submit(self._batches_of, self._epoch)
 
-    def _batches_of(self, epoch: Batches, step: int) -> list[PreparedBatch]:
-        return [self._prepare(step, batch) for batch in islice(epoch, self._batches_per_step)]
+    def _batches_of(self, epoch: Batches) -> list[PreparedBatch]:
+        return [self._prepare(batch) for batch in islice(epoch, self._batches_per_step)]
 
     @contextmanager
     def ended(self) -> Iterator[None]:

@@ -73,14 +73,14 @@ def stopped_error(signals: StopSignals, what: str) -> StoppedError:
 class StepEnd(TrainerCallback):
     """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
 
-    def __init__(self, signals: StopSignals, end_step: Callable[[int], None]) -> None:
+    def __init__(self, signals: StopSignals, end_step: Callable[[], None]) -> None:
         self._signals, self._end_step = signals, end_step
 
     @override
     def on_step_end(
         self, args: TreeTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._end_step(state.global_step)
+        self._end_step()
         if stop_of_all(self._signals):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

@@ -27,7 +27,6 @@ from treewise.distributed import ranks
 from treewise.distributed.ends import Ends
 from treewise.distributed.fsdp import ShardSettings, gradient_norm, shard
 from treewise.distributed.mesh import context_group, mesh_of, sum_gradients
-from treewise.distributed.online_placement import OnlinePlacer
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import PreparedForest
@@ -56,7 +55,6 @@ class StepRunner:
         args: attention, temperature, precision, device and budget of the run.
         first_tree: loads the tree that budgets are measured with, the same on every rank.
         autocast: the context of forwards.
-        placer: is given the time of each batch while it fits its costs.
         reserve_bytes: memory that the optimizer is still going to take.
         processor: the model's processor, for trees with images.
 
@@ -73,12 +71,11 @@ class StepRunner:
         first_tree: Callable[[], Forest],
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        placer: OnlinePlacer | None = None,
         reserve_bytes: int = 0,
         processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.model, self.objective, self.args = model, objective, args
-        self._first_tree, self._autocast, self._placer = first_tree, autocast, placer
+        self._first_tree, self._autocast = first_tree, autocast
         self._max_tokens = args.max_tokens
         self._reserve_bytes, self._processor = reserve_bytes, processor
         self._ends: Ends | None = None  # of a sharded model
@@ -258,7 +255,7 @@ class StepRunner:
             )
         self.model.train()
         self._measure_budget()
-        with self._batch(trains=True, ready=batch.ready):
+        with self._batch(trains=True):
             if batch.ready is None:
                 return None
             with self._autocast():
@@ -323,26 +320,15 @@ class StepRunner:
             return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
 
     @contextmanager
-    def _batch(self, *, trains: bool, ready: PreparedForest | None = None) -> Iterator[None]:
-        """Around the walks of one batch. Sharded: all ranks enter and leave, and run the same forwards and backwards.
-
-        ready: this rank's trees, if `trains`; the placer may measure such a batch.
-        """
+    def _batch(self, *, trains: bool) -> Iterator[None]:
+        """Around the walks of one batch. Sharded: all ranks enter and leave, and run the same passes."""
         if not self._is_in_lockstep:
-            with self._measured(ready, trains=trains):
-                yield
+            yield
             return
         whole = nullcontext() if self._ends is None else self._ends.whole(trains)
-        # Measured between two moments that all ranks share: all parameters gathered, all passes run.
-        with self._out_of_memory_explained(), whole, self._measured(ready, trains=trains):
+        with self._out_of_memory_explained(), whole:
             yield
             self.engine.drain()
-
-    def _measured(self, ready: PreparedForest | None, *, trains: bool) -> AbstractContextManager[None]:
-        if not trains or self._placer is None or not self._placer.is_measuring:
-            return nullcontext()
-        plan = None if ready is None else self.engine.plan(ready)
-        return self._placer.measure(plan, self.args.device)
 
     @contextmanager
     def _out_of_memory_explained(self) -> Iterator[None]:

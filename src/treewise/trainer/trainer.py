@@ -83,7 +83,6 @@ class TreeTrainer(UploadingTrainer):
 
     args: TreeTrainingArguments
     model: Any  # None after a trial of hyperparameter_search
-    _fits_costs = True  # of placements, to the first steps
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class TreeTrainer(UploadingTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[StepEnd(self._signals, self._end_step), *profilers, *(more.get("callbacks") or [])],
+            callbacks=[StepEnd(self._signals, self._throughput.end_step), *profilers, *(more.get("callbacks") or [])],
             optimizers=more.get("optimizers", (None, None)),
         )
         # accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers.
@@ -132,11 +131,10 @@ class TreeTrainer(UploadingTrainer):
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
-        self._placer = make_placer(args, self.model, self.loss_objective, fits=self._fits_costs)
+        self._placer = make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
-        placer = self._placer if self._fits_costs else None
-        self._checkpoints = CheckpointManager(args, self._run_facts, placer, self.upload_checkpoint)
+        self._checkpoints = CheckpointManager(args, self._run_facts)
         self._resumed: ResumePoint | None = None
         self._runner = self._new_runner()
 
@@ -156,7 +154,6 @@ class TreeTrainer(UploadingTrainer):
             self.args,
             lambda: forest_of(self.train_dataset[0]),
             autocast=self.accelerator.autocast,
-            placer=self._placer,
             reserve_bytes=optimizer_bytes(self.model, self.optimizer),
             processor=self.processing_class,
         )
@@ -217,9 +214,9 @@ class TreeTrainer(UploadingTrainer):
         with self._signals.computing():
             return batches, self.runner.begin_step(batches, step + 1)
 
-    def _prepare(self, step: int, batch: list[Forest]) -> PreparedBatch:
+    def _prepare(self, batch: list[Forest]) -> PreparedBatch:
         """This rank's part of a batch, with all that the host computes for it."""
-        own = batch if self._placer is None else self._placer.own_part(step, batch)
+        own = batch if self._placer is None else self._placer.own_part(batch)
         return self.runner.prepare(own, self._throughput.flops_of(self.model, own))
 
     def _epoch_from(self, step: int) -> Iterator[list[Forest]] | None:
@@ -286,12 +283,6 @@ class TreeTrainer(UploadingTrainer):
 
     _clip_grad_norm = _get_grad_norm
 
-    def _end_step(self, step: int) -> None:
-        self._throughput.end_step()
-        if self._placer is not None:
-            self._placer.on_step_end(step)
-        self._checkpoints.collect(wait=False)
-
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -333,7 +324,6 @@ class TreeTrainer(UploadingTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._checkpoints.collect(wait=True)
         of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
         run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
         self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
@@ -346,12 +336,6 @@ class TreeTrainer(UploadingTrainer):
         """What a run that is resumed must agree on."""
         data = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
         return {**data, "model": self._fingerprint, **self.args.order_facts(), "curriculum": None}
-
-    @override
-    def _finalize_training(self, *args: object, **kwargs: object) -> TrainOutput:
-        """Loads the best model, which may be in the checkpoint that a thread still writes."""
-        self._checkpoints.collect(wait=True)
-        return super()._finalize_training(*args, **kwargs)
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -428,15 +412,13 @@ class TreeTrainer(UploadingTrainer):
                 return TrainOutput(self.state.global_step, float("nan"), {})
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
             self._throughput.begin_run(self.args.device, dtype)
-            with self._checkpoints.flight_ended(), self._steps.ended():
+            with self._steps.ended():
                 try:
                     result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
                 except StepAbandoned:
                     clear_gradients(self.model.parameters())
-                    self._checkpoints.collect(wait=True)
                     if self.state.global_step > self._checkpoints.last_step:
                         self._save_checkpoint(self.model_wrapped, trial)
-                        self._checkpoints.collect(wait=True)
                 else:
                     if self._signals.received is None or self.state.global_step >= self.state.max_steps:
                         return result

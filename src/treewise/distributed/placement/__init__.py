@@ -3,10 +3,9 @@
 assign_ranks     which rank trains which trajectory, so that the slowest is as fast as possible
 rank_part        the forests of one rank
 restrict_forest  the forest of some trajectories of another
-fit              costs of tokens, pairs and micro-batches, fitted to the run's own steps
 """
 
-from treewise.distributed.placement.cost_model import CostModel, Work, fit, work_of
+from treewise.distributed.placement.cost_model import CostModel, Work, work_of
 from treewise.distributed.placement.placement import Placement, assign_ranks
 from treewise.distributed.placement.split import rank_part, restrict_forest
 
@@ -15,7 +14,6 @@ __all__ = [
     "Placement",
     "Work",
     "assign_ranks",
-    "fit",
     "rank_part",
     "restrict_forest",
     "work_of",

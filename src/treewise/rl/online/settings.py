@@ -52,9 +52,8 @@ def checked_objective(
     """
     from treewise.objectives.registry import objective_named
 
-    for name, why in (("async_checkpoints", "saves between two iterations"), ("profile", "cannot be profiled")):
-        if getattr(args, name):
-            raise ConfigError(f"{name}: an online run {why}; leave it out.")
+    if args.profile:
+        raise ConfigError("profile: an online run cannot be profiled; leave it out.")
     check_parted(settings, args)
     staleness = settings.max_staleness
     if isinstance(objective, str):

@@ -90,8 +90,6 @@ class OnlineTrainer(TreeTrainer):
         UnsupportedModelError: the model cannot follow a tree.
     """
 
-    _fits_costs = False  # processes take trees by predicted FLOPs
-
     def __init__(
         self,
         model: nn.Module,

@@ -1,8 +1,7 @@
 """What a checkpoint of a run holds: weights, optimizer, schedule, random generators, state of the loop.
 
 Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint (`weights.py` loads
-them). Everything else is JSON and safetensors. A state is captured first and written then, so that training may go on
-meanwhile.
+them). Everything else is JSON and safetensors.
 """
 
 import dataclasses
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -27,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import copy_of_changing, whole_state, whole_tensor
+from treewise.distributed.fsdp import whole_state, whole_tensor
 from treewise.distributed.mesh import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -65,62 +63,11 @@ class RunState:
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """What the files of a checkpoint are written from, on this rank.
-
-    weights: what `save_pretrained` writes; None: the model's own. shards: of a sharded model, else empty. optimizer:
-    None where it is not saved. texts: JSON files by name.
-    """
-
-    run: RunState
-    step: int
-    num_bytes: int
-    weights: dict[str, torch.Tensor] | None
-    shards: dict[str, torch.Tensor]
-    optimizer: OptimizerState | None
-    texts: dict[str, str]
-
-
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def capture(run: RunState, run_dir: Path, *, copies: bool = False) -> Captured:
-    """The state of a run at its present step; every rank calls this.
-
-    copies: of all that training changes, in host memory, so that it may go on before they are written.
-
-    Raises:
-        CheckpointError: on all ranks, if the state of one cannot be saved.
-    """
-    has_parts, settings = is_sharded_model(run.model), run.args.shard_settings()
-    is_on_mesh = mesh_of(run.model) is not None
-    is_sharded = has_parts and not is_on_mesh  # a mesh's checkpoints are whole, so that any other mesh reads them
-    is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
-    weights = whole_state(run.model) if is_whole and (has_parts or copies) else None
-    num_bytes = _num_bytes(run)
-
-    def kept(_: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank writes of a tensor; of a mesh, which has parts on several ranks, the whole."""
-        if is_on_mesh and isinstance(tensor, DTensor):
-            tensor = whole_tensor(tensor)
-        if not is_sharded and ranks.own() != 0:
-            return torch.empty(0)
-        return copy_of_changing(tensor) if copies else tensor.cpu() if is_on_mesh else tensor
-
-    def own_part() -> Captured:
-        optimizer = None if run.args.save_only_model else optimizer_state(run.optimizer, run.model).mapped(kept)
-        shards = {name: kept(name, each) for name, each in sharded_weights(run.model).items()} if is_sharded else {}
-        return Captured(run, run.loop.global_step, num_bytes, weights, shards, optimizer, _texts(run))
-
-    own: list[Captured] = []
-    folder = store.aside(run_dir, run.loop.global_step)
-    ranks.on_every_rank(store.explained(folder, num_bytes)(lambda: own.append(own_part())))
-    return own[0]
-
-
-def write(saved: Captured, run_dir: Path, facts: dict[str, Any], group: ProcessGroup | None = None) -> Path:
-    """Writes and publishes a checkpoint; every rank calls this. group: as in `ranks.on_every_rank`.
+def write(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
+    """Writes and publishes a checkpoint of a run at its present step; every rank calls this.
 
     A rank that cannot write must not leave the others waiting in a collective operation. So the files are written in
     stages that hold at most one such operation, which reports failures by itself; after each stage either all ranks go
@@ -129,31 +76,49 @@ def write(saved: Captured, run_dir: Path, facts: dict[str, Any], group: ProcessG
     Raises:
         CheckpointError: on all ranks, if any of them could not write; earlier checkpoints are untouched.
     """
-    folder = store.aside(run_dir, saved.step)
-    explained = partial(store.explained, folder, saved.num_bytes)
+    step = run.loop.global_step
+    folder = store.aside(run_dir, step)
+    explained = partial(store.explained, folder, _num_bytes(run))
+    has_parts, settings = is_sharded_model(run.model), run.args.shard_settings()
+    is_sharded = has_parts and mesh_of(run.model) is None  # a mesh's are whole, so that any other mesh reads them
+    is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
+    weights = whole_state(run.model) if is_whole and has_parts else None
     try:
-        ranks.on_first_rank(explained()(lambda: str(store.new_folder(run_dir, saved.step))), group)
-        for stage in _stages(saved, folder, group):
-            ranks.on_every_rank(explained()(stage), group)
-        return Path(ranks.on_first_rank(explained()(lambda: str(store.publish(folder, facts))), group))
+        ranks.on_first_rank(explained()(lambda: str(store.new_folder(run_dir, step))))
+        for stage in _stages(run, folder, weights, is_sharded=is_sharded, is_whole=is_whole):
+            ranks.on_every_rank(explained()(stage))
+        return Path(ranks.on_first_rank(explained()(lambda: str(store.publish(folder, facts)))))
     except CheckpointError:
         if ranks.own() == 0:  # all ranks have left the folder
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _stages(saved: Captured, folder: Path, group: ProcessGroup | None) -> Iterator[Callable[[], object]]:
-    """The work of each rank, in order."""
-    run, is_sharded, optimizer = saved.run, bool(saved.shards), saved.optimizer
+def _stages(
+    run: RunState, folder: Path, weights: dict[str, torch.Tensor] | None, *, is_sharded: bool, is_whole: bool
+) -> Iterator[Callable[[], object]]:
+    """The work of each rank, in order. weights: what `save_pretrained` writes; None: the model's own."""
     if is_sharded:
-        yield lambda: save_shards(folder / SHARDS, saved.shards, group)
-    is_whole = not is_sharded or saved.weights is not None
-    yield lambda: write_model(folder, run.model, run.tokenizer, run.args, saved.weights, is_whole=is_whole)
-    if optimizer is not None:
+        yield lambda: save_shards(folder / SHARDS, sharded_weights(run.model))
+    yield lambda: write_model(folder, run.model, run.tokenizer, run.args, weights, is_whole=is_whole)
+    if not run.args.save_only_model:
+        found: list[OptimizerState] = []
+
+        def gather() -> None:
+            """What this rank writes of each tensor; of a mesh, which has parts on several ranks, the whole."""
+            state = optimizer_state(run.optimizer, run.model)
+            found.append(state if is_sharded else state.mapped(lambda _, tensor: _whole_on_first(tensor)))
+
+        yield gather
         if is_sharded:
-            yield lambda: save_shards(folder / OPTIMIZER, optimizer.tensors, group)
-        yield lambda: save_optimizer(folder, optimizer, is_sharded=is_sharded) if ranks.own() == 0 else None
-    yield lambda: write_texts(folder, saved.texts)
+            yield lambda: save_shards(folder / OPTIMIZER, found[0].tensors)
+        yield lambda: save_optimizer(folder, found[0], is_sharded=is_sharded) if ranks.own() == 0 else None
+    yield lambda: write_texts(folder, _texts(run))
+
+
+def _whole_on_first(tensor: torch.Tensor) -> torch.Tensor:
+    whole = whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return whole.cpu() if ranks.own() == 0 else torch.empty(0)
 
 
 def _num_bytes(run: RunState) -> int:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ from treewise.errors import CheckpointError, ConfigError, bytes_as_text
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODEL_ASIDE = ".model.saving"
-_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced|[\w-]+\.upload)")
+_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced|[\w-]+\.upload)")  # the last: of earlier versions
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
@@ -285,19 +285,14 @@ def listed_files(checkpoint: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="treewise-") as name:
         folder = Path(name)
-        link_files(os.symlink, checkpoint, listed, folder)
+        for each in listed:
+            target = folder / each
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.symlink_to((checkpoint / each).resolve())
+            except (OSError, NotImplementedError):  # a system that makes no links
+                shutil.copyfile(checkpoint / each, target)
         yield folder
-
-
-def link_files(link: Callable[[Path, Path], None], checkpoint: Path, names: Iterable[str | Path], folder: Path) -> None:
-    """Links to files of a checkpoint in another folder; copies, where the system makes no links."""
-    for name in names:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            link((checkpoint / name).resolve(), target)
-        except (OSError, NotImplementedError):
-            shutil.copyfile(checkpoint / name, target)
 
 
 def sealed_text(content: dict[str, Any]) -> str:

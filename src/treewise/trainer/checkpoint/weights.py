@@ -8,7 +8,7 @@ Trainer leaves those as they are, when it resumes and when it loads the best che
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,15 @@ from treewise.trainer.checkpoint.store import listed_files
 # -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------
 
 
-def save_shards(folder: Path, tensors: dict[str, torch.Tensor], group: distributed.ProcessGroup | None = None) -> None:
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes tensors, sharded (`DTensor`) or the same on all ranks; every rank calls this.
-
-    group: of all ranks, for the collective operations; None: the default one. A thread needs one of its own.
 
     Raises:
         CheckpointError: a rank could not write.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _errors_named() as is_single:
-        save(dict(tensors), storage_writer=writer, no_dist=is_single, process_group=group)
+        save(dict(tensors), storage_writer=writer, no_dist=is_single)
 
 
 def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -51,14 +49,14 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: a tensor is missing from the checkpoint, also in part, or has another shape or dtype.
     """
-    refuse_gaps(folder, tensors)
+    _refuse_gaps(folder, tensors)
     with _errors_named() as is_single:
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=is_single)
 
 
-def refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
+def _refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Raises `CheckpointError` unless the files hold each tensor whole (DCP leaves as it is what no file holds), in its
-    shape and dtype, by their headers. The names of all that they hold.
+    shape and dtype, by their headers.
     """
     try:
         saved: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -75,7 +73,6 @@ def refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
                 f"{folder.name}: {name} is {num_held} numbers of {list(found.size)} {dtype}, where {tensor.numel()} of "
                 f"{list(tensor.shape)} {tensor.dtype} belong; a file is missing or is another run's."
             )
-    return set(saved)
 
 
 @contextmanager
@@ -87,9 +84,8 @@ def _errors_named() -> Iterator[bool]:
     """
     is_single = not distributed.is_initialized()
     try:
-        with warnings.catch_warnings() if is_single else nullcontext():  # filters belong to all threads of a process
-            if is_single:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             yield is_single
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
