@@ -53,6 +53,3 @@ def test_a_tree_of_images_is_balanced_by_the_flops_of_its_tower(monkeypatch):
     part = placer.own_part([seeing, *reading])
     has_images = any(len(tree.images) for tree in part)
     assert len(part) == (4 if has_images else 6)  # with a tower that cost nothing, five each
-    with placer.measure(plan(seeing), CPU):
-        pass
-    assert placer._measurements[0][0].tokens == pytest.approx(40 + tower / per_token)

@@ -1,7 +1,8 @@
 """Placement in a training run: which rank trains which trajectories of each step.
 
 Every rank sees all trees of a batch, computes the same placement (`treewise.distributed.placement`) from the FLOPs of
-the model, and takes its part. A resumed run places as the undisturbed one, so it computes the same sums in the same order.
+the model, and takes its part. A resumed run places as the undisturbed one, so it computes the same sums in the same
+order.
 """
 
 from collections.abc import Callable, Sequence

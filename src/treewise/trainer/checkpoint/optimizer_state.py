@@ -1,8 +1,8 @@
 """An optimizer's state in safetensors and JSON, under the names of its parameters: any number of processes resumes it.
 
 `optimizer.json` lists every tensor and holds all else. The manifest of a checkpoint has the SHA-256 of both files, so
-what is read is what was saved; here it is compared with this run: the kind of optimizer, its parameters, and the settings of
-their groups.
+what is read is what was saved; here it is compared with this run: the kind of optimizer, its parameters, and the
+settings of their groups.
 """
 
 import json
