@@ -35,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from treewise import SFT, Forest, Trajectory, TreeEngine, testing
 from treewise.grow import grow, operators
-from treewise.grow.configuration import LEARNED, OPERATORS, Growth
+from treewise.grow.configuration import MANGO, OPERATORS, Growth
 from treewise.grow.growth import load_whole
 from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.nn.model_flops import flop_model
@@ -139,7 +139,7 @@ class Run:
 
 def map_flops(name: str, small: Any, grown: Any, plan: GrowthPlan) -> float:
     """FLOPs of making the large weights once, and of carrying their gradients back into the operator."""
-    operator = operators.OPERATORS[name](small, grown, plan)
+    operator = operators.Mango(small, grown, plan)
     with FlopCounterMode(display=False) as counter:
         made = [tensor for tensor in operator().values() if tensor.requires_grad]
         torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made])
@@ -150,7 +150,7 @@ def grown_run(
     name: str, folder: Path, batches: list[list[Forest]], held_out: list[Forest], args: argparse.Namespace, seed: int
 ) -> Run:
     """The large model that an operator makes, trained on; operator training is counted and takes the first batches."""
-    num_fitted = args.operator_steps if name in LEARNED else 0
+    num_fitted = args.operator_steps if name == MANGO else 0
     used = [forest for batch in batches[:num_fitted] for forest in batch]
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / name
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--small_steps", type=int, default=100)
     parser.add_argument("--steps", type=int, default=220, help="of scratch, 16 windows of 128 characters each")
     parser.add_argument("--grown_steps", type=int, default=160, help="of each operator, its own included")
-    parser.add_argument("--operator_steps", type=int, default=40, help="ligo, mango")
+    parser.add_argument("--operator_steps", type=int, default=40, help="mango")
     parser.add_argument("--rate", type=float, default=3e-3, help="of AdamW, after a warm-up of 20 steps")
     parser.add_argument("--operator_rate", type=float, default=1e-3)
     parser.add_argument("--eval_every", type=int, default=10)

@@ -40,7 +40,6 @@ WHOLE_PACKAGE = {
     "engine/test_offload": "gateways and held graphs in host memory",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",
     "engine/test_inputs": "what the engine takes",
-    "grow/test_moments": "the optimizer's state, grown with the weights",
     "grow/test_families": "copied width and identity layers in every family",
     "nn/attention/test_flex_kernels": "generated Triton kernels, interpreted",
     "nn/test_adapters": "every adapter on head and layers against flat training",

@@ -9,7 +9,6 @@ from treewise.distributed import online_placement
 from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops, image_tokens_of
 from treewise.distributed.placement import CostModel
 from treewise.nn.model_flops import flop_model
-from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory

@@ -12,27 +12,24 @@ from treewise.errors import ConfigError
 from treewise.grow import grow, operators
 from treewise.grow.configuration import Growth
 from treewise.grow.growth_plan import plan_of
-from treewise.grow.operators import Mango, Operator, trained_operator
+from treewise.grow.operators import Mango, trained_operator
 from treewise.grow.widening import Widening, role_of, widened
 from treewise.tree import Forest, Trajectory
 
 
 def begin(
-    name: str, folder: Path, family: str = "qwen2", rank: int = 1, layers: int = 3
-) -> tuple[Operator, object, object, Widening]:
+    folder: Path, family: str = "qwen2", rank: int = 1, layers: int = 3
+) -> tuple[Mango, object, object, Widening]:
     model = save_random(folder, family)
-    plan = plan_of(model.config, Growth(2, num_layers=layers, operator=name, noise=0.0))
+    plan = plan_of(model.config, Growth(2, num_layers=layers, operator="mango", noise=0.0))
     grown = AutoModelForCausalLM.from_config(plan.grown_config)
-    return operators.OPERATORS[name](model, grown, plan, rank), model, grown, plan.widening
+    return Mango(model, grown, plan, rank), model, grown, plan.widening
 
 
-@pytest.mark.parametrize("name", ["ligo", "mango"])
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt_neox", "gemma3_text", "phi3"])
-def test_without_noise_an_operator_begins_as_a_copy(
-    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_noise_it_begins_as_a_copy(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "MAP_NOISE", 0.0)
-    operator, model, grown, widening = begin(name, tmp_path, family)
+    operator, model, grown, widening = begin(tmp_path, family)
     tensors = operator()
     assert set(dict(grown.named_parameters())) <= set(tensors)
     for key, tensor in model.state_dict().items():
@@ -47,8 +44,7 @@ def test_the_ring_is_the_dense_map(tmp_path: Path) -> None:
     """Its einsums against the full tensor S of arXiv 2310.10699, contracted over all indices at once; at rank 1 it is
     the Kronecker product of the four maps.
     """
-    operator, *_ = begin("mango", tmp_path, rank=2)
-    assert isinstance(operator, Mango)
+    operator, *_ = begin(tmp_path, rank=2)
     name, members = next((key, value) for key, value in operator.classes.items() if len(value) > 1 and " 1" in key)
     stack = operator.stacks[members[0]]
     dense = torch.einsum(
@@ -69,35 +65,35 @@ def trees() -> list[Forest]:
     return [Forest.from_trajectories(rows)]
 
 
-@pytest.mark.parametrize(("name", "rank"), [("ligo", 1), ("mango", 1), ("mango", 2)])
-def test_fitting_lowers_the_loss_and_moves_every_map(name: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [1, 2])
+def test_fitting_lowers_the_loss(rank: int, tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen2")
-    growth = Growth(2, None, 3, operator=name, noise=0.0, forests=trees(), rank=rank, steps=12, learning_rate=3e-3)
+    growth = Growth(2, None, 3, operator="mango", noise=0.0, forests=trees(), rank=rank, steps=12, learning_rate=3e-3)
     grown, losses, _ = trained_operator(model, plan_of(model.config, growth), growth)
     assert losses[-1] < losses[0] - 0.05
     assert grown.config.num_hidden_layers == 3
     assert len(losses) == 12
 
 
-@pytest.mark.representatives("mango-qwen3_moe-target2", "ligo-gpt_neox-target3")
+@pytest.mark.representatives("qwen3_moe-target2", "gpt_neox-target3")
 @pytest.mark.parametrize(
-    ("name", "family", "target"),
+    ("family", "target"),
     [
-        ("mango", "phi3", {"width": 2, "inner": 3}),
-        ("ligo", "mixtral", {"width": 2, "experts": 2}),
-        ("mango", "qwen3_moe", {"experts": 3, "inner": 2}),
-        ("ligo", "gpt_neox", {"width": 3}),
+        ("phi3", {"width": 2, "inner": 3}),
+        ("mixtral", {"width": 2, "experts": 2}),
+        ("qwen3_moe", {"experts": 3, "inner": 2}),
+        ("gpt_neox", {"width": 3}),
     ],
 )
 def test_an_operator_that_learned_nothing_keeps_the_function(
-    name: str, family: str, target: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, target: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operators, "MAP_NOISE", 0.0)
     save_random(tmp_path / "small", family)
-    fit = {"operator": name, "forests": trees(), "steps": 1, "learning_rate": 0.0, "noise": 0.0}
+    fit = {"operator": "mango", "forests": trees(), "steps": 1, "learning_rate": 0.0, "noise": 0.0}
     report = grow(tmp_path / "small", tmp_path / "big", **target, **fit)
     assert report.logit_difference < 1e-5
-    assert (report.steps, report.rank) == (1, 1 if name == "mango" else None)
+    assert (report.steps, report.rank) == (1, 1)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "big", output_loading_info=True)
     assert not info["missing_keys"]
     grow(tmp_path / "big", tmp_path / "bigger", width=2)  # what was written can be grown again
@@ -107,7 +103,7 @@ def test_data_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     save_random(tmp_path / "small", "llama")
     far = [Forest.from_trajectories([Trajectory([3, 61])])]
     with pytest.raises(ConfigError, match="the data holds token 61, but vocab_size is 61"):
-        grow(tmp_path / "small", tmp_path / "big", width=2, operator="ligo", forests=far)
+        grow(tmp_path / "small", tmp_path / "big", width=2, operator="mango", forests=far)
     assert not list(tmp_path.glob("*big*"))
 
 
@@ -116,7 +112,7 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
     from treewise.engine import TreeEngine
     from treewise.objectives import SFT
 
-    operator, _, grown, _ = begin("mango", tmp_path, layers=2)
+    operator, _, grown, _ = begin(tmp_path, layers=2)
     operator, grown = operator.double(), grown.double()
     operator.stacks = [replace(each, weights=each.weights.double()) for each in operator.stacks]
     tensors = {name: each.double() for name, each in operator().items()}
@@ -143,6 +139,6 @@ def test_gradients_of_the_maps_are_those_of_autograd(tmp_path: Path) -> None:
 
 def test_unequal_layers_are_an_error(tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen3_moe", mlp_only_layers=[0])
-    plan = plan_of(model.config, Growth(2, operator="ligo", noise=0.0))
+    plan = plan_of(model.config, Growth(2, operator="mango", noise=0.0))
     with pytest.raises(NotImplementedError, match="in 1 of 2 layers"):
-        operators.Ligo(model, AutoModelForCausalLM.from_config(plan.grown_config), plan)
+        Mango(model, AutoModelForCausalLM.from_config(plan.grown_config), plan)

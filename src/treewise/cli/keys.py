@@ -128,7 +128,7 @@ _GROUPS = {
     ),
     "Steps": (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "
-        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 initial_optimizer "
+        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 "
         "activation_checkpointing prepare_ahead use_cpu seed data_seed full_determinism"
     ),
     "Evaluation, checkpoints, logs": (
@@ -153,6 +153,7 @@ ELSEWHERE = {
 RETIRED: Mapping[str, tuple[object, str]] = {
     "curriculum": ("uniform", "recorded trees are trained in an order drawn by seed; it is a key of runs with tasks"),
     "balance_costs": ("auto", "processes take trees by predicted FLOPs"),
+    "initial_optimizer": (None, "a run begins with a new optimizer"),
     "async_checkpoints": (False, "training waits until a checkpoint is written; a larger save_steps waits less often"),
     "curriculum_settings": (None, "recorded trees are trained in an order drawn by seed"),
 }

@@ -4,8 +4,8 @@ configuration   the larger model's configuration, which layer each new one comes
 widening        one rule per shape class: which axes of a tensor are wider; noise that cancels between the copies
 growth_plan     which tensors the larger model has, and of what each is made
 checkpoint      safetensors in, safetensors out, one tensor at a time
-operators       learned operators (LiGO, Mango), fitted on trees
-growth          all of it: `grow`, the optimizer's state too, with logits before and after
+operators       a learned operator (Mango), fitted on trees
+growth          all of it: `grow`, with logits before and after
 """
 
 from treewise.grow.growth import GrowReport, grow

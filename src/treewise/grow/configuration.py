@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Lt
 from transformers import PreTrainedConfig
@@ -21,8 +21,8 @@ from transformers import PreTrainedConfig
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice, check_fields
 from treewise.tree import Forest
 
-OPERATORS = ("copy", "stack", "ligo", "mango")
-LEARNED = OPERATORS[2:]
+MANGO = "mango"
+OPERATORS = ("copy", "stack", MANGO)
 # Families whose growth is tested to keep the function (tests/grow/test_families.py).
 FAMILIES = (
     "gemma3_text",
@@ -57,14 +57,13 @@ class Growth:
         num_layers: layers of the grown model; None: as many as the small one has.
         experts: whole factor of experts and of experts per token (mixtures only).
         like: configuration of the wanted model, in place of width, inner, num_layers and experts.
-        operator: `copy`, `stack`, or of `LEARNED`.
+        operator: `copy`, `stack`, or `mango`.
         noise: breaks the symmetry between copies, in standard deviations of each matrix; sums over copies keep their
             value.
-        seed: of the noise and of a learned operator.
-        optimizer: `drop`, or `grow` the optimizer's state that lies in the source, a checkpoint of `treewise train`.
+        seed: of the noise and of mango.
         check: compare logits of both models (both are loaded in float32).
-        forests: of a learned operator: the trees that it is fitted to, in turn.
-        rank: of Mango's tensor ring. steps: of a learned operator's optimizer; the papers take 100. learning_rate: of
+        forests: the trees that mango is fitted to, in turn.
+        rank: of mango's tensor ring. steps: of its optimizer; the paper takes 100. learning_rate: of
             Adam, on the maps. trees_per_step: trees of one step. max_tokens: budget of a micro-batch, or None: whole
             trees.
 
@@ -80,7 +79,6 @@ class Growth:
     operator: str = "copy"
     noise: Annotated[float, Ge(0), Lt(math.inf)] = 0.01
     seed: int = 0
-    optimizer: Literal["drop", "grow"] = "drop"
     check: bool = True
     forests: Sequence[Forest] = ()
     rank: Annotated[int, Ge(1)] = 1
@@ -98,8 +96,6 @@ class Growth:
                 raise ConfigError(
                     f"{name} is {factor}; give a whole factor of at least 1: growing repeats whole units."
                 )
-        if self.optimizer == "grow" and self.operator in LEARNED:
-            raise ConfigError("optimizer is 'grow'; choose drop, or grow with operator copy or stack.")
 
     @property
     def inner_factor(self) -> int:

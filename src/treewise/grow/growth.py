@@ -1,13 +1,8 @@
-"""`grow`: a checkpoint folder of transformers to a larger one, and the optimizer's state of `treewise train` with it.
-
-The gradient of a copied weight is that of the weight divided by the number of copies that its output has, because what
-sums over those is divided by it. So first moments are repeated and divided by it, and second moments by its square (up
-to the noise that parts the copies). Layers that begin as the identity have no earlier gradients, and get no state.
-"""
+"""`grow`: a checkpoint folder of transformers to a larger one, with logits before and after."""
 
 import json
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
-from treewise.grow.configuration import LEARNED, Growth, check_like, growth_like
-from treewise.grow.growth_plan import GrowthPlan, plan_of, shapes_of
+from treewise.grow.configuration import MANGO, Growth, check_like, growth_like
+from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.grow.operators import trained_operator
-from treewise.grow.widening import Role, TensorRole, repeat_blocks, role_of
-from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, read_optimizer, save_optimizer
 
 logger = logging.getLogger("treewise")
 TOLERANCE = 1e-5  # of logits before and after, in float32, of the largest one
@@ -35,15 +28,14 @@ class GrowReport:
         source: the small model's folder.
         source_sha256: SHA-256 over its weight files.
         output: the grown model's folder.
-        operator: `copy`, `stack`, `ligo` or `mango`.
+        operator: `copy`, `stack` or `mango`.
         depth: how layers were added, `zero` or `stack`.
         width, inner, num_layers, experts: factors, and layers of the grown model.
         noise, seed: of what parts the copies.
-        optimizer: what became of the source's optimizer state, `drop` or `grow`.
         num_parameters_before, num_parameters_after: counted in the checkpoints.
         keeps_function: whether this operator promises equal logits.
         logit_difference: largest difference, relative to the largest logit; None: not checked.
-        rank, steps, learning_rate, data_sha256: of a learned operator, else None.
+        rank, steps, learning_rate, data_sha256: of mango, else None.
         operator_losses: loss at each of its steps.
     """
 
@@ -58,7 +50,6 @@ class GrowReport:
     experts: int
     noise: float
     seed: int
-    optimizer: str
     num_parameters_before: int
     num_parameters_after: int
     keeps_function: bool
@@ -74,9 +65,8 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     """Grows a model: the folder `source`, with safetensors, to the folder `output`, which must not exist.
 
     `copy` repeats units and adds layers that begin as the identity; logits stay. `stack` adds copies of the whole
-    stack of layers; logits change. `ligo` (arXiv 2303.00980) and `mango` (arXiv 2310.10699) begin as a copy and are
-    fitted to the task loss for some steps, the small model frozen, before the large weights are made from them;
-    logits change.
+    stack of layers; logits change. `mango` (arXiv 2310.10699) begins as a copy and is fitted to the task loss for some
+    steps, the small model frozen, before the large weights are made from it; logits change.
 
     growth: fields of `treewise.grow.configuration.Growth`.
 
@@ -90,8 +80,8 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source}: no config.json, so this is not a model; name a folder of save_pretrained.")
-    if wanted.operator in LEARNED and not wanted.forests:
-        raise ConfigError(f"operator {wanted.operator!r} is fitted to trees: give data.")
+    if wanted.operator == MANGO and not wanted.forests:
+        raise ConfigError("operator 'mango' is fitted to trees: give data.")
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if wanted.like is not None:
         wanted = growth_like(wanted, config, wanted.like)
@@ -101,12 +91,10 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
-        learned = _write_learned(plan, small, folder, wanted) if wanted.operator in LEARNED else {}
+        learned = _write_learned(plan, small, folder, wanted) if wanted.operator == MANGO else {}
         if not learned:
             write_tensors(folder, plan.tensors(small))
             plan.grown_config.save_pretrained(folder)
-        if wanted.optimizer == "grow":
-            grow_optimizer(source, folder, plan)
         copy_companions(source, folder)
         difference = None
         if wanted.check:
@@ -117,7 +105,7 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
             source=str(source),
             source_sha256=small.sha256(),
             output=str(output),
-            **{name: getattr(wanted, name) for name in ("operator", "width", "experts", "noise", "seed", "optimizer")},
+            **{name: getattr(wanted, name) for name in ("operator", "width", "experts", "noise", "seed")},
             depth=plan.depth,
             inner=wanted.inner_factor,
             num_layers=len(plan.layer_sources),
@@ -137,7 +125,7 @@ def _write_learned(plan: GrowthPlan, small: SmallCheckpoint, folder: Path, wante
     model, losses, data_sha256 = trained_operator(load_whole(small.folder), plan, wanted)
     model.save_pretrained(folder)
     return {
-        "rank": wanted.rank if wanted.operator == "mango" else None,
+        "rank": wanted.rank,
         "steps": wanted.steps,
         "learning_rate": wanted.learning_rate,
         "data_sha256": data_sha256,
@@ -176,82 +164,3 @@ def load_whole(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
     )
-
-
-# -- the optimizer's state --------------------------------------------------------------------------------------------
-
-# Entries of an optimizer's state by the power of the gradient that they are means of.
-POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
-
-
-def grow_optimizer(source: Path, output: Path, plan: GrowthPlan) -> None:
-    """Writes the grown state beside the grown weights, as checkpoints hold it. It is held in memory.
-
-    Raises:
-        ConfigError: no such state in `source`, or an entry of it that has no rule.
-        CheckpointError: a state that is cut or damaged.
-    """
-    if not (source / f"{OPTIMIZER}.safetensors").is_file():
-        raise ConfigError(
-            f"{source}: no {OPTIMIZER}.safetensors, so there is no optimizer state to grow; name a whole checkpoint of "
-            "treewise train, or drop it."
-        )
-    small, shapes = read_optimizer(source), shapes_of(plan.grown_config)
-    grown = {
-        grown_name: {entry: grown_entry(name, entry, value, plan, shapes) for entry, value in entries.items()}
-        for name, entries in small.entries.items()
-        for grown_name, _, layer in plan.names(name)
-        if layer not in plan.identities
-    }
-    groups = [
-        {**group, "params": [each for name in group["params"] for each, *_ in plan.names(name)]}
-        for group in small.groups
-    ]
-    save_optimizer(output, replace(small, entries=grown, groups=groups))
-
-
-def grown_entry(name: str, entry: str, value: object, plan: GrowthPlan, shapes: dict[str, tuple[int, ...]]) -> object:
-    """One entry of a parameter's state, for the grown parameter.
-
-    Parameters:
-        name: of the small model's parameter; experts may lie in one tensor, [experts, out, in].
-        value: a tensor in the parameter's shape, or what belongs to the parameter as a whole.
-        shapes: of the grown model's parameters, by name.
-
-    Raises:
-        ConfigError: an entry that has no rule.
-    """
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    if entry not in POWERS:
-        raise ConfigError(
-            f"{name}: the optimizer keeps {entry!r}, which has no growth rule; {', '.join(POWERS)} have one. Drop the "
-            "optimizer's state."
-        )
-    is_fused = value.dim() == 3
-    role = role_of(
-        f"{name}.weight" if is_fused else name,
-        tuple(value.shape[1:] if is_fused else value.shape),
-        plan.config,
-        None if is_fused else shapes.get(name),
-    )
-    factor, experts = gradient_factor(role, plan), plan.widening.experts if is_fused else 1
-    rows, columns = plan.widening.factors(role)
-    parts = [repeat_blocks(each, role.blocks, rows) for each in (value if is_fused else value[None])]
-    wide = torch.stack([each.repeat(1, columns) if each.dim() == 2 else each for each in parts])
-    wide = wide.repeat(experts, *[1] * (wide.dim() - 1)) if is_fused else wide[0]
-    return wide * (factor / experts) ** POWERS[entry]
-
-
-def gradient_factor(role: TensorRole, plan: GrowthPlan) -> float:
-    """The gradient of each copy of a weight, over that of the weight; of one expert among its copies it is less."""
-    rule = plan.widening
-    if role.role in (Role.HEAD, Role.FIXED):
-        return 1.0
-    if role.role is Role.EMBEDDING:
-        return 1 / (rule.width * rule.embedding_scale)
-    if role.role is Role.POSITIONS:
-        return 1 / rule.width
-    if role.role is Role.FINAL_NORM and plan.config.tie_word_embeddings:
-        return rule.embedding_scale
-    return 1 / rule.factors(role)[0]

@@ -1,18 +1,16 @@
-"""Learned growth: linear maps from all small weights to all large ones, a few numbers for each weight that they make.
+"""Learned growth: a linear map from all small weights to all large ones, a few numbers for each weight that it makes.
 
-Both operators begin as a copy of units and layers (no layer begins as the identity, which no map of whole layers can
-give), and leave norms, which are repeated, and what keeps its size alone. Where the number of experts grows, one more
-map for both, over experts, begins as a copy.
+It begins as a copy of units and layers (no layer begins as the identity, which no map of whole layers can give), and
+leaves norms, which are repeated, and what keeps its size alone. Where the number of experts grows, one more map, over
+experts, begins as a copy.
 
-* LiGO (arXiv 2303.00980): one map for the hidden units, shared by all; one for the other units of each kind of
-  matrix; one vector over layers for each kind.
-* Mango (arXiv 2310.10699, Fig. 4): one ring of small tensors over matrices (B), outputs (O), layers (L) and inputs
-  (I). The paper cuts every matrix into squares of the hidden size. Grouped key heads and inner sizes that are no
-  multiple of it do not fit in squares, so here matrices of one shape class form a B axis of their own, and the maps
-  of hidden units, of each other size and of layers are shared by all classes.
+Mango (arXiv 2310.10699, Fig. 4): one ring of small tensors over matrices (B), outputs (O), layers (L) and inputs (I).
+The paper cuts every matrix into squares of the hidden size. Grouped key heads and inner sizes that are no multiple of
+it do not fit in squares, so here matrices of one shape class form a B axis of their own, and the maps of hidden units,
+of each other size and of layers are shared by all classes.
 
-To fit one, the large weights are made anew at each step, trained on trees, and their gradients are carried on into the
-operator. The small model is frozen.
+To fit it, the large weights are made anew at each step, trained on trees, and their gradients are carried on into it.
+The small model is frozen.
 
 Letters: B matrices of a shape class, L layers, O outputs, I inputs, E experts, R rank; 1 small, 2 large.
 """
@@ -115,24 +113,20 @@ def tile(small: int, large: int, blocks: tuple[int, ...] = ()) -> torch.Tensor:
     return repeat_blocks(torch.eye(small), blocks or (small,), large // small)
 
 
-def summing(start: torch.Tensor) -> torch.Tensor:
-    """[large, small], of inputs: what sums over the copies of a unit is divided by their number."""
-    return start * start.shape[1] / start.shape[0]
-
-
 def noisy(values: torch.Tensor, generator: torch.Generator) -> nn.Parameter:
     """A map with a little noise."""
     return nn.Parameter(values + MAP_NOISE * values.abs().max() * torch.randn(values.shape, generator=generator))
 
 
-class Operator(nn.Module):
-    """Small weights to large weights.
+class Mango(nn.Module):
+    """Small weights to large weights by a tensor ring over matrices, outputs, layers and inputs; rank 1 begins exactly
+    as a copy, but for the noise.
 
     Parameters:
         model: the small model (float32), frozen.
         grown: the large one, of which the shapes count.
         plan: the small layer of each large one, where the maps begin, and the factors of norms and embeddings.
-        rank: of Mango's tensor ring.
+        rank: of the ring.
         seed: of the noise.
     """
 
@@ -140,25 +134,28 @@ class Operator(nn.Module):
         self, model: PreTrainedModel, grown: PreTrainedModel, plan: GrowthPlan, rank: int = 1, seed: int = 0
     ) -> None:
         super().__init__()
-        self.rank, self.sources = rank, plan.layer_sources
+        self.rank = rank
         shapes = {name: tuple(tensor.shape) for name, tensor in grown.state_dict().items()}
         self.generator = torch.Generator().manual_seed(seed)
         self.stacks = stacks_of(model, shapes, plan.config)
         self.layers_prefix = next(match["head"] for name in shapes if (match := LAYER.fullmatch(name)))
         self._copied = self._copies(model, shapes, plan)
-        self.depth_start = torch.eye(int(plan.config.num_hidden_layers))[torch.tensor(self.sources)]
         self.experts = None
         if plan.widening.experts > 1:
             count = max(stack.weights.shape[1] for stack in self.stacks)
             self.experts = noisy(tile(count, count * plan.widening.experts), self.generator)
-        self._build()
-
-    def _build(self) -> None:
-        raise NotImplementedError
-
-    def grown_stack(self, index: int) -> torch.Tensor:
-        """The large weights of stack `index`: [L2, E, O2, I2]."""
-        raise NotImplementedError
+        self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        for axis, start in self._starts().items():
+            self.outputs[axis] = self._core(start)
+            self.inputs[axis] = self._core(start * start.shape[1] / start.shape[0])  # sums over copies stay
+        self.layers = self._core(torch.eye(int(plan.config.num_hidden_layers))[torch.tensor(plan.layer_sources)])
+        self.classes: dict[str, list[int]] = defaultdict(list)
+        for index, stack in enumerate(self.stacks):
+            experts = stack.weights.shape[1]
+            self.classes[f"{stack.output} from {stack.input} {experts}"].append(index)
+        for name, members in self.classes.items():
+            self.matrices[name] = self._core(torch.eye(len(members)))
+        self._class_of = {index: name for name, members in self.classes.items() for index in members}
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Every tensor of the large model by name, with a graph where it is made by maps."""
@@ -197,51 +194,6 @@ class Operator(nn.Module):
                 starts[stack.input] = tile(stack.weights.shape[3], stack.grown[1])
         return starts
 
-
-class Ligo(Operator):
-    """One map over hidden units, one over the other units of each kind, a vector over layers for each kind."""
-
-    def _build(self) -> None:
-        starts = self._starts()
-        self.hidden_out = noisy(starts[HIDDEN], self.generator)
-        self.hidden_in = noisy(summing(starts[HIDDEN]), self.generator)
-        self.inner = nn.ParameterList()
-        self.depth = nn.ParameterList()
-        for stack in self.stacks:
-            is_output = stack.output != HIDDEN
-            start = starts[stack.output] if is_output else summing(starts.get(stack.input, torch.ones(1, 1)))
-            self.inner.append(noisy(start, self.generator))
-            self.depth.append(noisy(self.depth_start, self.generator))
-
-    def grown_stack(self, index: int) -> torch.Tensor:
-        """[L2, E, O2, I2]."""
-        stack = self.stacks[index]
-        output = self.hidden_out if stack.output == HIDDEN else self.inner[index]
-        grown = torch.einsum("km,meoi->keoi", self.depth[index], stack.weights)
-        grown = torch.einsum("po,keoi->kepi", output, grown)
-        if stack.is_bias:
-            return grown
-        return torch.einsum("qi,kepi->kepq", self.hidden_in if stack.input == HIDDEN else self.inner[index], grown)
-
-
-class Mango(Operator):
-    """A tensor ring over matrices, outputs, layers and inputs; rank 1 begins exactly as a copy, but for the noise."""
-
-    def _build(self) -> None:
-        starts = self._starts()
-        self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        for axis, start in starts.items():
-            self.outputs[axis] = self._core(start)
-            self.inputs[axis] = self._core(summing(start))
-        self.layers = self._core(self.depth_start)
-        self.classes: dict[str, list[int]] = defaultdict(list)
-        for index, stack in enumerate(self.stacks):
-            experts = stack.weights.shape[1]
-            self.classes[f"{stack.output} from {stack.input} {experts}"].append(index)
-        for name, members in self.classes.items():
-            self.matrices[name] = self._core(torch.eye(len(members)))
-        self._class_of = {index: name for name, members in self.classes.items() for index in members}
-
     def _core(self, start: torch.Tensor) -> nn.Parameter:
         """[R, large, small, R]: the map at rank (0, 0), a little noise elsewhere, so that every rank has a gradient."""
         core = torch.zeros(self.rank, *start.shape, self.rank)
@@ -265,9 +217,6 @@ class Mango(Operator):
 # -- fitting ----------------------------------------------------------------------------------------------------------
 
 
-OPERATORS = {"ligo": Ligo, "mango": Mango}
-
-
 def trained_operator(
     model: PreTrainedModel, plan: GrowthPlan, growth: Growth
 ) -> tuple[PreTrainedModel, list[float], str]:
@@ -286,7 +235,7 @@ def trained_operator(
     if highest >= model.config.vocab_size:
         raise ConfigError(f"the data holds token {highest}, but vocab_size is {model.config.vocab_size}.")
     grown = AutoModelForCausalLM.from_config(plan.grown_config, dtype=torch.float32)
-    operator = OPERATORS[growth.operator](model, grown, plan, growth.rank, growth.seed)
+    operator = Mango(model, grown, plan, growth.rank, growth.seed)
     optimizer = torch.optim.Adam(operator.parameters(), lr=growth.learning_rate)
     engine, parameters = TreeEngine(grown, max_tokens=growth.max_tokens), dict(grown.named_parameters())
     losses, digest = [], hashlib.sha256()
@@ -305,7 +254,7 @@ def trained_operator(
     return grown.to(plan.grown_config.dtype or torch.float32), losses, digest.hexdigest()
 
 
-def _make_weights(operator: Operator, grown: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _make_weights(operator: Mango, grown: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Puts the weights that the operator makes into the large model; returns them with their graph."""
     tensors = operator()
     with torch.no_grad():

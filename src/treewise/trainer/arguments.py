@@ -99,8 +99,6 @@ class TreeTrainingArguments(TrainingArguments):
         prepare_ahead: load, merge, place and plan the trees of the next step in a thread while this one computes.
             False: when the step begins, for data whose items cannot be read in another thread. Changes no loss.
         profile: write where the time of steps 3 to 5 goes into the run's folder, as `profile.json` and a Chrome trace.
-        initial_optimizer: a folder with the optimizer's state that the first step begins with (`treewise grow
-            --optimizer grow` writes one). Rates are those of this run.
 
     Raises:
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
@@ -121,7 +119,6 @@ class TreeTrainingArguments(TrainingArguments):
     on_save_failure: Literal["stop", "continue"] = "stop"
     prepare_ahead: bool = True
     profile: bool = False
-    initial_optimizer: str | None = None
     sharded: bool = False
     shard_config: dict[str, Any] | None = None
     tp_size: int = 1

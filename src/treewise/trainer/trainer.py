@@ -238,18 +238,12 @@ class TreeTrainer(UploadingTrainer):
 
     @override
     def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
-        """Shards the model first, if asked for: the optimizer is made of the shards. A new one of a new run begins with
-        the state in `initial_optimizer`.
-        """
+        """Shards the model first, if asked for: the optimizer is made of the shards."""
         settings = self.args.shard_settings()
         if settings is not None and not self.runner.is_sharded:
             self.runner.shard(settings)
         self.runner.prepare_mesh()
-        is_new = self.optimizer is None and self._resumed is None
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if is_new and self.args.initial_optimizer:
-            contents.load_initial_optimizer(Path(self.args.initial_optimizer), self.model, optimizer)
-        return optimizer
+        return super().create_optimizer(*args, **kwargs)
 
     @override
     def _wrap_model(

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from treewise.errors import ConfigError, num
 from treewise.grow import GrowReport, grow
-from treewise.grow.configuration import LEARNED, OPERATORS, Growth
+from treewise.grow.configuration import MANGO, OPERATORS, Growth
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.load_model import load_tokenizer, load_weights, locate
 
@@ -34,23 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="copy keeps the logits; the others do not",
     )
     parser.add_argument("--noise", type=float, default=0.01, help="between copies, in standard deviations; cancels")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise and of a learned operator")
-    parser.add_argument(
-        "--optimizer", default="drop", choices=("drop", "grow"), help="state of a checkpoint's optimizer"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the noise and of mango")
     parser.add_argument("--verify", action="store_true", help="compare logits before and after (loads both models)")
-    parser.add_argument("--data", nargs="+", help="ligo, mango: rows that the operator is fitted to")
+    parser.add_argument("--data", nargs="+", help="mango: rows that the operator is fitted to")
     parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="mango: rank of its tensor ring")
-    parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="ligo, mango: optimizer steps")
-    parser.add_argument("--learning_rate", type=float, default=DEFAULTS.learning_rate, help="ligo, mango: of Adam")
-    parser.add_argument("--max_tokens", type=int, help="ligo, mango: budget of a micro-batch")
+    parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="mango: optimizer steps")
+    parser.add_argument("--learning_rate", type=float, default=DEFAULTS.learning_rate, help="mango: of Adam")
+    parser.add_argument("--max_tokens", type=int, help="mango: budget of a micro-batch")
     parser.add_argument("--json", action="store_true", help="print the facts of grow.json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Grows the model and prints what was done; returns the exit code."""
-    if args.data and args.operator not in LEARNED:
-        raise ConfigError(f"--data is for {' and '.join(LEARNED)}; operator {args.operator!r} reads none.")
+    if args.data and args.operator != MANGO:
+        raise ConfigError(f"--data is for mango; operator {args.operator!r} reads none.")
     if args.like and (args.width, args.inner, args.layers, args.experts) != (1, None, None, 1):
         raise ConfigError("--like gives all sizes; leave --width, --inner, --layers and --experts out.")
     if adapter_folder(args.small) is not None:
@@ -80,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
             operator=args.operator,
             noise=args.noise,
             seed=args.seed,
-            optimizer=args.optimizer,
             check=args.verify,
             forests=_forests(args) if args.data else (),
             rank=args.rank,
@@ -113,6 +109,5 @@ def _text(report: GrowReport) -> str:
         lines.append(f"  logits       differ by {report.logit_difference:.1e} of the largest one")
     if not report.keeps_function:
         lines.append("  this operator does not keep the function: evaluate before you train on")
-    state = f" --initial_optimizer {report.output}" if report.optimizer == "grow" else ""
-    lines.append(f"Go on with: treewise train CONFIG.yaml --model {report.output}{state}")
+    lines.append(f"Go on with: treewise train CONFIG.yaml --model {report.output}")
     return "\n".join(lines)

@@ -333,7 +333,7 @@ class OnlineTrainer(TreeTrainer):
             trees = [update.trees[index] for index in batch]
             own = trees if self._placer is not None else trees[self.args.data_index :: self.args.data_size]
             clear_gradients(self.model.parameters())
-            prepared = self._prepare(step, collate(own, merges))
+            prepared = self._prepare(collate(own, merges))
             runner.begin_step([prepared], step)
             outs.append(runner.train_batch(prepared))
             norms.append(runner.end_step())

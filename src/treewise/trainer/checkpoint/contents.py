@@ -235,23 +235,6 @@ def load_states(checkpoint: Path, model: nn.Module, optimizer: Optimizer, schedu
             raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
-def load_initial_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """The optimizer's state that a new run begins with; its settings and learning rates stay those of the run.
-
-    Raises:
-        CheckpointError: no state in the folder, or one of another optimizer or other parameters.
-    """
-    if not (folder / f"{OPTIMIZER}.json").is_file():
-        raise CheckpointError(f"initial_optimizer: {folder} holds no optimizer state (optimizer.json).")
-    own = [dict(group) for group in optimizer.param_groups]
-    try:
-        load_optimizer(folder, optimizer, model)
-    except CheckpointError as error:
-        raise CheckpointError(f"initial_optimizer: {folder}: {error}") from error
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update({name: value for name, value in settings.items() if name != "params"})
-
-
 def _load_schedule(folder: Path, scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Loads a schedule, and sets the learning rates of the next step.
 
