@@ -297,7 +297,7 @@ class ExactBook:
         self._known: WeakKeyDictionary[RolloutTree, tuple[list[int], dict[tuple[int, int], float]]]
         self._known = WeakKeyDictionary()  # how many nodes of a tree were met, and what is known of their states
 
-    def signals(self, key: str, tree: RolloutTree, points: str = "tokens") -> Signals:
+    def signals(self, key: str, tree: RolloutTree) -> Signals:
         if not self.of_states:
             return Signals(self.success, {})
         assert self.values is not None

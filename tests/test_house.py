@@ -35,7 +35,6 @@ WHOLE_PACKAGE = {
     "engine/test_carrying": "what a gradient has to reach above a micro-batch",
     "rl/online/test_meshes": "runs of policies that no process has whole",
     "planning/test_fastest": "the fastest of several plans",
-    "distributed/placement/test_image_costs": "what images cost a rank",
     "distributed/test_context": "context parallelism against one process",
     "engine/test_offload": "gateways and held graphs in host memory",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",

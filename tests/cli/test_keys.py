@@ -71,7 +71,7 @@ LEFT_OUT = {
     "train": set[str](),
     "rl": {"eval_data", "eval_split", "eval_strategy", "per_device_train_batch_size", *SUM}
     | {"tp_size", "ep_size", "context_size"},
-    "online": {"data", "eval_data", "profile", *SUM, *online_run.ELSEWHERE},
+    "online": {"data", "eval_data", *SUM, *online_run.ELSEWHERE},
 }
 EITHER = ("eval_split", "load_in_8bit")  # exclude eval_data and load_in_4bit: a run of their own
 

@@ -19,16 +19,7 @@ def filled(seed: int) -> SuccessBook:
     book = SuccessBook(BookSettings(decay=0.9))
     for _ in range(rng.integers(1, 20)):
         book.observe(f"task {rng.integers(4)}", float(rng.random() * 4), 4)
-        book.observe_node("task 1", rng.integers(0, 3, 2), float(rng.integers(3)), 2)
     return book
-
-
-def node_success(book: SuccessBook, task: str, ids: list[int]) -> float:
-    """The prediction at the end of a prompt of a token and the rest of these ids."""
-    tree = RolloutTree(ids[:1])
-    tree.add(RolloutNode([*ids[1:], 0, 0], [0] * (len(ids) + 1), finish="stop"))
-    known = book.signals(task, tree, points="tokens")
-    return known.node_success.get((0, len(ids) - 1), known.success)
 
 
 def test_posterior_by_hand() -> None:
@@ -43,23 +34,6 @@ def test_posterior_by_hand() -> None:
     assert book.success("a") == pytest.approx(samples.mean(), abs=2e-3)
 
 
-def test_branch_points_start_at_their_task() -> None:
-    book = SuccessBook(BookSettings(decay=1.0, node_strength=4.0))
-    book.observe("a", 6, 8)  # Beta(7, 3)
-    assert node_success(book, "a", [1, 2]) == 0.7
-    book.observe_node("a", [1, 2], 0, 2)
-    assert node_success(book, "a", [1, 2]) == pytest.approx(0.7 * 4 / 6)
-    assert node_success(book, "a", [1, 3]) == 0.7
-    assert node_success(book, "b", [1, 2]) == 0.5
-
-
-def test_points_that_were_not_observed_for_the_longest_go() -> None:
-    book = SuccessBook(BookSettings(max_nodes=2))
-    for last in (1, 2, 1, 3):
-        book.observe_node("a", [0, last], 1, 1)
-    assert [node_success(book, "a", [0, last]) > 0.5 for last in (1, 2, 3)] == [True, False, True]
-
-
 @given(seed=st.integers(0, MAX_SEED))
 def test_state_is_bit_exact(seed: int) -> None:
     book = filled(seed)
@@ -68,23 +42,24 @@ def test_state_is_bit_exact(seed: int) -> None:
     assert json.dumps(again.state_dict(), allow_nan=False) == text
     for each in (book, again):
         each.observe("task 1", 1, 3)
-        each.observe_node("task 1", [0, 1], 1, 3)
     assert json.dumps(again.state_dict()) == json.dumps(book.state_dict())
 
 
 def test_states_of_other_versions() -> None:
     state = filled(2).state_dict()
     trials = state.pop("trials")
-    earlier = {**state, "bins": [[trials - 1, 1], [0, 0], [0, 0]], "first": 3.0}
-    assert SuccessBook.from_state(earlier).brier == filled(2).brier
+    earlier = {**state, "bins": [[trials - 1, 1], [0, 0], [0, 0]], "first": 3.0, "nodes": [["a", 1.0, 2.0]]}
+    earlier["settings"] = {**state["settings"], "node_strength": 4.0, "max_nodes": 100}
+    again = SuccessBook.from_state(earlier)
+    assert (again.brier, again.state_dict()) == (filled(2).brier, filled(2).state_dict())
     state["trials"] = trials
     for wrong, message in (
         ({"format": 9}, "format 9; this version reads 1"),
-        ({"nodes": None}, "not the state of a success book"),
+        ({"tasks": None}, "not the state of a success book"),
     ):
         with pytest.raises(DataError, match=message):
             SuccessBook.from_state({**state, **wrong})
-    for options in ({"decay": 0.0}, {"prior_successes": np.nan}, {"node_strength": -1.0}, {"max_nodes": -1}):
+    for options in ({"decay": 0.0}, {"prior_successes": np.nan}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
             BookSettings(**options)
 
@@ -112,11 +87,7 @@ def test_a_tree_counts_by_children() -> None:
     book = SuccessBook(BookSettings(decay=1.0))
     book.observe_tree("a", tree)
     assert book.counts("a") == pytest.approx((1 + 4 / 3, 1 + 2 / 3))
-    task = (1 + 4 / 3) / 4
-    assert node_success(book, "a", [1, 5]) == pytest.approx((4 * task + 1) / 7)
-    signals = book.signals("a", tree, points="tokens")
-    assert (signals.success, list(signals.node_success)) == (pytest.approx(task), [(0, 1), (3, 1)])  # one prefix
-    assert book.signals("a", tree).node_success == {}
+    assert book.signals("a", tree).success == pytest.approx((1 + 4 / 3) / 4)
 
 
 def test_lcr_takes_the_books_word() -> None:

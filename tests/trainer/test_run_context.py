@@ -1,4 +1,4 @@
-"""One run per folder, held by a lock that ends with its process; and `profile: true`, which writes into that folder."""
+"""One run per folder, held by a lock that ends with its process."""
 
 import contextlib
 import errno
@@ -6,17 +6,13 @@ import json
 import os
 import signal
 
-import numpy as np
 import pytest
 
-import treewise as tw
 from tests.trainer.helpers import in_child
-from treewise.engine import profiling
 from treewise.errors import ConfigError
-from treewise.testing import tiny_model
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.store import own_file
-from treewise.trainer.run_context import FILE, NAME, TRACE, RunLock
+from treewise.trainer.run_context import NAME, RunLock
 
 
 @pytest.fixture
@@ -140,33 +136,3 @@ def test_an_error_of_the_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match="Input/output") as caught, own_file(tmp_path / "log.jsonl", "a"):
         raise OSError(errno.EIO, "Input/output error")
     assert caught.value.filename == str(tmp_path / "log.jsonl")
-
-
-def profiled(tmp_path, num_steps: int) -> None:
-    rng = np.random.default_rng(0)
-    trees = [tw.Forest.from_trajectories([tw.Trajectory(rng.integers(0, 60, 12))]) for _ in range(num_steps)]
-    args = tw.TreeTrainingArguments(
-        str(tmp_path),
-        profile=True,
-        per_device_train_batch_size=1,
-        num_train_epochs=1,
-        max_tokens=None,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    tw.TreeTrainer(tiny_model(num_hidden_layers=1), args, train_dataset=trees).train()
-
-
-def test_steps_three_to_five_are_profiled(tmp_path) -> None:
-    profiled(tmp_path, 6)
-    parts = json.loads((tmp_path / FILE).read_text())["parts"]
-    assert parts[profiling.PROJECTIONS]["flops"] > 0
-    assert json.loads((tmp_path / TRACE).read_text())["traceEvents"]
-
-
-def test_a_shorter_run_warns(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
-    profiled(tmp_path, 2)
-    assert not (tmp_path / FILE).exists()
-    assert "the run ended before step 3; nothing was profiled" in caplog.text

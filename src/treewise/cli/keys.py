@@ -133,7 +133,7 @@ _GROUPS = {
     ),
     "Evaluation, checkpoints, logs": (
         "eval_strategy eval_steps per_device_eval_batch_size save_strategy save_steps save_total_limit "
-        "load_best_model_at_end push_to_hub hub_model_id logging_steps report_to run_name profile"
+        "load_best_model_at_end push_to_hub hub_model_id logging_steps report_to run_name"
     ),
     "When something goes wrong": "nonfinite max_skipped_steps spike_factor on_save_failure",
     "Several processes": "sharded shard_config tp_size ep_size context_size balance_ranks",
@@ -153,6 +153,7 @@ ELSEWHERE = {
 RETIRED: Mapping[str, tuple[object, str]] = {
     "curriculum": ("uniform", "recorded trees are trained in an order drawn by seed; it is a key of runs with tasks"),
     "balance_costs": ("auto", "processes take trees by predicted FLOPs"),
+    "profile": (False, "treewise profile shows where the time of a step goes"),
     "initial_optimizer": (None, "a run begins with a new optimizer"),
     "async_checkpoints": (False, "training waits until a checkpoint is written; a larger save_steps waits less often"),
     "curriculum_settings": (None, "recorded trees are trained in an order drawn by seed"),

@@ -5,10 +5,8 @@ the model, and takes its part. A resumed run places as the undisturbed one, so i
 order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from treewise.distributed import ranks
 from treewise.distributed.placement import CostModel, assign_ranks, rank_part
@@ -16,25 +14,12 @@ from treewise.nn.flops import FlopModel
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.tree.forest import Forest
 
-ImageTokens = Callable[[Forest], np.ndarray]
-
 
 def costs_of_flops(flops: FlopModel) -> CostModel:
-    """Estimated costs from the FLOPs of a model."""
+    """Estimated costs from the FLOPs of a model; an image costs what its tokens cost."""
+    per_token = flops.linear + flops.linear_backward + flops.head + flops.head_backward
     pair_forward = sum(per_layer for _, per_layer in flops.pair_forward)
-    return CostModel.from_flops(_flops_per_token(flops), (1 + ATTENTION_BACKWARD) * pair_forward)
-
-
-def _flops_per_token(flops: FlopModel) -> float:
-    return flops.linear + flops.linear_backward + flops.head + flops.head_backward
-
-
-def image_tokens_of(flops: FlopModel) -> ImageTokens | None:
-    """Maps a forest to [I] float64, how many tokens have the FLOPs of each image on it; None without a tower."""
-    vision = flops.vision
-    if vision is None:
-        return None
-    return lambda forest: vision.step(vision.rows_of(forest)) / _flops_per_token(flops)
+    return CostModel.from_flops(per_token, (1 + ATTENTION_BACKWARD) * pair_forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +28,7 @@ class OnlinePlacer:
 
     max_tokens: the budget that placements assume; the same on all ranks. weighting: the objective's. in_lockstep:
     whether ranks run their passes side by side (sharded parameters), so that all take the time of the slowest.
-    ranks_per_batch: neighbouring ranks that compute one part together. image_tokens: maps a forest to the costs of its
-    images, in the sense of `assign_ranks`; None: they cost nothing.
+    ranks_per_batch: neighbouring ranks that compute one part together.
     """
 
     costs: CostModel
@@ -52,7 +36,6 @@ class OnlinePlacer:
     weighting: str
     in_lockstep: bool = False
     ranks_per_batch: int = 1
-    image_tokens: ImageTokens | None = None
 
     def own_part(self, batch: Sequence[Forest]) -> list[Forest]:
         """This rank's part of a batch."""
@@ -64,6 +47,5 @@ class OnlinePlacer:
             self.costs,
             max_tokens=self.max_tokens,
             in_lockstep=self.in_lockstep,
-            image_tokens=None if self.image_tokens is None else [self.image_tokens(forest) for forest in batch],
         )
         return rank_part(batch, placement, ranks.own() // self.ranks_per_batch, self.weighting)

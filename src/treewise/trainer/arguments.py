@@ -98,7 +98,6 @@ class TreeTrainingArguments(TrainingArguments):
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
         prepare_ahead: load, merge, place and plan the trees of the next step in a thread while this one computes.
             False: when the step begins, for data whose items cannot be read in another thread. Changes no loss.
-        profile: write where the time of steps 3 to 5 goes into the run's folder, as `profile.json` and a Chrome trace.
 
     Raises:
         ConfigError: an unknown value, or a setting of transformers that cannot hold on trees.
@@ -118,7 +117,6 @@ class TreeTrainingArguments(TrainingArguments):
     spike_factor: Annotated[float, Ge(0), Lt(math.inf)] = 10.0
     on_save_failure: Literal["stop", "continue"] = "stop"
     prepare_ahead: bool = True
-    profile: bool = False
     sharded: bool = False
     shard_config: dict[str, Any] | None = None
     tp_size: int = 1

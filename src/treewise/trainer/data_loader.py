@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
-from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops, image_tokens_of
+from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops
 from treewise.errors import ConfigError
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
@@ -238,12 +238,10 @@ def make_placer(args: TreeTrainingArguments, model: torch.nn.Module, objective: 
     """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
     if not args.places_trees:
         return None
-    flops = flop_model(model)
     return OnlinePlacer(
-        costs_of_flops(flops),
+        costs_of_flops(flop_model(model)),
         args.max_tokens if isinstance(args.max_tokens, int) else None,
         getattr(objective, "weighting", "per_trajectory"),
         in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
         ranks_per_batch=args.ranks_per_batch,
-        image_tokens=image_tokens_of(flops),
     )

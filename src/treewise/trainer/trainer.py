@@ -48,7 +48,7 @@ from treewise.trainer.hub import UploadingTrainer
 from treewise.trainer.inputs import MoreArguments, check_given, check_mesh, loaded, with_references
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
-from treewise.trainer.run_context import StepEnd, StepProfiler, entered_run, stopped_error
+from treewise.trainer.run_context import StepEnd, entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.tree.forest import Forest, forest_of
@@ -114,7 +114,6 @@ class TreeTrainer(UploadingTrainer):
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
         check_mesh(model, args)
-        profilers = [StepProfiler(args.output_dir)] if args.profile else []
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -123,7 +122,7 @@ class TreeTrainer(UploadingTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             model_init=model_init,
-            callbacks=[StepEnd(self._signals, self._throughput.end_step), *profilers, *(more.get("callbacks") or [])],
+            callbacks=[StepEnd(self._signals, self._throughput.end_step), *(more.get("callbacks") or [])],
             optimizers=more.get("optimizers", (None, None)),
         )
         # accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers.

@@ -203,11 +203,6 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
         new_trainer(tmp_path / "run").train()
 
 
-def test_a_profile_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="profile: an online run"):
-        new_trainer(tmp_path / "run", arguments_={"profile": True})
-
-
 class HalfFlat(EvenBytes):
     """Of two items, each rollout of the first gets the same reward."""
 

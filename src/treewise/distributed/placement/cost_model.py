@@ -20,8 +20,7 @@ from treewise.tree.forest import Forest
 class Work:
     """What is computed in one step on one rank.
 
-    tokens, pairs: forward and backward of one counts 1; an image counts as the tokens that cost as much.
-    micro_batches: forwards of the model, with a graph or without.
+    tokens, pairs: forward and backward of one counts 1. micro_batches: forwards of the model, with a graph or without.
     """
 
     tokens: float
@@ -34,8 +33,8 @@ def pairs_before(forest: Forest) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(forest.depth + np.int64(1))])
 
 
-def work_of(plan: Plan, image_tokens: float = 0.0) -> Work:
-    """The work of a plan, including what it recomputes. image_tokens: tokens that cost as much as its images."""
+def work_of(plan: Plan) -> Work:
+    """The work of a plan, including what it recomputes."""
     recomputed = [batch.ranges for batch in plan.micro_batches if batch.is_open and not batch.is_held]
     recomputed_pairs = 0
     if recomputed:
@@ -44,7 +43,7 @@ def work_of(plan: Plan, image_tokens: float = 0.0) -> Work:
         before = pairs_before(plan.forest)
         recomputed_pairs = int((before[ranges[:, 1]] - before[ranges[:, 0]]).sum())
     return Work(
-        tokens=plan.forest.num_tokens + FORWARD_FRACTION * plan.num_recomputed_tokens + image_tokens,
+        tokens=plan.forest.num_tokens + FORWARD_FRACTION * plan.num_recomputed_tokens,
         pairs=plan.forest.num_tree_pairs + PAIR_FORWARD_FRACTION * recomputed_pairs,
         micro_batches=sum(step.action != BACKWARD for step in plan.schedule),
     )

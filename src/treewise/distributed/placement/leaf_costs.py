@@ -20,65 +20,6 @@ from treewise.planning.partition import FORWARD_FRACTION, PAIR_FORWARD_FRACTION,
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import Segments
 
-# -- What the vision tower costs the ranks of a step: one pass for each distinct image of a rank's trees --------------
-
-
-@dataclass(frozen=True, slots=True)
-class ImageCosts:
-    """The images of a step.
-
-    segments: of the step. segment: [I] int64, where each place is, ascending. index: [I] int64, which image is there.
-    seconds: [D] float64, of one pass of the tower, forward and backward.
-    """
-
-    segments: Segments
-    segment: np.ndarray
-    index: np.ndarray
-    seconds: np.ndarray
-
-    def at_first_places(self, is_computed_S: np.ndarray) -> np.ndarray:
-        """[S] float64, seconds of the images of some segments ([S] bool), each at the first of its places there."""
-        places = np.flatnonzero(is_computed_S[self.segment])
-        image, first = np.unique(self.index[places], return_index=True)
-        return np.bincount(self.segment[places[first]], self.seconds[image], len(is_computed_S))
-
-    def at_first_places_of(self, is_chosen_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same for the paths of some trajectories ([N] bool), and these segments ([S] bool)."""
-        segments = self.segments
-        ends = np.bincount(segments.end_segment[is_chosen_N], minlength=len(segments.start))
-        before = np.concatenate([[0], np.cumsum(ends)])
-        is_computed = before[np.searchsorted(segments.start, segments.subtree_end)] > before[:-1]
-        return self.at_first_places(is_computed), is_computed
-
-
-def images_of_step(
-    shapes: Sequence[Forest | Segments],
-    segments: Segments,
-    image_tokens: Sequence[np.ndarray] | None,
-    seconds_per_token: float,
-) -> ImageCosts | None:
-    """The images of some forests side by side; None without any. image_tokens: see `assign_ranks`."""
-    if image_tokens is None or not any(map(len, image_tokens)):
-        return None
-    number: dict[tuple[str, int], int] = {}
-    tokens: list[float] = []
-    places, index = [], []
-    first_token = 0
-    for shape, costs in zip(shapes, image_tokens, strict=True):
-        if isinstance(shape, Forest):
-            images = shape.images
-            names = [(each.digest, each.end - each.start) for each in images.sources]
-            for start, source, cost in zip(images.start.tolist(), images.index.tolist(), costs.tolist(), strict=True):
-                known = number.setdefault(names[source], len(number))
-                if known == len(tokens):
-                    tokens.append(cost)
-                places.append(first_token + start)
-                index.append(known)
-        first_token += shape.num_tokens
-    segment = np.searchsorted(segments.start, np.array(places), side="right") - 1
-    return ImageCosts(segments, segment, np.array(index), seconds_per_token * np.array(tokens))
-
-
 # The costs of a step add up to about 2**COST_BITS units: fine enough for any step, and no overflow of int64.
 COST_BITS = 44
 
@@ -134,10 +75,9 @@ class Leaves:
 class StepCosts:
     """The segments of a step side by side, and the cost of each in units.
 
-    once: [S] int64, its tokens and pairs computed once, their fraction of a full micro-batch, and the images whose
-    first place in the step is on it. recompute: [S] int64, extra cost of its open tokens if every tree is whole: a
-    second forward, and launches of their trunks. num_open: [S] int64, number of open tokens. seconds_per_unit: seconds
-    of one unit of cost. images: where the step has some.
+    once: [S] int64, its tokens and pairs computed once, and their fraction of a full micro-batch. recompute: [S] int64,
+    extra cost of its open tokens if every tree is whole: a second forward, and launches of their trunks. num_open: [S]
+    int64, number of open tokens. seconds_per_unit: seconds of one unit of cost.
     """
 
     segments: Segments
@@ -147,7 +87,6 @@ class StepCosts:
     seconds_per_unit: float
     cost: CostModel
     max_tokens: int | None
-    images: ImageCosts | None = None
 
     def leaves(self, units: np.ndarray | None = None) -> Leaves:
         """The leaves. units: [S] int64 costs of the segments; None: as if every tree is whole."""
@@ -179,29 +118,18 @@ class StepCosts:
         return np.floor(_second_forward(length, depth, self.cost) / self.seconds_per_unit).astype(np.int64)
 
 
-def costs_of(
-    shapes: Sequence[Forest | Segments],
-    cost: CostModel,
-    max_tokens: int | None,
-    image_tokens: Sequence[np.ndarray] | None = None,
-) -> StepCosts:
-    """Costs of several forests under a budget (None: whole forests in one micro-batch).
-
-    image_tokens: of each forest, as in `assign_ranks`.
-    """
+def costs_of(shapes: Sequence[Forest | Segments], cost: CostModel, max_tokens: int | None) -> StepCosts:
+    """Costs of several forests under a budget (None: whole forests in one micro-batch)."""
     segments = Segments.concatenate([shape.segments if isinstance(shape, Forest) else shape for shape in shapes])
     length = segments.lengths
     once = cost.seconds_per_token * length + cost.seconds_per_pair * _pairs(segments.depth, length)
     if max_tokens is not None:
         once += cost.seconds_per_micro_batch / max_tokens * length
-    images = images_of_step(shapes, segments, image_tokens, cost.seconds_per_token)
-    if images is not None:
-        once += images.at_first_places(np.ones(len(length), dtype=bool))
     recompute, num_open = _open_seconds(segments, cost, max_tokens)
     scale = 2.0 ** np.floor(COST_BITS - np.log2(once.sum() + recompute.sum()))
     units = np.maximum(np.round(once * scale), 1).astype(np.int64)
     recompute_units = np.round(recompute * scale).astype(np.int64)
-    return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens, images)
+    return StepCosts(segments, units, recompute_units, num_open, 1 / scale, cost, max_tokens)
 
 
 def slice_of(segments: Segments, first: int, stop: int, trajectories: np.ndarray) -> Segments:

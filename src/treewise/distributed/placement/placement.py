@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from treewise.distributed.placement.cost_model import CostModel, work_of
-from treewise.distributed.placement.leaf_costs import ImageCosts, Leaves, StepCosts, costs_of, slice_of
+from treewise.distributed.placement.leaf_costs import Leaves, StepCosts, costs_of, slice_of
 from treewise.distributed.placement.search import GOOD_ENOUGH, best_owners, is_even, loads_of
 from treewise.errors import DataError, PlanError, check_choice
 from treewise.planning.planner import plan
@@ -46,9 +46,7 @@ def least_load(step: StepCosts, leaves: Leaves, num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens and of images that another
-    rank computes, too, the mean over parts.
-    """
+    """loads: [R] int64, cost of each rank. recompute: [S] int64, extra cost of open tokens, the mean over parts."""
 
     loads: np.ndarray
     recompute: np.ndarray
@@ -86,34 +84,11 @@ def part_costs(step: StepCosts, rank_N: np.ndarray, num_ranks: int) -> PartCosts
             np.add.at(total, source, units)
             np.add.at(count, source, 1)
         recompute[first:stop] = total // count
-    if step.images is not None and num_ranks > 1:
-        image_loads, image_units = _repeated_images(step, step.images, rank_N, num_ranks)
-        loads += image_loads
-        recompute += image_units
     # Of closed tokens a rank's last micro-batch is not full.
     full_R = np.zeros(num_ranks) if step.max_tokens is None else tokens_R / step.max_tokens
     missing_R = (np.maximum(np.ceil(full_R), 1) - full_R) * (loads > 0)
     launches_R = np.round(missing_R * step.cost.seconds_per_micro_batch / step.seconds_per_unit).astype(np.int64)
     return PartCosts(loads + launches_R, recompute)
-
-
-def _repeated_images(
-    step: StepCosts, images: ImageCosts, rank_N: np.ndarray, num_ranks: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cost of images on ranks that do not have the first place of the step, in units: [R] int64 of each rank, [S] int64
-    of each segment, the mean over the ranks that compute it.
-    """
-    num_segments = len(step.once)
-    once = images.at_first_places(np.ones(num_segments, dtype=bool))
-    loads, total = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_segments)
-    count = np.zeros(num_segments, dtype=np.int64)
-    for rank in np.unique(rank_N).tolist():
-        own, is_computed = images.at_first_places_of(rank_N == rank)
-        repeated = np.where(is_computed, own - once, 0.0) / step.seconds_per_unit
-        loads[rank] = round(repeated.sum())
-        total += repeated
-        count += is_computed
-    return loads, np.round(total / np.maximum(count, 1)).astype(np.int64)
 
 
 def _loads(step: StepCosts, units: np.ndarray, rank_N: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -142,13 +117,9 @@ def refine(step: StepCosts, leaf_N: np.ndarray, owners: np.ndarray, num_ranks: i
         """Of a rank with these leaves."""
         if not leaves:
             return 0
-        is_chosen = np.isin(leaf_N, list(leaves))
-        part = restrict(step.segments, np.flatnonzero(is_chosen))
+        part = restrict(step.segments, np.flatnonzero(np.isin(leaf_N, list(leaves))))
         rank_plan = plan(Forest(part, np.zeros(part.num_tokens, dtype=np.int32), None, {}), step.max_tokens)
-        seconds = step.cost.seconds(work_of(rank_plan))
-        if step.images is not None:
-            seconds += step.images.at_first_places_of(is_chosen)[0].sum()
-        return round(seconds / step.seconds_per_unit)
+        return round(step.cost.seconds(work_of(rank_plan)) / step.seconds_per_unit)
 
     parts = [frozenset(np.flatnonzero(owners == rank).tolist()) for rank in range(num_ranks)]
     is_better = True
@@ -209,7 +180,6 @@ def assign_ranks(
     max_tokens: int | None = None,
     split: str = "rollouts",
     in_lockstep: bool = False,
-    image_tokens: Sequence[np.ndarray] | None = None,
 ) -> Placement:
     """Assigns a step's trajectories to ranks so that the predicted time of the slowest rank is small.
 
@@ -221,8 +191,6 @@ def assign_ranks(
         trees stay whole, for losses that compare the trajectories of a tree.
     in_lockstep: ranks wait for one another at every pass, as they do with sharded parameters. Tokens are then balanced
         instead of seconds, because a step takes as many turns as the rank with the most micro-batches.
-    image_tokens: of each forest, [I] float64: how many tokens cost as much as the vision tower's forward and backward
-        for each image on it (`Forest.images`). A rank computes each distinct image of its trajectories once.
 
     Raises:
         PlanError: no rank, a budget below one token, or an unknown `split`.
@@ -235,14 +203,14 @@ def assign_ranks(
         raise PlanError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
     if not shapes:
         raise DataError("no forest to place; give at least one.")
-    step = costs_of(shapes, cost, max_tokens, image_tokens)
+    step = costs_of(shapes, cost, max_tokens)
     leaves = step.leaves()
     may_cut = np.ones(len(leaves.new), dtype=bool)
     if split != "trajectories":
         may_cut = _between_rollouts(shapes, leaves) if split == "rollouts" else leaves.starts_tree()
     bound = least_load(step, step.leaves(step.once).joined(may_cut), num_ranks)
     if in_lockstep and cost.seconds_per_token > 0:
-        even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens, image_tokens)
+        even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens)
         least = least_load(even, even.leaves(even.once).joined(may_cut), num_ranks)
         rank_N, _ = _assign(even, may_cut, num_ranks, least)
         loads = part_costs(step, rank_N, num_ranks).loads

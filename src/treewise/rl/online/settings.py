@@ -52,8 +52,6 @@ def checked_objective(
     """
     from treewise.objectives.registry import objective_named
 
-    if args.profile:
-        raise ConfigError("profile: an online run cannot be profiled; leave it out.")
     check_parted(settings, args)
     staleness = settings.max_staleness
     if isinstance(objective, str):
@@ -109,7 +107,7 @@ class OnlineSettings:
         num_candidates: most likely tokens recorded at each position, of those that top-k and top-p leave (`lcr` draws
             new actions from them); 0: none.
         curriculum, curriculum_settings: which items are practised next (`treewise.rl.curriculum`), and its settings.
-        book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`, `node_strength`.
+        book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`.
         check_items, check_rollouts: of a curriculum that predicts, how many items its self-check samples before the
             first iteration, and rollouts of each; 0 items: no self-check.
         num_items: only the first so many items are practised; None: all of the task, and for a task without end new
