@@ -2,8 +2,7 @@
 
 Each contestant runs in processes forked from this one, on one thread each, by gloo: memory is the peak resident set of
 the process that needs most, above the model with its gradients, in a first step, in which bytes are counted, too; CPU
-seconds are the sum over processes, the less of two further steps. `predicted` is what `treewise plan` counts with
-`--mesh context=2,dp=2`: activations, keys of other processes and gateways.
+seconds are the sum over processes, the less of two further steps.
 
     python benchmarks/bench_context.py [--wall]
 
@@ -27,8 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treewise.bench.measure import peak_bytes
 from treewise.distributed.mesh import context_group
 from treewise.engine.engine import TreeEngine
-from treewise.nn.model_flops import flop_model
-from treewise.report.analysis.mesh_facts import report_context, report_mesh
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -88,17 +85,6 @@ def measure(forest: Forest, size: int, budget: int | None, *, checkpoints: bool)
     return found
 
 
-def predicted(forest: Forest, size: int, budget: int | None) -> dict[str, float]:
-    """Activations, keys of others and gateways in MiB, and bytes sent, from shapes."""
-    model, flops = the_model(), flop_model(the_model())
-    plan = flops.plan(forest, budget)
-    mesh = report_mesh(model.config, {"tp": 1, "ep": 1, "fsdp": 1, "dp": size, "context": size}, torch.float32)
-    spread = report_context(plan, flops, size, torch.float32)
-    needed = sum(mesh.bytes_of(spread.live_tokens, plan.peak_gateway_tokens))
-    needed += mesh.bytes_per_read_token * spread.read_tokens
-    return {"mib": round(needed / 2**20, 1), "sent": spread.bytes_sent}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wall", action="store_true", help="also note the seconds of a step")
@@ -109,15 +95,12 @@ def main() -> None:
             budget = None if part is None else int(part * forest.num_tokens)
             with tempfile.TemporaryDirectory() as folder:
                 found = fork(size, Path(folder), partial(measure, forest, size, budget, checkpoints=checkpoints))
-            shapes = predicted(forest, size, budget)
             row = {
                 "tree": name, "tokens": forest.num_tokens, "processes": size, "max_tokens": budget,
                 "checkpoints": checkpoints, "computed_tokens": found[0]["computed"], "loss": found[0]["loss"],
                 "peak_mib": round(max(each["peak"] for each in found) / 2**20, 1),
-                "predicted_mib": None if checkpoints else shapes["mib"],
                 "cpu_seconds": round(min(map(sum, zip(*(each["cpu"] for each in found), strict=True))), 2),
                 "sent_bytes": round(max(each["sent"] for each in found)),
-                "predicted_sent_bytes": None if checkpoints else shapes["sent"],
             }  # fmt: skip
             if args.wall:
                 row["seconds"] = round(min(map(max, zip(*(each["wall"] for each in found), strict=True))), 2)

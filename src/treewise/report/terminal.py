@@ -16,7 +16,7 @@ from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, PlanReport
 from treewise.report.analysis.run_log import RunReport
 
 if TYPE_CHECKING:  # with torch, which takes seconds to import
-    from treewise.report.analysis.mesh_facts import ContextReport, MeshReport
+    from treewise.report.analysis.mesh_facts import MeshReport
     from treewise.verification.report import VerificationReport
 
 MAX_NAME = 32  # characters of a tree's name
@@ -132,36 +132,24 @@ def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
     return table
 
 
-def mesh_view(
-    report: "MeshReport", live_tokens: int, gateway_tokens: int, context: "ContextReport | None" = None
-) -> RenderableType:
-    """Memory of one process of a mesh, and whether a plan fits. live_tokens, gateway_tokens: the plan's peaks.
-
-    context: where processes share each micro-batch.
-    """
-    live_tokens = live_tokens if context is None else context.live_tokens
+def mesh_view(report: "MeshReport", live_tokens: int, gateway_tokens: int) -> RenderableType:
+    """Memory of one process of a mesh, and whether a plan fits. live_tokens, gateway_tokens: the plan's peaks."""
     axes = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()) or "one process"
     table = _facts_table(f"each of {report.processes:,} processes, {axes} (from shapes; not measured)")
     table.add_row("weights", bytes_as_text(report.bytes_weights))
     table.add_row("gradients, AdamW", bytes_as_text(report.bytes_gradients + report.bytes_optimizer))
     table.add_row("gathered in a step", bytes_as_text(report.bytes_whole))
-    activations, gateways = report.bytes_of(live_tokens, gateway_tokens)
+    activations = report.bytes_per_activation_token * live_tokens
+    gateways = report.bytes_per_gateway_token * gateway_tokens
     table.add_row("activations", f"{bytes_as_text(activations)} for {live_tokens:,} live tokens")
     table.add_row("gateways", f"{bytes_as_text(gateways)} for {gateway_tokens:,} tokens")
     needed = report.bytes_static + activations + gateways
-    if context is not None:
-        read = report.bytes_per_read_token * context.read_tokens
-        needed += read
-        table.add_row("read from others", f"{bytes_as_text(read)} for {context.read_tokens:,} tokens")
-        table.add_row("sent to others", f"{bytes_as_text(context.bytes_sent)} in one step over all trees")
     table.add_row("peak memory", bytes_as_text(needed))
     if report.gpu_bytes is not None:
         usable = USABLE * report.gpu_bytes
         verdict = f"fits into {USABLE:.0%} of {bytes_as_text(report.gpu_bytes)}"
         if report.bytes_static > usable:
             verdict = f"does not fit: {bytes_as_text(report.bytes_static)} without any token; raise fsdp, tp or ep"
-        elif needed > usable and context is not None:
-            verdict = "does not fit: lower --max_tokens, or raise fsdp or context"
         elif needed > usable:
             verdict = f"does not fit: lower --max_tokens to {report.max_tokens:,} or less, or raise fsdp, tp or ep"
         table.add_row("verdict", verdict)

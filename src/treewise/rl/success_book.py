@@ -70,9 +70,7 @@ class SuccessBook:
         return self._squared / self._trials if self._trials else math.nan
 
     def signals(self, task: str, _tree: RolloutTree) -> Signals:
-        """What a branching policy gets of a growing tree: what is known of its task. Its own rollouts must not have been
-        observed: `lcr` counts these itself.
-        """
+        """What is known of a growing tree's task, which has not observed its own rollouts: `lcr` counts these."""
         return Signals(self.success(task))
 
     # -- observations -------------------------------------------------------------------------------------------------

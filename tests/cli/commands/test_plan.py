@@ -99,11 +99,3 @@ def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pyte
     assert "does not fit" in capsys.readouterr().out
     assert call(*arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["mesh"]["processes"] == 4
-    arguments = (*arguments[:-1], "context=2,dp=2")
-    assert call(*arguments, "--gpu_memory", "60000") == 0
-    out = capsys.readouterr().out
-    assert "sent to others" in out
-    assert "does not fit" in out
-    assert call(*arguments, "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["context"]["live_tokens"] < facts["peak_live_tokens"]

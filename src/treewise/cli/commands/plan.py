@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         limit={"default": None, "help": "plan the first K trees only"},
     )
     parser.add_argument("--hold", default="auto", choices=("auto", "never", "always"), help="keep open micro-batches")
-    parser.add_argument("--mesh", help="sizes of tp, ep, context, fsdp and dp, as tp=2,fsdp=4; needs --model")
+    parser.add_argument("--mesh", help="sizes of tp, ep, fsdp and dp, as tp=2,fsdp=4; needs --model")
     parser.add_argument("--memory", action="store_true", help="predict the peak memory of a step (seconds to a minute)")
     parser.add_argument("--gpu_memory", help="of each process, as 80GiB: says whether it fits")
 
@@ -87,20 +87,17 @@ def run(args: argparse.Namespace) -> int:
     budgets: tuple[BudgetMemory, ...] = ()
     if flops is not None and args.max_tokens is None:
         budgets = report_budgets(forest, flops, report, args.hold, memory)
-    processes = context = None
+    processes = None
     if mesh is not None:
         import torch
 
-        from treewise.report.analysis.mesh_facts import report_context, report_mesh
+        from treewise.report.analysis.mesh_facts import report_mesh
 
         config, dtype = load_config(args.model, args.gguf_file), getattr(torch, args.dtype)
         processes = report_mesh(config, mesh, dtype, gpu)
-        if mesh["context"] > 1 and flops is not None:
-            context = report_context(whole, flops, mesh["context"], dtype)
     if args.json:
-        parts = {"mesh": processes, "context": context}
-        extra: dict[str, Any] = {name: part.to_dict() for name, part in parts.items() if part is not None}
-        extra["budgets"] = [asdict(each) for each in budgets]
+        extra: dict[str, Any] = {"budgets": [asdict(each) for each in budgets]}
+        extra |= {} if processes is None else {"mesh": processes.to_dict()}
         print(json.dumps(report.to_dict() | extra, indent=2))
         return 0
     if note := rendering_note(args, data):
@@ -109,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if budgets:
         Console().print(budgets_view(budgets))
     if processes is not None:
-        Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens, context))
+        Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens))
     return 0
 
 

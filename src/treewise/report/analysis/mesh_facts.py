@@ -1,10 +1,10 @@
 """What each process of a mesh holds and sends: predictions from a model's configuration and a plan, not measurements.
 
-Counts what transformers' tensor- and expert-parallel plans split, what FSDP2 shards of it, what every process holds
-whole, and what processes that compute each micro-batch together (context parallelism) read from one another.
+Counts what transformers' tensor- and expert-parallel plans split, what FSDP2 shards of it, and what every process holds
+whole.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,16 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.distributed.mesh import check_context_size, mesh_config
+from treewise.distributed.mesh import mesh_config
 from treewise.errors import ConfigError
-from treewise.nn.flops import FlopModel, gateway_bytes
+from treewise.nn.flops import gateway_bytes
 from treewise.nn.model_flops import flop_model
-from treewise.planning.context_parts import context_part, part_bounds
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan
 from treewise.report.analysis.plan_facts import ADAMW_VALUES, USABLE
 
-AXES = ("tp", "ep", "context", "fsdp", "dp")
+AXES = ("tp", "ep", "fsdp", "dp")
 # transformers' styles that split a parameter, and the dimension (from the end) that they split of a matrix.
 _SPLIT = {
     **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise"), 2),
@@ -37,9 +34,8 @@ class MeshReport:
 
     processes: of all axes. bytes_whole: where parameters are sharded, those outside the layers with their gradients,
     which are whole during a step, and of the largest layer: itself, its gradients, and the next one, which FSDP2
-    gathers meanwhile. bytes_per_gateway_token: keys, values and their gradients; bytes_per_read_token: keys and values
-    alone, of tokens of other processes (context). bytes_per_activation_token: an estimate. max_tokens: activations that
-    fit beside everything else, without gateways and without keys of others; None without the size of a GPU.
+    gathers meanwhile. bytes_per_gateway_token: keys, values and their gradients. bytes_per_activation_token: an
+    estimate. max_tokens: activations that fit beside everything else, without gateways; None without the size of a GPU.
     """
 
     mesh: dict[str, int]
@@ -49,7 +45,6 @@ class MeshReport:
     bytes_optimizer: int
     bytes_whole: int
     bytes_per_gateway_token: int
-    bytes_per_read_token: int
     bytes_per_activation_token: int
     gpu_bytes: int | None = None
     max_tokens: int | None = None
@@ -58,10 +53,6 @@ class MeshReport:
     def bytes_static(self) -> int:
         """What a process holds whatever the batch."""
         return self.bytes_weights + self.bytes_gradients + self.bytes_optimizer + self.bytes_whole
-
-    def bytes_of(self, live_tokens: int, gateway_tokens: int) -> tuple[int, int]:
-        """Activations and gateways of so many tokens."""
-        return self.bytes_per_activation_token * live_tokens, self.bytes_per_gateway_token * gateway_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values under stable names."""
@@ -83,10 +74,9 @@ def read_mesh(text: str) -> dict[str, int]:
                 "least 1, as tp=2,fsdp=4."
             )
         sizes[axis] = int(size)
-    tp, ep, context, processes = sizes["tp"], sizes["ep"], sizes["context"], sizes["tp"] * sizes["fsdp"] * sizes["dp"]
+    processes = sizes["tp"] * sizes["fsdp"] * sizes["dp"]
     try:
-        mesh_config(tp, ep, processes)
-        check_context_size(context, processes, tp, ep)
+        mesh_config(sizes["tp"], sizes["ep"], processes)
     except ConfigError as error:
         raise ConfigError(f"--mesh {text!r}, of tp x fsdp x dp = {processes} processes: {error}") from None
     return sizes
@@ -158,7 +148,6 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         bytes_optimizer=round(width * held * ADAMW_VALUES),
         bytes_whole=round(width * gathered),
         bytes_per_gateway_token=gateway_bytes(local_values, width),
-        bytes_per_read_token=width * local_values,
         bytes_per_activation_token=activation,
         gpu_bytes=gpu_bytes,
         max_tokens=room,
@@ -187,62 +176,3 @@ def _style(name: str, plan: dict[str, str]) -> str | None:
 
     generic = with_wildcards(name)
     return plan.get(generic, plan.get(generic.rpartition(".")[0]))
-
-
-# -- context parallelism ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ContextReport:
-    """Tokens and bytes of one process, of those that share each micro-batch.
-
-    live_tokens: with activations; read_tokens: of other processes, whose keys and values are kept for the backward:
-    both at the moment and of the process that needs most memory. bytes_sent: in one step, by one process to the others:
-    keys and values of each forward, their gradients in float32 of each backward, padded to the largest part; without
-    activation checkpoints, which exchange keys and values once more, and without the gradients of parameters.
-    """
-
-    size: int
-    live_tokens: int
-    read_tokens: int
-    bytes_sent: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values under stable names."""
-        return asdict(self)
-
-
-def report_context(plan: Plan, flops: FlopModel, size: int, dtype: torch.dtype) -> ContextReport:
-    """Tokens and bytes of the `size` processes that compute each micro-batch of a plan, with activations in `dtype`."""
-    parts, padded = _token_parts(plan, flops, size)
-    width, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-    costs = width * flops.activation_values, width * flops.gateway_values
-    held: list[Counter[str]] = [Counter() for _ in range(size)]
-    most, most_bytes, sent_values = Counter[str](), -1, 0
-    for step in plan.schedule:
-        # What a hold has computed is there until its backward.
-        now = [Counter[str]() if step.action == BACKWARD else part for part in parts[step.micro_batch]]
-        for own, more in zip(held, now, strict=True):
-            needed = costs[0] * (own["live"] + more["live"]) + costs[1] * (own["read"] + more["read"])
-            if needed > most_bytes:
-                most, most_bytes = own + more, needed
-        if step.action in (HOLD, BACKWARD):
-            for own, part in zip(held, parts[step.micro_batch], strict=True):
-                own.update(part) if step.action == HOLD else own.subtract(part)
-        if step.action != BACKWARD:
-            sent_values += width * padded[step.micro_batch]
-        if step.action not in (FORWARD, HOLD):
-            sent_values += wide * padded[step.micro_batch]
-    return ContextReport(size, most["live"], most["read"], (size - 1) * flops.gateway_values * sent_values)
-
-
-def _token_parts(plan: Plan, flops: FlopModel, size: int) -> tuple[list[list[Counter[str]]], list[int]]:
-    """Of each micro-batch: tokens that each process computes and reads, and the tokens of the largest part."""
-    parts, padded = [], []
-    for index in range(plan.num_micro_batches):
-        layout = lay_out(plan, index)
-        bounds = part_bounds(flops.of_tokens(layout.depth), size)
-        own = [context_part(layout, bounds, number) for number in range(size)]
-        parts.append([Counter(live=each.layout.num_tokens, read=len(each.rows)) for each in own])
-        padded.append(int((bounds[1:] - bounds[:-1]).max()))
-    return parts, padded
