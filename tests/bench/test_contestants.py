@@ -1,7 +1,6 @@
 """Every contestant computes the loss and the gradients of flat training, so a comparison of seconds is fair."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from treewise.bench import Settings, flat, make, random_model
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories, varlen_attention
-from treewise.bench.results import COMPILED
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
@@ -67,45 +65,6 @@ def test_hybrids_have_the_flat_gradients() -> None:
     assert "trl" not in made
     for key in ("flat", "tree-recurrence", "tree"):
         check(model, prepare(made[key]), key, loss, expected)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
-def test_compiled_contestants_have_the_flat_gradients(model: torch.nn.Module) -> None:
-    items = weighted("grpo")
-    loss, _, expected = flat_sft(twin(model), items)
-    made = builders(twin(model), items, Settings(compile_backend="aot_eager"), [30])
-    torch.compiler.reset()
-    graphs = torch._dynamo.utils.counters["stats"]
-    for name in ("flat", "trl", "tree"):
-        before = graphs["unique_graphs"]
-        check(model, prepare(made[name + COMPILED]), name, loss, expected)
-        assert graphs["unique_graphs"] > before, name
-    check(model, prepare(made["tree@30" + COMPILED]), "tree@30", loss, expected)
-
-
-def test_layers_are_compiled_for_contestants_of_that_name_alone(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, compiled = [], []
-
-    def compile_as_it_is(self: torch.nn.Module, **options: Any) -> None:
-        compiled.append((type(self).__name__, options["dynamic"], options["backend"]))
-        plain = self._call_impl
-        self._compiled_call_impl = lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_as_it_is)
-    items = weighted("grpo")
-    loss, _, expected = flat_sft(twin(model), items)
-    settings = Settings(compile_backend="aot_eager", with_checkpointing=True)
-    made = builders(twin(model), items, settings, [30])
-    names = ["flat-compiled", "trl-compiled", "tree-compiled", "tree@30-compiled"]
-    assert [name for name in made if name.endswith(COMPILED)] == names
-    for name in [*names, *sorted(made.keys() - set(names))]:
-        calls.clear()
-        check(model, prepare(made[name]), name, loss, expected)
-        assert bool(calls) == (name in names), name
-    assert compiled == [("Qwen3DecoderLayer", True, "aot_eager")] * 4  # two layers in each of two twins
 
 
 def check(model: torch.nn.Module, made: Contestant | str, key: str, loss: float, expected: FlatGradients) -> None:

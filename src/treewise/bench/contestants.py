@@ -3,7 +3,7 @@
 Names: `flat` (every trajectory, packed), `merged` (contained ones folded into the longer ones), `trl`,
 `tree-recurrence` (TRL's rows with its recurrent layers), `tree` (treewise, one micro-batch), `tree@N` (under a budget
 of N tokens, held or recomputed as the planner chooses), `held@N` and `recomputed@N` where that choice differs,
-`trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing. `-compiled`: with compiled decoder layers.
+`trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing.
 """
 
 import copy
@@ -16,12 +16,10 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
-from treewise.bench.results import COMPILED
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
-from treewise.nn.compilation import check_compilation, compile_layers, is_compiled
 from treewise.nn.device import free_bytes
 from treewise.nn.model import DecoderAndHead, split_model
 from treewise.nn.model_flops import flop_model
@@ -42,8 +40,7 @@ class Settings:
     """What is compared, and how it is measured.
 
     against: out of `AGAINST`. max_tokens: budgets; None: the workload's own, or a quarter of the tree. row_tokens: of a
-    packed row of flat training; None: by the free memory. compile_backend: of torch.compile; each contestant without
-    checkpointing is then there a second time, on twins whose layers it compiles. repetitions: after one to warm up.
+    packed row of flat training; None: by the free memory. repetitions: after one to warm up.
     reference: of the gradient errors: `flat` is the first contestant, `float32` and `float64` a wide copy of the model
     in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: no repetition begins
     after them.
@@ -54,7 +51,6 @@ class Settings:
     attention: str = "auto"
     with_checkpointing: bool = False
     row_tokens: int | None = None
-    compile_backend: str | None = None
     repetitions: int = 3
     reference: str = "auto"
     max_seconds: float = math.inf
@@ -96,20 +92,13 @@ def builders(
     tree rows take none of.
 
     Raises:
-        ConfigError: an unknown name in `against`, or an unknown backend.
+        ConfigError: an unknown name in `against`.
     """
     unknown = [name for name in settings.against if name not in AGAINST]
     if unknown:
         raise ConfigError(f"--against {unknown[0]!r} is unknown; choose one of {', '.join(AGAINST)}.")
-    twins = twin(model), plain_parts(model)  # of the model before treewise is installed on it
     makers = _Makers(model, plain_parts(model), items, settings, processor)
-    contestants = makers.all(budgets, (False, True) if settings.with_checkpointing else (False,))
-    if settings.compile_backend is not None:
-        check_compilation(settings.compile_backend, None)
-        makers = _Makers(*twins, items, settings, processor)
-        for name, build in makers.all(budgets, (False,)).items():
-            contestants[name + COMPILED] = partial(_compiled, build, makers, settings.compile_backend)
-    return contestants
+    return makers.all(budgets, (False, True) if settings.with_checkpointing else (False,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +212,6 @@ class _Makers:
             plan.num_recomputed_tokens,
             None if max_tokens is None else flops.tree(forest) / flops.planned(plan),
         )
-
-
-def _compiled(build: Callable[[], Contestant], makers: _Makers, backend: str) -> Contestant:
-    """A contestant whose layers are compiled, in its first step."""
-    for lm in (split_model(makers.model), makers.plain):
-        if not is_compiled(lm.model):
-            compile_layers(lm, backend)
-    return build()
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -19,7 +19,6 @@ from rich.text import Text
 from treewise.errors import ConfigError
 
 OURS = ("tree", "held", "recomputed")
-COMPILED = "-compiled"  # ends the name of a contestant with compiled layers
 
 
 def record(rows: list[dict[str, Any]], command: Sequence[str]) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def load(path: Path, name: str = "bench") -> dict[str, Any]:
 
 def is_ours(name: str) -> bool:
     """Whether a contestant is one of treewise's."""
-    return name.partition("@")[0].removesuffix("-ckpt").removesuffix(COMPILED) in OURS
+    return name.partition("@")[0].removesuffix("-ckpt") in OURS
 
 
 def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -116,7 +115,6 @@ def command_line() -> list[str]:
 
 LEGEND = """\
 flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
--compiled: with compiled layers, efficiency over flat-compiled; first s: of the first step, which probes and compiles
 flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
 efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
 gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
@@ -137,15 +135,11 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
         table.add_column(name, justify="right")
-    has_compiled = any(name.endswith(COMPILED) for name in row["contestants"])
-    if has_compiled:
-        table.add_column("first s", justify="right")
     for name, result in row["contestants"].items():
         if "skipped" in result:
             table.add_row(name, escape(result["skipped"]), end_section=False)
         else:
-            first_step = [f"{result['first_seconds']:.3f}"] if has_compiled else []
-            table.add_row(name, *_cells(row, name, result, first, second), *first_step)
+            table.add_row(name, *_cells(row, name, result, first, second))
     return table
 
 
@@ -157,19 +151,15 @@ def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def efficiency(row: dict[str, Any], name: str) -> float | None:
-    """Speed-up over the first flat contestant that ran (of a compiled one over compiled flat), over the FLOP bound."""
+    """Speed-up over the first flat contestant that ran, over the FLOP bound."""
     flat, _ = baselines_of(row)
-    if name.endswith(COMPILED):
-        flat = f"flat{COMPILED}" if f"flat{COMPILED}" in row["speed_up"] else None
     ratio = None if flat is None else row["speed_up"][flat].get(name)
     return None if ratio is None else ratio / row["flop_bound"]
 
 
 def speed_of_tree(row: dict[str, Any], name: str) -> float | None:
-    """Speed of a contestant under a budget over that of `tree` (of a compiled one over `tree-compiled`); None for
-    others, or where that did not run."""
-    whole = f"tree{COMPILED}" if name.endswith(COMPILED) else "tree"
-    tree, result = row["contestants"].get(whole, {}), row["contestants"][name]
+    """Speed of a contestant under a budget over that of `tree`; None for others, or where that did not run."""
+    tree, result = row["contestants"].get("tree", {}), row["contestants"][name]
     if not (name.partition("@")[1] and is_ours(name) and "seconds" in tree and "seconds" in result):
         return None
     return tree["seconds"]["median"] / result["seconds"]["median"]

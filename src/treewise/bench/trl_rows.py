@@ -19,7 +19,6 @@ import torch
 
 from treewise.bench.flat import attention, checkpointing, varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
-from treewise.nn.compilation import uncompiled
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead
 from treewise.tree.trajectory import Trajectory
@@ -78,14 +77,11 @@ class TrlRows:
         return float(torch.stack(losses).double().sum())
 
     def _require_support(self, sample: Sample) -> None:
-        """Two tokens through the decoder, so that errors of others are raised now and not in the first step.
-
-        Uncompiled: graphs without gradients are used nowhere else.
-        """
+        """Two tokens through the decoder, so that errors of others are raised now and not in the first step."""
         row = self.packing.TreeRow()
         row.add({name: value[:2] if name in _STREAMS else value for name, value in sample.items()})
         try:
-            with torch.no_grad(), uncompiled(self.lm.model), self._running():
+            with torch.no_grad(), self._running():
                 self._hidden({name: value.to(self.lm.device) for name, value in row.pack().items()})
         except (StopIteration, AttributeError, KeyError, TypeError) as error:
             raise UnsupportedModelError(

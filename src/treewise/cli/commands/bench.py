@@ -19,7 +19,6 @@ from treewise.bench.results import LEGEND, command_line, row_view
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS
-from treewise.nn.compilation import DEFAULT_BACKEND
 from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.nn.model_checks import zero_dropout
@@ -50,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--against", nargs="+", default=list(AGAINST), choices=AGAINST)
     against.add_argument("--max_tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
-    against.add_argument("--compile", action="store_true", help="each also with compiled decoder layers (minutes)")
-    against.add_argument("--compile_backend", help="of torch.compile (inductor)")
     against.add_argument("--row_tokens", type=int, help="of a packed row of flat training; by memory")
     against.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
     how = parser.add_argument_group("how")
@@ -70,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
     apply_config(args, attention="auto")
     limits = dict.fromkeys(("max_flat_tokens", "row_tokens", "max_seconds"), Gt(0))
     check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
-    if args.compile_backend is not None and not args.compile:
-        raise ConfigError("--compile_backend chooses for --compile, which is not given.")
     if not args.data and (args.trees or args.max_flat_tokens):
         raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
     device = chosen_device(args.device)
@@ -106,7 +101,6 @@ def _settings(args: argparse.Namespace) -> bench.Settings:
         attention=args.attention,
         with_checkpointing=args.checkpointing,
         row_tokens=args.row_tokens,
-        compile_backend=(args.compile_backend or DEFAULT_BACKEND) if args.compile else None,
         repetitions=args.repetitions,
         reference=args.reference,
         max_seconds=math.inf if args.max_seconds is None else args.max_seconds,
