@@ -123,7 +123,7 @@ class SuccessBook:
         try:
             known = BookSettings.__dataclass_fields__  # earlier versions had more, for branch points
             book = cls(BookSettings(**{name: each for name, each in state["settings"].items() if name in known}))
-            book._tasks = {key: (float(a), float(b)) for key, (a, b) in state["tasks"].items()}
+            book._tasks = {key: (float(a), float(b)) for key, (a, b) in dict(state["tasks"]).items()}
             trials = state["trials"] if "trials" in state else sum(state["bins"][0])  # as earlier versions wrote them
             book._squared, book._trials = float(state["squared"]), float(trials)
         except (KeyError, TypeError, ValueError) as error:
