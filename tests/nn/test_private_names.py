@@ -62,10 +62,7 @@ PRIVATE_NAMES = {
     "_rnn_scan": "transformers.models.recurrent_gemma.modeling_recurrent_gemma:RecurrentGemmaRglru",
     "_old_forward": "accelerate.hooks",  # where accelerate keeps a forward that it wraps in hooks
     "_flash_attn": "trl.experimental.async_grpo.packing:",  # of TRL's tree rows: all contestants get the same kernel
-    # The batch of an update, whose advantages are replaced by those of the tree.
-    "_generate_and_score_completions": "trl:GRPOTrainer",
     "_calculate_rewards": "trl:GRPOTrainer",  # rewards completions while their tree grows
-    "_tokenize_prompts": "trl:GRPOTrainer",  # the token ids of prompts, as the trainer has them
     "_tokenizer": "trl.trainer.grpo_trainer",  # below a processor
 }
 

@@ -68,6 +68,15 @@ def at(values: Any, path: tuple[Any, ...], value: Any) -> None:
     values[path[-1]] = value
 
 
+def swap(values: dict[str, Any], one: str, other: str) -> None:
+    values[one], values[other] = values[other], values[one]
+
+
+def forget(plain: Any, tensors: Tensors) -> None:
+    """A moment, in all places that a file has."""
+    del plain["state"][A]["exp_avg"], plain["shapes"][f"{A}/exp_avg"], tensors[f"{A}/exp_avg"]
+
+
 def forget_parameter(plain: Any, tensors: Tensors) -> None:
     for entry in plain["state"].pop(A):
         del plain["shapes"][f"{A}/{entry}"], tensors[f"{A}/{entry}"]
@@ -78,31 +87,82 @@ def reshape(plain: Any, tensors: Tensors) -> None:
     plain["shapes"][f"{A}/exp_avg"] = [[2, 3], "float32"]
 
 
+def retype(plain: Any, tensors: Tensors) -> None:
+    tensors[f"{A}/exp_avg"] = tensors[f"{A}/exp_avg"].to(torch.bfloat16)
+    plain["shapes"][f"{A}/exp_avg"] = [[3, 3], "bfloat16"]
+
+
+def extra(plain: Any, tensors: Tensors) -> None:
+    plain["state"][A]["max_exp_avg_sq"] = {"__is__": "tensor", "name": f"{A}/max_exp_avg_sq"}
+    plain["shapes"][f"{A}/max_exp_avg_sq"] = [[3, 3], "float32"]
+    tensors[f"{A}/max_exp_avg_sq"] = torch.zeros(3, 3)
+
+
+def endless(plain: Any, tensors: Tensors) -> None:
+    plain["state"][A]["step"] = 10**400
+    del plain["shapes"][f"{A}/step"], tensors[f"{A}/step"]
+
+
 def to_other_group(plain: Any, _: Tensors) -> None:
     plain["groups"][1]["lr"] = 1.0
     plain["groups"][1]["params"].append(plain["groups"][0]["params"].pop())
 
 
-FIELDS = ("state", "shapes", "groups", "kind")
+def fill(entry: str, value: float) -> Callable[[Any, Tensors], None]:
+    def change(plain: Any, tensors: Tensors) -> None:
+        tensors[f"{A}/{entry}"] = torch.full_like(tensors[f"{A}/{entry}"], value)
+        del plain["shapes"][f"{A}/{entry}"][2]
+
+    return change
+
+
 # What is done to the values of optimizer.json and to the tensors, and what the error says.
 CUTS: dict[str, tuple[Callable[[Any, Tensors], object], str]] = {
+    "a moment": (forget, r"state of 0.weight has exp_avg_sq, step; this run's keeps exp_avg, exp_avg_sq, step"),
     "a moment's tensor": (lambda p, t: t.pop(f"{A}/exp_avg"), "0.weight/exp_avg is missing"),
-    "a moment's shape": (lambda p, t: without(p, "shapes", f"{A}/exp_avg"), "damaged .KeyError: '0.weight/exp_avg'"),
-    "a parameter": (forget_parameter, "0.weight has no state"),
-    "all of them": (lambda p, t: at(p, ("state",), {}), "0.bias has no state"),
-    **{name: (lambda p, t, name=name: without(p, name), f"damaged .KeyError: '{name}'") for name in FIELDS},
-    "a group": (lambda p, t: without(p, "groups", 1), "bias has no state"),
+    "a moment's entry": (lambda p, t: without(p, "state", A, "exp_avg"), "0.weight/exp_avg is of no parameter"),
+    "a moment's shape": (lambda p, t: without(p, "shapes", f"{A}/exp_avg"), "is listed with no shape"),
+    "a parameter": (forget_parameter, "0.weight has no state, and is not among those that were never trained"),
+    "a parameter's entry": (lambda p, t: without(p, "state", A), "0.weight/exp_avg is of no parameter"),
+    "all of them": (lambda p, t: at(p, ("state",), {}), "is of no parameter"),
+    "state": (lambda p, t: without(p, "state"), "damaged .KeyError: 'state'"),
+    "shapes": (lambda p, t: without(p, "shapes"), "damaged .KeyError: 'shapes'"),
+    "groups": (lambda p, t: without(p, "groups"), "damaged .KeyError: 'groups'"),
+    "kind": (lambda p, t: without(p, "kind"), "damaged .KeyError: 'kind'"),
+    "a group": (lambda p, t: without(p, "groups", 1), "bias has no state, and is not among"),
     "a group's parameters": (lambda p, t: without(p, "groups", 1, "params"), "damaged .KeyError: 'params'"),
     "a member": (lambda p, t: without(p, "groups", 0, "params", 0), "0.weight has no state"),
+    "a name twice": (lambda p, t: at(p, ("groups", 0, "params", 0), B), "0.weight has no state"),
     "a member in another group": (to_other_group, r"in groups of lr=0.1 and 1.0, and this run has them in one"),
     "a flag": (lambda p, t: at(p, ("groups", 0, "maximize"), True), "maximize=True, now False"),
+    "a rate": (lambda p, t: at(p, ("groups", 0, "lr"), float("nan")), "lr=nan, which no run sets"),
+    "a rate of text": (lambda p, t: at(p, ("groups", 0, "lr"), "high"), "lr='high', which no run sets"),
     "other kind": (lambda p, t: at(p, ("kind",), "SGD"), "optim: SGD -> AdamW"),
-    "shape": (reshape, r"0.weight has exp_avg as \[2, 3\], and the parameter is \[3, 3\]"),
+    "shape": (reshape, r"0.weight has exp_avg as \[2, 3\] float32, where this run keeps \[3, 3\] float32"),
     "shape of the tensor": (lambda p, t: at(t, (f"{A}/exp_avg",), torch.zeros(2, 3)), r"6 numbers of \[2, 3\]"),
-    "no shape": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 0), [-3, 3]), "damaged .RuntimeError"),
+    "shape of the list": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 0), [9]), r"has exp_avg as \[9\] float32"),
+    "no shape": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 0), [-3, 3]), r"has the shape \[-3, 3\]"),
+    "dtype": (retype, r"as \[3, 3\] bfloat16, where this run keeps \[3, 3\] float32"),
     "dtype of the tensor": (lambda p, t: at(t, (f"{A}/exp_avg",), torch.zeros(3, 3).half()), "float16, where 9 of"),
-    "no dtype": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 1), "load"), "damaged .TypeError"),
+    "no dtype": (lambda p, t: at(p, ("shapes", f"{A}/exp_avg", 1), "load"), "and dtype 'load'"),
+    "extra entry": (extra, "has exp_avg, exp_avg_sq, max_exp_avg_sq, step; this run's keeps"),
+    "extra tensor": (
+        lambda p, t: at(t, ("2.weight/exp_avg",), torch.zeros(3)),
+        "2.weight/exp_avg is unknown to its list",
+    ),
+    "a moment not finite": (fill("exp_avg", float("nan")), "0.weight/exp_avg holds numbers that are not finite"),
+    "a square below zero": (fill("exp_avg_sq", -1.0), "0.weight/exp_avg_sq holds -1; it is never below 0"),
+    "a step below zero": (fill("step", -1.0), "0.weight/step holds -1"),
+    "a part of a step": (fill("step", 1.5), "0.weight/step is 1.5; steps are whole"),
+    "a step beyond numbers": (endless, "0.weight/step holds numbers that are not finite"),
     "a number for a name": (lambda p, t: at(p, ("groups", 0, "params", 0), 0), "json: 0 has no state"),
+    "swapped tensors": (lambda p, t: swap(t, f"{A}/exp_avg", f"{B}/exp_avg"), "is not what was saved"),
+    "swapped references": (lambda p, t: swap(p["state"], A, B), "refers to the tensor '1.weight"),
+    "a moment of another": (
+        lambda p, t: at(p, ("state", A, "exp_avg", "name"), f"{B}/exp_avg"),
+        "exp_avg of 0.weight refers to the tensor '1.weight/exp_avg'",
+    ),
+    "a step of text": (lambda p, t: at(p, ("state", A, "step"), "2"), "0.weight/step is of no parameter"),
     "a tensor for a list": (lambda p, t: at(p, ("state",), []), "damaged .AttributeError"),
 }
 

@@ -49,14 +49,14 @@ def load_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: a tensor is missing from the checkpoint, also in part, or has another shape or dtype.
     """
-    _refuse_gaps(folder, tensors)
+    refuse_gaps(folder, tensors)
     with _errors_named() as is_single:
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=is_single)
 
 
-def _refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
     """Raises `CheckpointError` unless the files hold each tensor whole (DCP leaves as it is what no file holds), in its
-    shape and dtype, by their headers.
+    shape and dtype, by their headers. The names of all that they hold.
     """
     try:
         saved: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -73,6 +73,7 @@ def _refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
                 f"{folder.name}: {name} is {num_held} numbers of {list(found.size)} {dtype}, where {tensor.numel()} of "
                 f"{list(tensor.shape)} {tensor.dtype} belong; a file is missing or is another run's."
             )
+    return set(saved)
 
 
 @contextmanager
