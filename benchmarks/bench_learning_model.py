@@ -40,8 +40,7 @@ from treewise.rl.tasks.protocol import Split
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SLIP, START = 0.2, 0.15  # wrong moves that are imitated; the success at which imitation ends
-STARTS = 5  # policies to start from; seeds that share one differ in what they draw
-TREES, ROLLOUTS = 8, 8  # of an update; of a tree at equal tokens
+ROLLOUTS = 8  # of a tree at equal tokens
 CLIP = 1e-3  # of steps of one length: below every gradient's norm
 COMPARED: tuple[tuple[str, str], ...] = (
     UNIFORM,
@@ -104,26 +103,29 @@ def letters(split: Split, index: int) -> tuple[list[str], list[str]]:
 
 
 def numbers(split: Split, index: int) -> tuple[list[str], list[str]]:
-    """Five different whole numbers below 100, of reasoning_gym, in ascending or descending order."""
+    """Four different whole numbers below 100, of reasoning_gym, in ascending order."""
     import reasoning_gym
 
-    sizes = {"min_numbers": 5, "max_numbers": 5, "min_value": 1, "max_value": 99, "max_decimals": 0}
-    for seed in range(2 * index + (split == "held_out"), 1 << 40, 1 << 33):  # until no number stands twice
-        facts = reasoning_gym.create_dataset("number_sorting", seed=seed % (1 << 32), size=1, **sizes)[0]["metadata"]
+    sizes = {"min_numbers": 4, "max_numbers": 4, "min_value": 1, "max_value": 99, "max_decimals": 0}
+    draw = np.random.default_rng([index, split == "held_out"])
+    while True:  # until no number stands twice
+        seed = int(draw.integers(1 << 32))
+        facts = reasoning_gym.create_dataset("number_sorting", seed=seed, size=1, **sizes)[0]["metadata"]
         items = [str(int(float(each))) for each in facts["original_numbers"]]
         if len(set(items)) == len(items):
-            break
-    return items, sorted(items, key=int)
+            return items, sorted(items, key=int)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A policy and what it learns. rates: of AdamW and of steps of one length. goal: of held-out success. updates: at
-    most. held_out: items of which the success is the mean.
+    """A policy and what it learns. arms: branching and credit. rates: of AdamW and of steps of one length. goal: of
+    held-out success. updates: at most. held_out: items of which the success is the mean. trees: of an update. starts:
+    policies to start from; seeds that share one differ in what they draw.
     """
 
     task: Sort
     policy: Callable[[int], tuple[Any, Any]]
+    arms: tuple[tuple[str, str], ...]
     imitation_rate: float
     batch: int
     tokens: int
@@ -131,6 +133,8 @@ class Setting:
     goal: float
     updates: int
     held_out: int
+    trees: int
+    starts: int
 
 
 def tiny(seed: int) -> tuple[Any, Any]:
@@ -143,6 +147,7 @@ SETTINGS = {
     "tiny": Setting(
         task=Sort(letters, "", moves=5, question="{}="),
         policy=tiny,
+        arms=COMPARED,
         imitation_rate=2e-3,
         batch=64,
         tokens=40,
@@ -150,17 +155,22 @@ SETTINGS = {
         goal=0.6,
         updates=80,
         held_out=256,
+        trees=8,
+        starts=5,
     ),
     "smollm2": Setting(
-        task=Sort(numbers, " ", moves=4, question="Sort: {} ->"),
+        task=Sort(numbers, " ", moves=3, question="Sort: {} ->"),
         policy=lambda seed: smollm2(torch.float32),
+        arms=COMPARED[:2],
         imitation_rate=5e-5,
-        batch=32,
-        tokens=60,
+        batch=8,
+        tokens=42,
         rates={"AdamW": 1e-5, "length": 0.02 / CLIP},
         goal=0.6,
         updates=16,
         held_out=32,
+        trees=4,
+        starts=1,
     ),
 }
 
@@ -190,10 +200,10 @@ def success(model: Any, tokenizer: Any, task: Sort, count: int) -> float:
 
 def start(name: str, seed: int, folder: str) -> dict[str, torch.Tensor]:
     """The weights from which all arms of a seed go on."""
-    seed %= STARTS
+    setting = SETTINGS[name]
+    seed %= setting.starts
     path = Path(folder) / f"{name}-{seed}.pt"
     if not path.is_file():
-        setting = SETTINGS[name]
         model, tokenizer = setting.policy(seed)
         texts = partial(setting.task.texts, tokenizer.eos_token, setting.batch)
         for chunk in range(200):
@@ -235,8 +245,8 @@ def learned(name: str, cell: tuple[str, str], optimizer: str, seed: int, folder:
             tokenizer,
             tw.OnlineSettings(
                 iterations=setting.updates,
-                trees_per_iteration=TREES,
-                tokens_per_iteration=TREES * ROLLOUTS * setting.tokens,
+                trees_per_iteration=setting.trees,
+                tokens_per_iteration=setting.trees * ROLLOUTS * setting.tokens,
                 max_new_tokens=setting.tokens + 4,
                 branching=branching,
                 branching_settings=ARMS[branching].settings | ({"roots": ROLLOUTS} if branching == "none" else {}),
@@ -274,7 +284,8 @@ def learned(name: str, cell: tuple[str, str], optimizer: str, seed: int, folder:
 
 
 def _work(task: tuple[str, tuple[str, str], str, int, str]) -> dict[str, Any]:
-    torch.set_num_threads(1 if task[0] == "tiny" else torch.get_num_threads())
+    if task[0] == "tiny":
+        torch.set_num_threads(1)
     name, cell, optimizer, seed, _ = task
     facts = {"model": name, "optimizer": optimizer, "branching": cell[0], "credit": cell[1], "seed": seed}
     return facts | learned(*task)
@@ -303,11 +314,11 @@ def main() -> None:
         (args.model, cell, optimizer, seed, args.folder)
         for seed in range(args.seeds)
         for optimizer in args.optimizers
-        for cell in COMPARED
+        for cell in SETTINGS[args.model].arms
         if (args.model, optimizer, *cell, seed) not in done
     ]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for run in pool.imap_unordered(_work, tasks, chunksize=len(COMPARED) * len(args.optimizers)):
+        for run in pool.imap_unordered(_work, tasks, chunksize=len(SETTINGS[args.model].arms) * len(args.optimizers)):
             done[key(run)] = run
             save("learning-model", sorted(done.values(), key=key))  # lest an interruption lose it
             print({name: value for name, value in run.items() if name != "curve"}, flush=True)
@@ -317,8 +328,9 @@ def main() -> None:
         for optimizer in ("AdamW", "length"):
             own = [run for run in runs if run["model"] == model and run["optimizer"] == optimizer]
             count = Counter(run["seed"] for run in own)
-            own = [run for run in own if count[run["seed"]] == len(COMPARED)]  # seeds that all arms have ended
-            for cell in COMPARED if own else ():
+            arms = SETTINGS[model].arms
+            own = [run for run in own if count[run["seed"]] == len(arms)]  # seeds that all arms have ended
+            for cell in arms if own else ():
                 rows.append({"model": model, **compared(own, optimizer, cell)})
     for row in rows:
         print(row)

@@ -26,7 +26,7 @@ from treewise.bench.measure import peak_bytes
 from treewise.engine.budget import gateway_token_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import step_memory
-from treewise.nn.device import keep_freed_memory
+from treewise.nn.device import keep_few_kernels, keep_freed_memory
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -48,7 +48,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", _EXPERTS),
     "hybrid": ("qwen3_next", _EXPERTS | _DELTA_NET),
 }
-# What a case may have beside a model: `qwen3-bfloat16-lora`. kept: freed memory stays, as in `treewise train`.
+# What a case may have: `qwen3-bfloat16-lora`. kept: freed memory and few kernels, as in `treewise train`.
 OPTIONS = ("bfloat16", "lora", "checkpointing", "path", "kept")
 
 
@@ -93,6 +93,7 @@ def measure(case: str, budget: int | None) -> dict[str, Any]:
     model, forest = case_of(name, options)
     if "kept" in options:
         keep_freed_memory()
+        keep_few_kernels()
     engine = TreeEngine(model, budget, check=False)
     if (
         budget != forest.num_tokens

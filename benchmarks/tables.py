@@ -43,6 +43,7 @@ def main() -> None:
         "proof": (ROOT / "docs" / "proof.md", _proof),
         "gradients": (of_branching, _gradients),
         "learning": (of_branching, _learning),
+        "learning-model": (of_branching, _learning),
     }
     for name, (where, table) in others.items():
         found = _records(name)
@@ -167,16 +168,34 @@ def _proof(record: dict[str, Any]) -> str:
 
 
 def _learning(record: dict[str, Any]) -> str:
-    """Tokens to the goal, of each arm under each optimizer."""
-    lines = ["| steps | branching | credit | updates | tokens | over independent samples | detectable |"]
-    lines.append(f"|---|---|---|{'---:|' * 4}")
-    for row in record["rows"]:
-        ratio, low, high = row["tokens_ratio"]
-        is_base = (row["branching"], row["credit"]) == ("none", "group z-score")
-        compared = " |" if is_base else f"{ratio:.2f} [{low:.2f}, {high:.2f}] | {row['tokens_detectable']:.2f}"
-        facts = f"{row['optimizer']} | {row['branching']} | {row['credit']} | {row['updates']:g} | {row['tokens']:,.0f}"
-        lines.append(f"| {facts} | {compared} |")
-    return "\n".join([f"{record['rows'][0]['seeds']} seeds:", "", *lines])
+    """Tokens to the goal, of each arm under each optimizer; of language models seconds, too."""
+    parts = []
+    rows = [row for row in record["rows"] if "seeds" in row]  # and none of the runs
+    for model in dict.fromkeys(row.get("model") for row in rows):
+        own = [row for row in rows if row.get("model") == model]
+        timed = "" if model is None else " seconds, over them | reached |"
+        lines = [f"| steps | branching | credit | updates | tokens | over independent samples | detectable |{timed}"]
+        lines.append(f"|---|---|---|{'---:|' * (4 + timed.count('|'))}")
+        for row in own:
+            is_base = (row["branching"], row["credit"]) == ("none", "group z-score")
+            seen = f"{row['tokens_detectable']:.2f}" if "tokens_detectable" in row else ""
+            compared = "| | |" if is_base else f"| {_ratio(row, 'tokens')} | {seen} |"
+            more = (
+                f"{'' if is_base else _ratio(row, 'seconds')} | {row['reached']} of {row['seeds']} |" if timed else ""
+            )
+            facts = (row["optimizer"], row["branching"], row["credit"], f"{row['updates']:g}", f"{row['tokens']:,.0f}")
+            lines.append(f"| {' | '.join(facts)} {compared} {more}".rstrip())
+        head = f"{own[0]['seeds']} seeds" if model is None else f"`--model {model}`, {own[0]['seeds']} seeds"
+        parts.append("\n".join([f"{head}:", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def _ratio(row: dict[str, Any], name: str) -> str:
+    """A paired ratio and its interval; nothing where a run did not reach the goal."""
+    if f"{name}_ratio" not in row:
+        return ""
+    mean, low, high = row[f"{name}_ratio"]
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _first_steps(record: dict[str, Any]) -> str:

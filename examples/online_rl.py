@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PrinterCallback, ProgressCallback
 
 import treewise as tw
 from treewise.bench.results import commit, hardware, processor
-from treewise.cli.progress import StepLines, replace_printers
+from treewise.cli.progress import StepLines
 from treewise.data import load_trees
 from treewise.errors import duration
 from treewise.nn.load_model import load_model
@@ -105,8 +106,9 @@ def warm_up(model: Any, tokenizer: Any, task: SortLetters, output: Path) -> None
         report_to="none",
     )
     part.mkdir(parents=True, exist_ok=True)
-    trainer = tw.TreeTrainer(model, args, train_dataset=trees, processing_class=tokenizer)
-    replace_printers(trainer, [StepLines(part)])
+    trainer = tw.TreeTrainer(model, args, train_dataset=trees, processing_class=tokenizer, callbacks=[StepLines(part)])
+    for printer in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printer)
     trainer.train()
     trainer.save_model()
     part.rename(output)  # whole, or not there

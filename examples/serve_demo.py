@@ -42,7 +42,7 @@ def write_files(folder: Path) -> None:
 @contextmanager
 def server(folder: Path, port: int, *flags: str) -> Iterator[str]:
     """A server in a process of its own; its address."""
-    command = [sys.executable, "-m", "treewise.cli.main", "serve", "--model", MODEL, "--name", NAME]
+    command = [sys.executable, "-m", "treewise", "serve", "--model", MODEL, "--name", NAME]
     process = subprocess.Popen([*command, "--folder", str(folder), "--port", str(port), *flags])
     url = f"http://127.0.0.1:{port}"
     try:

@@ -61,7 +61,7 @@ print("trajectories through each of the first tokens:", forest.multiplicity[:5])
 # %% [markdown]
 # ## A budget
 #
-# `max_tokens` is the most tokens that hold activations at a time. Open tokens, with more than a budget below them, run
+# `max_tokens` limits how many tokens hold activations at a time. Open tokens, with more than a budget below them, run
 # twice.
 
 # %%

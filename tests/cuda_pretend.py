@@ -1,9 +1,11 @@
 """A GPU that is not there: tensors marked `cuda` and are computed on the CPU, and a list of what would wait.
 
 Inside `PretendCuda` whatever is asked for on `cuda` is made on the CPU and marked; marks follow the storage of a tensor
-and the operations on it. So code for a GPU runs whole, with real values, and two mistakes show: operations on tensors
-of both devices (`RuntimeError`, as CUDA raises it), and places where the host waits for the device, which are noted in
-`waits` with the location in the code. What kernels do inside, and how they are timed, is not seen.
+and the operations on it. So code for a GPU runs whole, with real values, and three mistakes show: operations on tensors
+of both devices (`RuntimeError`, as CUDA raises it); places where the host waits for the device, which are noted in
+`waits` with the location in the code; and operations of the host on pinned memory that a queued copy of the device may
+not have written yet (`RuntimeError`, where a GPU would give wrong numbers). All copies are taken to be in one queue.
+What kernels do inside, and how they are timed, is not seen.
 
 torch's own fake tensors cannot do this: without a CUDA build, autograd ends the process at the first of them.
 """
@@ -18,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+UNWRITTEN = "the host works with memory that a queued copy from the device may not have written yet"
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 
 # Operations for which the host reads a result of the device. Names of aten, without overload.
@@ -41,6 +45,8 @@ READS = {
 }
 # Operations that may get tensors of both devices.
 CROSSING = {"copy_", "_to_copy"}
+# Operations that look at shapes alone.
+NAMING = {"empty_like", "new_empty", "new_zeros", "zeros_like", "new_empty_strided", "ones_like", "detach", "alias"}
 # Operations that take indices from anywhere: those on the host are copied, boolean ones counted first.
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"}
 
@@ -48,14 +54,18 @@ INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_
 class PretendCuda(TorchFunctionMode):
     """Makes and follows tensors marked as on `cuda:0`.
 
-    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`.
+    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`. queued:
+    copies between the devices that it did not wait for, by where they went.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
         self._marks: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.queued: Counter[str] = Counter()
         self._pinned: dict[int, StorageWeakRef] = {}
+        self._unwritten: dict[int, StorageWeakRef] = {}  # pinned memory, until the host waits
+        self._is_moving = False
         self._making: str | None = None  # the device of what the function that runs now makes from nothing
         self._below = _Operations(self)
 
@@ -81,6 +91,26 @@ class PretendCuda(TorchFunctionMode):
     def wait(self, what: str) -> None:
         """Notes that the host waits, and where."""
         self.waits[what, _location()] += 1
+        self._unwritten.clear()
+
+    def may_look_into(self, tensor: torch.Tensor) -> bool:
+        """Whether the host knows what is in its memory."""
+        return self._is_moving or _of(self._unwritten, tensor) is None
+
+    def note_copy(self, to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+        """Of one device to the other. A copy waits that is asked to, or whose part on the host is not pinned. One that
+        is no piece of memory, or of another dtype, goes through a copy of the host, before or after."""
+        to_device = self.device_of(to) == "cuda"
+        there = source if to_device else to
+        is_plain = there.is_contiguous() and to.dtype == source.dtype
+        is_queued = non_blocking and _of(self._pinned, there) is not None and (to_device or is_plain)
+        if to_device and not is_plain and not self.may_look_into(there):
+            raise RuntimeError(f"{UNWRITTEN} (copied on the host first, at {_location()})")
+        if not is_queued:
+            self.wait("to the device" if to_device else "read")
+        elif not to_device:
+            self._unwritten[_storage(to)._cdata] = StorageWeakRef(_storage(to))
+        self.queued["cuda" if to_device else "cpu"] += is_queued
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it on the host, for code beneath the functions, where `.device` is the real one."""
@@ -90,6 +120,20 @@ class PretendCuda(TorchFunctionMode):
         found = tensor.clone()
         self.mark(found, "cpu")
         return found
+
+    def again(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, which functions that it is called from do not hide."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self in _get_current_function_mode_stack():
+                return call(*args, **kwargs)
+            TorchFunctionMode.__enter__(self)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                TorchFunctionMode.__exit__(self, None, None, None)
+
+        return run
 
     # -- functions, as Python calls them ------------------------------------------------------------------------------
 
@@ -102,11 +146,7 @@ class PretendCuda(TorchFunctionMode):
         if name == "__get__":
             return self._attribute(func, args, kwargs)
         if func is torch.Tensor.backward:
-            super().__enter__()  # as it was before this call
-            try:
-                return torch.autograd.backward(args, kwargs.pop("gradient", None), **kwargs)
-            finally:
-                super().__exit__(None, None, None)
+            return self.again(torch.autograd.backward)(args, kwargs.pop("gradient", None), **kwargs)
         special = _SPECIAL.get(name)
         if special is not None and tensors:
             return special(self, func, *args, **kwargs)
@@ -127,6 +167,7 @@ class PretendCuda(TorchFunctionMode):
         """Runs a function on the CPU; what it makes from nothing is where it says, or where its tensors are."""
         asked = _device_in(args, kwargs)
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        is_pinned = kwargs.pop("pin_memory", False)
         is_new = any(self.device_of(each) == "cuda" for each in tensors)
         before, self._making = self._making, asked or ("cuda" if is_new else "cpu")
         try:
@@ -146,7 +187,7 @@ class PretendCuda(TorchFunctionMode):
             for each in tree_leaves(found):
                 if isinstance(each, torch.Tensor):
                     self.mark(each, asked)
-        return found
+        return self._pin(func, found) if is_pinned else found
 
     # -- moving between devices ---------------------------------------------------------------------------------------
 
@@ -159,14 +200,19 @@ class PretendCuda(TorchFunctionMode):
         if asked is None or asked == here:
             args, kwargs = tree_map(_on_cpu, (args, kwargs))
             return func(tensor, *args, **kwargs)
-        is_queued = bool(kwargs.get("non_blocking")) and (asked == "cpu" or self._is_pinned(None, tensor))
-        if not is_queued:
-            self.wait("to the device" if asked == "cuda" else "read")
+        is_non_blocking = bool(kwargs.get("non_blocking"))
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
-        found = func(tensor, *args, **kwargs)
-        if _storage(found)._cdata == _storage(tensor)._cdata:
-            found = found.clone()
+        self._is_moving = True
+        try:
+            found = func(tensor, *args, **kwargs)
+            if _storage(found)._cdata == _storage(tensor)._cdata:
+                found = found.clone()
+        finally:
+            self._is_moving = False
         self.mark(found, asked)
+        if asked == "cpu" and is_non_blocking:  # torch pins what it makes then
+            self._pinned[_storage(found)._cdata] = StorageWeakRef(_storage(found))
+        self.note_copy(found, tensor, non_blocking=is_non_blocking)
         return found
 
     def _cuda(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +229,7 @@ class PretendCuda(TorchFunctionMode):
         return found
 
     def _is_pinned(self, func: Any, tensor: torch.Tensor, *args: Any) -> bool:
-        return _storage(tensor)._cdata in self._pinned
+        return _of(self._pinned, tensor) is not None
 
     def _numpy(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.device_of(tensor) == "cuda":
@@ -228,6 +274,8 @@ class _Operations(TorchDispatchMode):
         is_cuda = "cuda" in where or any(outer.device_of(each) == "cuda" for each in given)
         if is_cuda:
             self._look(name, args, given, where)
+        elif not func.is_view and name not in NAMING and not all(map(outer.may_look_into, given)):
+            raise RuntimeError(f"{UNWRITTEN} ({name}, at {_location()})")
         found = func(*args, **kwargs)
         self._mark(name, args, found, given, is_cuda)
         return found
@@ -244,8 +292,8 @@ class _Operations(TorchDispatchMode):
                     outer.wait("to the device")
         elif name == "copy_":
             to, source = outer.device_of(args[0]), outer.device_of(args[1])
-            if {to, source} == {"cuda", "cpu"} and not (len(args) > 2 and args[2]):
-                outer.wait("to the device" if to == "cuda" else "read")
+            if {to, source} == {"cuda", "cpu"}:
+                outer.note_copy(args[0], args[1], non_blocking=len(args) > 2 and args[2])
         elif "cpu" in where and name not in CROSSING:
             raise RuntimeError(f"{MIXED} ({name}, at {_location()})")
 
@@ -267,6 +315,12 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()
+
+
+def _of(known: dict[int, StorageWeakRef], tensor: torch.Tensor) -> StorageWeakRef | None:
+    """The entry of a tensor's storage, unless it is of one that is gone."""
+    found = known.get(_storage(tensor)._cdata)
+    return None if found is None or found.expired() else found
 
 
 def _device_in(args: Any, kwargs: Any) -> str | None:
@@ -317,7 +371,10 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     monkeypatch.setattr(flex, "_compiled", _dense_flex)
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.
     monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
+    make = saved_tensors_hooks.__init__
     with PretendCuda() as pretend:
+        hooks = lambda self, pack, unpack: make(self, pretend.again(pack), pretend.again(unpack))  # noqa: E731
+        monkeypatch.setattr(saved_tensors_hooks, "__init__", hooks)
         monkeypatch.setattr(mask_audit, "_on_host", pretend.on_host)
         yield pretend
 

@@ -181,14 +181,15 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
 
 
-def trajectory(history: list[Any], num_rows: int) -> Trajectory:
-    """A history with images of so many placeholders."""
+def trajectory(history: list[Any], num_rows: int | dict[bytes, int]) -> Trajectory:
+    """A history with images of so many placeholders, all of them or each."""
     ids: list[int] = []
     spans = []
     for part in history:
         if isinstance(part, bytes):
-            spans.append(ImageSpan(part, len(ids), len(ids) + num_rows))
-            ids += [IMAGE_TOKEN] * num_rows
+            size = num_rows if isinstance(num_rows, int) else num_rows[part]
+            spans.append(ImageSpan(part, len(ids), len(ids) + size))
+            ids += [IMAGE_TOKEN] * size
         else:
             ids += np.random.default_rng(part[0]).integers(3, 50, part[1]).tolist()
     return Trajectory(ids, images=tuple(spans))

@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from benchmarks.count_gpu import count_step
 from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
-from treewise.nn.device import to_device
+from treewise.engine import walk
+from treewise.nn.device import on_host, to_device
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -233,11 +234,59 @@ def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, r
     assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 65536  # the most on a GPU; 64 GiB are free
 
 
-def test_gateways_that_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch, rollouts: list[Trajectory]) -> None:
-    _, _, expected = flat_sft(tiny_model(num_hidden_layers=1), rollouts)
-    with pretend_cuda(monkeypatch):
-        model = tiny_model(num_hidden_layers=1).cuda()
-        engine = TreeEngine(model, 17, hold="never", offload=True, check=False)
-        engine.step(Forest.from_trajectories(rollouts))
+@pytest.mark.parametrize("free", [2**36, 2**10], ids=["sums on the device", "sums on the host"])
+@pytest.mark.parametrize(("family", "hold"), [("phi3", "never"), ("llama", "always"), ("qwen3_next", "never")])
+def test_gateways_that_wait_in_host_memory(family: str, hold: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, states, activations and sums go there and back in queued copies alone: the host waits for the loss. Leaves
+    below the second fork of the trunk read rows of it that are no slice."""
+    prompt, *branches = np.split(np.random.default_rng(1).integers(3, 64, 56), [4, 6, 8])
+    leaves = branches.pop().reshape(2, 3, 8)
+    rows = [[*prompt, *branches[number], *leaf] for number in range(2) for leaf in leaves[number]]
+    items, kinds, read = [Trajectory(np.array(each)) for each in rows], set(), walk.GatewayRead
+    monkeypatch.setattr(walk, "GatewayRead", lambda above, rows, size: kinds.add(type(rows)) or read(above, rows, size))
+    _, _, expected = flat_sft(tiny_model(family), items)
+    with pretend_cuda(monkeypatch) as pretend:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 2**37))
+        model = tiny_model(family).cuda()
+        engine = TreeEngine(model, 17, hold=hold, offload=True, check=False)
+        forest = Forest.from_trajectories(items)
+        pretend.queued.clear()
+        assert waits_of(pretend, lambda: engine.step(forest)) == {LOSS: 1}
+        assert pretend.queued["cpu"] > 0
         found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
+    assert kinds == {slice, torch.Tensor}
     assert gradient_error(found, expected) < expected.tolerance
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda kept: kept + 1,
+        lambda kept: kept.clone(),
+        lambda kept: kept.index_select(0, torch.tensor([0])),
+        lambda kept: kept.t().to("cuda", non_blocking=True),
+        lambda kept: kept[:, :2].to("cuda", non_blocking=True),
+        lambda kept: kept.zero_(),
+    ],
+)
+def test_the_host_may_not_look_into_memory_that_is_being_written(pretend: PretendCuda, look) -> None:
+    there = torch.arange(12.0, device="cuda").reshape(4, 3)
+    kept = on_host(there)
+    back = kept[1:3].to("cuda", non_blocking=True)
+    assert not pretend.waits
+    with pytest.raises(RuntimeError, match="may not have written yet"):
+        look(kept)
+    assert back.tolist() == [[3, 4, 5], [6, 7, 8]]  # which waits
+    look(kept)
+
+
+def test_copies_of_ordinary_memory_wait(pretend: PretendCuda) -> None:
+    there = torch.ones(4, 3, device="cuda")
+    for copy in (
+        lambda: torch.ones(4, 3).to("cuda", non_blocking=True),
+        lambda: torch.empty(4, 3).copy_(there, non_blocking=True),
+        lambda: torch.empty(3, 4, pin_memory=True).t().copy_(there, non_blocking=True),
+    ):
+        pretend.waits.clear()
+        copy()
+        assert sum(pretend.waits.values()) == 1

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("test_house")
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "treewise"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_ROOMS = 21  # doors at the top of the package
+MAX_ROOMS = 20  # doors at the top of the package
 MAX_CODE_LINES = 400  # of a file, without comments, docstrings and blank lines
 MAX_FUNCTION_LINES_P90 = 30
 
@@ -101,7 +101,7 @@ def code_lines(source: str) -> frozenset[int]:
 
 def test_a_reader_can_keep_the_top_in_the_head() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    rooms |= {path.name for path in PACKAGE.glob("*.py")}
+    rooms |= {path.name for path in PACKAGE.glob("[!_]*.py")}
     assert len(rooms) <= MAX_ROOMS, sorted(rooms)
 
 

@@ -34,6 +34,6 @@ srun --kill-on-bad-exit=1 "$environment/bin/torchrun" \
   --rdzv_id "$SLURM_JOB_ID" \
   --rdzv_backend c10d \
   --rdzv_endpoint "$first_machine:${TREEWISE_PORT:-29500}" \
-  -m treewise.cli.main "$@" --resume &
+  -m treewise "$@" --resume &
 run=$!
 wait "$run"

@@ -69,8 +69,7 @@ GIVEN = {
 SUM = {"weighting", "normalization", "constant"}  # in `rl`, settings of the objective
 LEFT_OUT = {
     "train": set[str](),
-    "rl": {"eval_data", "eval_split", "eval_strategy", "per_device_train_batch_size", *SUM}
-    | {"tp_size", "ep_size", "context_size"},
+    "rl": {"eval_data", "eval_split", "eval_strategy", "per_device_train_batch_size", *SUM},
     "online": {"data", "eval_data", *SUM, *online_run.ELSEWHERE},
 }
 EITHER = ("eval_split", "load_in_8bit")  # exclude eval_data and load_in_4bit: a run of their own

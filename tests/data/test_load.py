@@ -207,6 +207,8 @@ def test_unknown_arguments_are_named(write):
         load_trees(path, thinking="keep")
     with pytest.raises(ConfigError, match=r"no argument 'num_worker'. Did you mean 'num_workers'\?"):
         load_trees(path, num_worker=0)
+    with pytest.raises(ConfigError, match=r"no argument 'max_lenght'. Did you mean 'max_length'\?"):
+        load_trees(path, max_lenght=3)
 
 
 def test_control_characters_of_a_group_are_escaped_in_its_name_alone(write):

@@ -97,6 +97,19 @@ def test_auto_measures_and_leaves_gradients_alone(rollouts) -> None:
     assert gradient_error(gradients_of(model), expected) < expected.tolerance
 
 
+def test_auto_scores_with_a_model_that_is_not_trained_and_measures_when_it_is(rollouts) -> None:
+    model = tiny_model()
+    wanted = [each.old_logprobs for each in TreeEngine(model, None).scored(rollouts)]
+    model.requires_grad_(False)
+    engine = TreeEngine(model, "auto")
+    for found, each in zip(engine.scored(rollouts), wanted, strict=True):
+        assert found.old_logprobs == pytest.approx(each, abs=1e-6)
+    assert (engine.max_tokens, engine.budget.is_measured) == (MAX_TOKENS["cpu"], False)
+    model.requires_grad_(True)
+    engine.step(rollouts)
+    assert engine.budget.is_measured
+
+
 def test_bytes_per_token_count_what_autograd_keeps() -> None:
     """Two linear layers without bias: the input of each is kept, 16 and 32 float32 values a token."""
     layers = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 4, bias=False))

@@ -35,14 +35,14 @@ def test_held_graphs_take_activations_and_no_weights(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     of_model = storages([*model.parameters(), *model.buffers()])
     taken, copied = [], []
-    pack, copy = SavedOnHost._pack, guest._on_host
+    pack, copy = SavedOnHost._pack, guest.on_host
 
     def noticing(self: SavedOnHost, tensor: torch.Tensor) -> Any:
         taken.append(tensor)  # alive, so that an address is that of one tensor
         return pack(self, tensor)
 
     monkeypatch.setattr(SavedOnHost, "_pack", noticing)
-    monkeypatch.setattr(guest, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    monkeypatch.setattr(guest, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))
     monkeypatch.setattr(HostMemory, "holding", lambda self, lm: SavedOnHost(lm.model))  # as on a GPU
     model.zero_grad()
     TreeEngine(model, 10, hold="always", offload=True, check=False).step(items)
@@ -57,8 +57,8 @@ def test_held_graphs_take_activations_and_no_weights(
 
 
 def test_weights_that_autocast_cast_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, copied, copy = tiny_model(), [], guest._on_host
-    monkeypatch.setattr(guest, "_on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    model, copied, copy = tiny_model(), [], guest.on_host
+    monkeypatch.setattr(guest, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))
     monkeypatch.setattr(HostMemory, "holding", lambda self, lm: SavedOnHost(lm.model))
     with torch.autocast("cpu", torch.bfloat16):
         TreeEngine(model, 10, hold="always", offload=True, check=False).step(conversations())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import treewise as tw
+from tests.image_capability import trajectory
 from tests.image_models import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from treewise.data.images import decoded
 from treewise.engine import engine as engine_module
@@ -37,22 +38,9 @@ HISTORIES = (
 
 
 def trajectories(model: Any, images: Any, histories: Sequence[Any] = HISTORIES) -> list[Trajectory]:
-    rows_of = {
-        data: num_rows(model, images, data)
-        for data in {each for h in histories for each in h if isinstance(each, bytes)}
-    }
-    result = []
-    for history in histories:
-        ids: list[int] = []
-        spans = []
-        for part in history:
-            if isinstance(part, bytes):
-                spans.append(ImageSpan(part, len(ids), len(ids) + rows_of[part]))
-                ids += [IMAGE_TOKEN] * rows_of[part]
-            else:
-                ids += np.random.default_rng(part[0]).integers(3, 50, part[1]).tolist()
-        result.append(Trajectory(ids, images=tuple(spans)))
-    return result
+    pictures = {each for history in histories for each in history if isinstance(each, bytes)}
+    rows_of = {data: num_rows(model, images, data) for data in pictures}
+    return [trajectory(history, rows_of) for history in histories]
 
 
 def flat_logprobs(model: Any, images: Any, item: Trajectory) -> torch.Tensor:

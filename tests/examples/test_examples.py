@@ -1,5 +1,7 @@
-"""The examples are listed, the walk-through runs as it stands, and configurations hold known keys."""
+"""Examples are listed, scripts import what there is, the walk-through runs, configurations hold known keys."""
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -25,6 +27,17 @@ def test_every_example_is_listed() -> None:
         *(EXAMPLES / "data").iterdir(),
     ]
     assert not [path.name for path in files if f"{path.relative_to(EXAMPLES).as_posix()}" not in page]
+
+
+def test_what_scripts_import_from_the_package_exists() -> None:
+    missing = []
+    for path in (*EXAMPLES.rglob("*.py"), *(EXAMPLES.parent / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("treewise"):
+                module = importlib.import_module(str(node.module))
+                names = [each.name for each in node.names if not hasattr(module, each.name)]
+                missing += [f"{path}: {node.module}.{each}" for each in names if not find_spec(f"{node.module}.{each}")]
+    assert not missing
 
 
 CHECKS = """

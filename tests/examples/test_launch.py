@@ -40,7 +40,7 @@ def launched(name: str) -> list[str]:
 def test_torchrun_takes_the_words(name: str) -> None:
     given = get_args_parser().parse_args(launched(name))
     assert given.module
-    assert given.training_script == "treewise.cli.main"
+    assert given.training_script == "treewise"
     assert given.training_script_args[0] in COMMANDS
     assert given.training_script_args[-1] == "--resume"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from treewise import Trajectory, TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn import device
 from treewise.nn.device import (
@@ -16,9 +17,13 @@ from treewise.nn.device import (
     free_bytes,
     is_out_of_memory,
     keep_freed_memory,
+    part_of_torch,
     synchronized_clock,
     to_device,
+    untested_torch_named,
+    warn_of_untested_torch,
 )
+from treewise.testing import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -108,6 +113,31 @@ def test_kept_memory_is_not_faulted_in_again() -> None:
     assert int(kept) < 20 < int(returned)  # huge pages: 32 of 2 MiB each time
 
 
+KERNELS = """
+import psutil, sys, torch
+from treewise.nn.device import keep_few_kernels
+
+if sys.argv[1] == "few":
+    keep_few_kernels()
+weight, rows = torch.ones(384, 384, dtype=torch.bfloat16), torch.ones(420, 384, dtype=torch.bfloat16)
+for number in range(1, 421):
+    rows[:number] @ weight
+    if number == 20:
+        before = psutil.Process().memory_info().rss
+print((psutil.Process().memory_info().rss - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here")
+def test_few_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 400 shapes; set once torch is imported, before the first product."""
+    for name in device._KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-c", KERNELS]
+    all_kept, few = (int(subprocess.check_output([*command, each], text=True)) for each in ("all", "few"))
+    assert 2 * few < all_kept  # 56 and 263 MiB on a Zen 4
+
+
 def test_memory_of_other_systems_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not keep_freed_memory()
@@ -119,3 +149,40 @@ def test_an_array_that_cannot_be_written_to_is_copied():
     tensor = to_device(array, torch.device("cpu"))  # torch warns where it shares such memory
     tensor[0] = 7
     assert array.tolist() == [0, 1, 2]
+
+
+def test_a_part_that_a_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert part_of_torch("ops.aten.add.Tensor") is torch.ops.aten.add.Tensor
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
+    for path in ("ops.aten._no_such_kernel", "ops.aten.add.no_overload", "_no_such_module.name"):
+        with pytest.raises(ConfigError, match=rf"torch 2\.15\.0\+cpu has no torch\.{path}, .* install torch >=2\.11"):
+            part_of_torch(path)
+
+
+@pytest.mark.parametrize(("version", "is_named"), [("2.13.1+cpu", False), ("2.11.0", False), ("2.15.0a0+git1", True)])
+def test_errors_inside_of_a_torch_that_no_test_ran_with_name_it(
+    version: str, is_named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(TypeError, match="unexpected keyword") as found, untested_torch_named():
+        raise TypeError("unexpected keyword")
+    notes = [f"torch {version}: tests run with torch >=2.11,<2.14"] * is_named
+    assert getattr(found.value, "__notes__", []) == notes
+    warn_of_untested_torch.cache_clear()
+    for _ in range(2):
+        warn_of_untested_torch()
+    assert [each.startswith(notes[0]) for each in caplog.messages] == [True] * is_named
+    warn_of_untested_torch.cache_clear()
+
+
+@pytest.mark.parametrize(("half", "words"), [(25.0, "4.0 times as long"), (150.0, "")])
+def test_half_precision_that_is_slower_is_a_warning_once(half, words, monkeypatch, caplog):
+    rates = {torch.bfloat16: half, torch.float32: 100.0}
+    monkeypatch.setattr(device, "matmul_flops", lambda kind, dtype: rates[dtype])
+    device.warn_of_slow_precision.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):  # as `bf16: true` has it
+        for _ in range(2):
+            TreeEngine(tiny_model(num_hidden_layers=1), check=False).step([Trajectory([1, 2, 3])])
+    assert words in caplog.text
+    assert len(caplog.records) == bool(words)
+    device.warn_of_slow_precision.cache_clear()

@@ -120,6 +120,8 @@ def test_value_heads_are_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"value head.*pass its pretrained_model"):
         TreeEngine(WithValueHead())
+    with pytest.raises(UnsupportedModelError, match=r"str is not a transformers model. Load it first"):
+        TreeEngine("runs/lora")
 
 
 def test_a_model_that_is_random_while_training_is_refused() -> None:

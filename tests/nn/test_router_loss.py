@@ -25,6 +25,9 @@ TOLERANCE = 1e-5
 TABLE = CapabilityTable.load()
 # DeepSeek's kin balance by a bias; these hold a coefficient in their configuration and use it for nothing.
 UNUSED = {"deepseek_v2", "deepseek_v4", "hunyuan_v1_moe", "kolibri1", "llama4_text", "mimo_v2_flash"}
+# Its softmax is float32 in a float64 model, where float64's least number is -inf: rows of padding that see nothing, as
+# beyond a window, are NaN in the reference.
+WIDER = {"granitemoe_swa": {"sliding_window": 32}}
 
 
 def has_router_loss(family: str) -> bool:
@@ -60,7 +63,7 @@ def flat(model, trajectories):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("default")
 def test_tree_equals_one_flat_batch(family):
-    model = tiny_model(family, router_aux_loss_coef=COEFFICIENT, output_router_logits=True)
+    model = tiny_model(family, router_aux_loss_coef=COEFFICIENT, output_router_logits=True, **WIDER.get(family, {}))
     trajectories = sample_trajectories()
     flat_loss, flat_aux, _, _, flat_gradients = flat(model, trajectories)
     forest = Forest.from_trajectories(trajectories)

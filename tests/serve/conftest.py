@@ -1,7 +1,5 @@
-import gc
 import logging
 import os
-import warnings
 
 import pytest
 
@@ -11,11 +9,10 @@ logging.getLogger("tinker").setLevel(logging.ERROR)
 
 @pytest.fixture(autouse=True)
 def _sockets_of_the_sdk():
-    """The SDK leaves the connection open by which it asks for its flags: collected here, not in somebody's test."""
     yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    from tests.serve.servers import collect_sockets  # after the SDK's settings above
+
+    collect_sockets()
 
 
 def pytest_collection_modifyitems(items):

@@ -152,6 +152,20 @@ def test_sampling_gives_what_training_computes(client):
     assert asked.prompt_alt_tokens.tokens.to_numpy().shape == (3, 2)
 
 
+@pytest.mark.parametrize("num_runs", [0, 1])
+def test_the_base_model_scores_prompts_before_anything_is_trained(num_runs, tmp_path):
+    """With the server's own budget, which is measured at the first step, and with adapters of a run or without."""
+    with running(tmp_path, tiny_model("llama"), max_tokens="auto") as address:
+        client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
+        for number in range(num_runs):
+            new_run(client, number)
+        base, prompt = client.create_sampling_client(base_model="tiny").result(), types.ModelInput.from_ints([5, 6, 7])
+        found = base.sample(prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+        row = new_run(client, 7).forward([datum([5, 6, 7])], "cross_entropy").result().loss_fn_outputs[0]
+        assert np.abs(row["logprobs"].to_numpy() - np.array(found.prompt_logprobs[1:])).max() < 1e-4
+        client.close("success").result()
+
+
 def test_stops_and_limits_of_sampling(client):
     run = new_run(client)
     free = sampled(run, max_tokens=8).sequences[0].tokens
@@ -217,6 +231,19 @@ def test_a_clients_faults_are_its_own(client, address):
         run.forward_backward(data, "stable_reinforce").result()
     after = [logprobs_of(each.forward(data, "cross_entropy").result()) for each in (run, other)]
     assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_what_has_no_token_is_refused(client):
+    """No chunk, chunks without tokens: of a prompt, and of a datum."""
+    base, run = client.create_sampling_client(base_model="tiny").result(), new_run(client)
+    for count in (0, 1, 2):
+        empty = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[])] * count)
+        row = types.Datum(model_input=empty, loss_fn_inputs={"target_tokens": []})
+        with pytest.raises(tinker.RequestFailedError, match="prompt: no token given") as said:
+            base.sample(empty, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+        assert said.value.category == types.RequestErrorCategory.User
+        with pytest.raises(tinker.RequestFailedError, match=r"data\[0\].model_input: no token given"):
+            run.forward([row], "cross_entropy").result()
 
 
 def test_a_loss_stands_in_for_stable_reinforce_where_the_server_is_told_so(client, tmp_path):

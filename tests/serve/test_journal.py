@@ -23,9 +23,10 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 SERVERS = Path(__file__).with_name("forked_servers.py")
 
 
-def train(client, num_steps):
+def train(client, num_steps, created=lambda: None):
     """A run of steps, each with a named checkpoint; what the client saw of each step."""
     run = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    created()  # the SDK asks for a run once, and gives up where the connection ends meanwhile
     seen = []
     for number in range(num_steps):
         data = tree_of_data("cross_entropy", seed=number)
@@ -48,7 +49,7 @@ class Killer(threading.Thread):
             [sys.executable, "-W", "ignore", SERVERS, str(folder), str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.is_done = threading.Event()
+        self.is_done, self.may_kill = threading.Event(), threading.Event()
         self.draw = random.Random(0)
 
     def is_up(self):
@@ -64,6 +65,7 @@ class Killer(threading.Thread):
             pid = int(self.process.stdout.readline())
             while not self.is_up():
                 self.is_done.wait(0.02)
+            self.may_kill.wait()
             self.is_done.wait(self.draw.uniform(0.05, 1.5) if self.num_killed < self.num_kills else None)
             os.kill(pid, signal.SIGKILL)
             self.process.stdout.readline()
@@ -73,6 +75,7 @@ class Killer(threading.Thread):
 
     def end(self):
         self.is_done.set()
+        self.may_kill.set()
         self.join()
         self.process.stdin.close()
         self.process.wait()
@@ -93,7 +96,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_pa
     killer.start()
     try:
         client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-        run, seen, after = train(client, len(wanted))
+        run, seen, after = train(client, len(wanted), killer.may_kill.set)
         assert [each[:2] for each in seen] == [each[:2] for each in wanted]
         assert np.array_equal(after, logprobs)
         assert killer.num_killed > 0

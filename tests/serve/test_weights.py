@@ -58,7 +58,10 @@ def test_clients_sample_from_their_own_weights_on_a_server(train, weights, tmp_p
             stand_in.start_anew()
             assert gap(runs[0], samplers[0]) < 1e-4
             assert len(stand_in.adapters) == (train == "lora" and weights is None)
-            assert len(asked_of(stand_in, "/v1/completions")) == 3 * 7
+            asked = asked_of(stand_in, "/v1/completions")
+            assert len(asked) == 3 * 7
+            if train == "lora" and weights is None:  # also of the base model: see `ServedModel.blank`
+                assert all(each["model"].startswith("treewise-") for each in asked)
             with pytest.raises(tinker.RequestFailedError, match="top_p"):
                 gap(runs[0], samplers[0], top_p=0.5)
             client.close("success").result()

@@ -253,6 +253,16 @@ def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
     assert (found[0], found[2]) == ("application/x-protobuf",) * 2
 
 
+def test_a_sampler_is_read_once_however_many_of_its_requests_wait(tmp_path, monkeypatch):
+    served, asked = Served(tmp_path), []
+    for index in range(12):
+        served.send(f"s:sample:{index % 2}", index, "sample", {})
+    path_of = served.worker._path_of
+    monkeypatch.setattr(served.worker, "_path_of", lambda owner: (asked.append(owner), path_of(owner))[1])
+    assert len(served.worker._take()) == 12
+    assert sorted(asked) == ["s:sample:0", "s:sample:1"]
+
+
 def test_a_server_that_is_away_is_waited_for_once(tmp_path, monkeypatch):
     """Not by each of the requests that are drawn together, one after the other."""
     served, calls = Served(tmp_path), []

@@ -64,6 +64,7 @@ def test_settings_of_the_engine_reach_it(make_trainer, trees):
         ({"router_z_coefficient": -0.1}, r"router_z_coefficient=-0\.1 must be 0 or positive"),
         ({"shard_config": {"dp_replicate_size": 2}}, "give sharded: true"),
         ({"max_token": 16}, r"no setting 'max_token'\. Did you mean 'max_tokens'\?"),
+        ({"max_length": 16}, r"no setting 'max_length'\. It is of records: TreeTrainer\(..., render="),
         ({"adam_beta2": 1.0}, "adam_beta2=1 must be 0 or positive and below 1"),
         ({"torch_compile": True, "sharded": True}, "torch_compile cannot be combined with sharded"),
         ({"torch_compile_mode": "reduce-overhead"}, "records CUDA graphs"),
@@ -85,6 +86,12 @@ def test_every_choice_is_documented_and_accepted(tmp_path, name, choices):
         constant = {"constant": 2.0} if choice in ("rollout_sum", "constant") else {}
         args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **{name: choice}, **constant)
         assert getattr(args.objective(), name) == choice
+
+
+def test_the_backend_of_ranks_is_left_alone_in_one_process(tmp_path):
+    """accelerate would look for a group of that backend, and there is none."""
+    args = TreeTrainingArguments(output_dir=str(tmp_path), report_to="none", ddp_backend="gloo")
+    assert (args.ddp_backend, args.world_size) == ("gloo", 1)
 
 
 def test_settings_that_nothing_reads_are_named(tmp_path, caplog):

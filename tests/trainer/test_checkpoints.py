@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import resource
+from functools import partial
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -18,12 +20,14 @@ from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import MANIFEST, identity, read_manifest, sealed_text
+from treewise.trainer.data_loader import survey
 
 
 def state_of(trainer):
     """Everything that a step changes."""
     parameters = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    moments = [value for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()]
+    states = trainer.optimizer.state_dict()["state"].values()
+    moments = [torch.as_tensor(value) for state in states for value in state.values()]
     return parameters, moments, trainer.lr_scheduler.state_dict()["last_epoch"]
 
 
@@ -33,20 +37,47 @@ def assert_same_state(one, other):
     assert one[2] == other[2]
 
 
-# 7 trees in batches of 2 are 4 steps an epoch (2 with two accumulations): mid-epoch, at an epoch's end, after it.
-@pytest.mark.representatives("2-3")
-@pytest.mark.parametrize("stop_at", [3, 4, 5])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer, stop_at, accumulation):
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": stop_at, "max_tokens": 40}
-    settings["gradient_accumulation_steps"] = accumulation
-    whole = make_trainer(some_trees(), folder="whole", **settings)
+def adapted():
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny_model(), lora)
+
+
+RUNS = {
+    # 7 trees in batches of 2 are 4 steps an epoch (2 with two accumulations): mid-epoch, at an epoch's end, after it.
+    **{
+        f"{num}-{step}": (
+            tiny_model,
+            {"max_steps": 8, "save_steps": step, "max_tokens": 40, "gradient_accumulation_steps": num},
+        )
+        for num in (1, 2)
+        for step in (3, 4, 5)
+    },
+    **{name: (tiny_model, {"optim": name}) for name in ("adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop")},
+    # Experts are saved one by one and held as one tensor: transformers' own resume would leave them as they are.
+    **{name: (partial(family_model, name), {"max_steps": 3}) for name in ("mixtral", "qwen3_moe", "gemma")},
+    "adapters": (adapted, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
+@pytest.mark.representatives("2-3", "mixtral", "adapters")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer, name):
+    make_model, more = RUNS[name]
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **more}
+    whole = make_trainer(some_trees(), model=make_model(), folder="whole", **settings)
     whole.train()
-    resumed = make_trainer(some_trees(), model=tiny_model(seed=9), folder="resumed", **settings)
+    fresh = make_model()
+    for parameter in fresh.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    resumed = make_trainer(some_trees(), model=fresh, folder="resumed", **settings)
     torch.rand(17)  # another process has drawn other numbers
-    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{stop_at}")
+    checkpoint = Path(whole.args.output_dir) / f"checkpoint-{settings['save_steps']}"
+    resumed.train(resume_from_checkpoint=str(checkpoint))
     assert_same_state(state_of(whole), state_of(resumed))
     assert losses(whole) == losses(resumed)
+    assert (checkpoint / "adapter_model.safetensors").is_file() == (name == "adapters")
 
 
 def saved_run(make_trainer, trees, **settings):
@@ -62,7 +93,7 @@ def test_a_checkpoint_loads_with_transformers_alone(make_trainer, trees):
     config = json.loads((folder / "config.json").read_text())
     assert "treewise" not in json.dumps(config)
     assert config["use_cache"] is True
-    assert not list(folder.glob("*.bin.index.json")) + list(folder.glob("pytorch_model*"))
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".safetensors", ".json"}
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     prompt = torch.tensor([[5, 6, 7, 8]])
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -71,25 +102,20 @@ def test_a_checkpoint_loads_with_transformers_alone(make_trainer, trees):
     assert torch.equal(loaded.generate(prompt, **options), trainer.model.generate(prompt, **options))
 
 
-def test_other_data_is_refused_with_both_fingerprints(make_trainer, trees):
+def test_other_data_other_trees_of_a_step_and_another_model_are_refused(make_trainer, trees):
     *_, last = saved_run(make_trainer, trees)
-    other = make_trainer(some_trees(seed=1), folder="other")
-    then, now = json.loads((last / "treewise.json").read_text())["data"], other.data_facts.fingerprint
-    with pytest.raises(CheckpointError, match=f"other data: fingerprint {then}, now {now}"):
-        other.train(resume_from_checkpoint=str(last))
-
-
-def test_data_in_another_order_is_other_data(make_trainer, trees):
-    *_, last = saved_run(make_trainer, trees)
-    with pytest.raises(CheckpointError, match="other data"):
-        make_trainer(trees[::-1]).train(resume_from_checkpoint=str(last))
-
-
-@pytest.mark.parametrize("settings", [{"seed": 4}, {"per_device_train_batch_size": 3}], ids=["seed", "batch"])
-def test_settings_that_choose_other_trees_are_refused(make_trainer, trees, settings):
-    *_, last = saved_run(make_trainer, trees)
-    with pytest.raises(CheckpointError, match="would train on other trees"):
-        make_trainer(trees, **settings).train(resume_from_checkpoint=str(last))
+    then, now = json.loads((last / "treewise.json").read_text())["data"], survey(some_trees(seed=1)).fingerprint
+    resized = tiny_model()
+    resized.resize_token_embeddings(64)
+    for data, settings, message in (
+        (some_trees(seed=1), {}, f"other data: fingerprint {then}, now {now}"),
+        (trees[::-1], {}, "other data"),
+        (trees, {"seed": 4}, "would train on other trees"),
+        (trees, {"per_device_train_batch_size": 3}, "would train on other trees"),
+        (trees, {"model": resized}, r"made with the model LlamaForCausalLM of .* now LlamaForCausalLM of"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            make_trainer(data, **settings).train(resume_from_checkpoint=str(last))
 
 
 def test_the_same_step_in_other_parts_may_resume(make_trainer, trees):
@@ -162,35 +188,11 @@ def test_the_best_model_has_all_weights_of_its_checkpoint(make_trainer, trees, f
         assert torch.equal(one, two)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
-def test_adapters_train_save_and_resume(make_trainer, trees):
-    peft = pytest.importorskip("peft")
-
-    def adapted():
-        lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        return peft.get_peft_model(tiny_model(), lora)
-
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = make_trainer(trees, model=adapted(), folder="whole", **settings)
-    whole.train()
-    resumed = make_trainer(trees, model=adapted(), folder="resumed", **settings)
-    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    assert (store.checkpoints(whole.args.output_dir)[0] / "adapter_model.safetensors").is_file()
-    assert_same_state(state_of(whole), state_of(resumed))
-    assert losses(whole) == losses(resumed)
-
-
 def test_a_model_made_by_a_function_trains(make_trainer, trees, tmp_path):
     args = make_trainer(trees, max_steps=2).args
     trainer = TreeTrainer(args=args, model_init=lambda trial: tiny_model(), train_dataset=trees)
     trainer.train()
     assert len(losses(trainer)) == 2
-
-
-def test_a_checkpoint_holds_safetensors_and_json_alone(make_trainer, trees):
-    *_, last = saved_run(make_trainer, trees)
-    kinds = {path.suffix for path in last.rglob("*") if path.is_file()}
-    assert kinds == {".safetensors", ".json"}
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "random.pkl"])
@@ -214,14 +216,6 @@ def test_a_seal_that_names_a_file_elsewhere_is_refused(make_trainer, trees, name
         read_manifest(last)
 
 
-def test_another_model_is_refused_by_name(make_trainer, trees):
-    *_, last = saved_run(make_trainer, trees)
-    other = tiny_model()
-    other.resize_token_embeddings(64)
-    with pytest.raises(CheckpointError, match=r"made with the model LlamaForCausalLM of .* now LlamaForCausalLM of"):
-        make_trainer(trees, model=other).train(resume_from_checkpoint=str(last))
-
-
 def test_a_finished_run_resumes_to_its_end_and_trains_no_step_more(make_trainer, trees):
     *_, last = saved_run(make_trainer, trees, max_steps=5)  # in the middle of the second epoch
     trainer = make_trainer(trees, model=tiny_model(seed=9), max_steps=5)
@@ -243,35 +237,6 @@ def test_an_optimizer_of_other_parameters_is_refused(make_trainer, trees):
     frozen.lm_head.weight.requires_grad_(False)  # after the fingerprint was taken
     with pytest.raises(CheckpointError, match="trained other parameters"):
         trainer.train(resume_from_checkpoint=str(last))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop"])
-def test_every_optimizer_resumes_bit_for_bit(make_trainer, optim):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": optim}
-    whole = make_trainer(some_trees(), folder="whole", **settings)
-    whole.train()
-    resumed = make_trainer(some_trees(), model=tiny_model(seed=9), folder="resumed", **settings)
-    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    assert losses(whole) == losses(resumed)
-    for left, right in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(left, right)
-
-
-# Experts are saved one by one and held as one tensor: transformers' own resume would leave them as they are.
-@pytest.mark.representatives("mixtral")
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma"])
-def test_models_that_are_saved_under_other_names_resume_bit_for_bit(make_trainer, family):
-    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    whole = make_trainer(some_trees(), model=family_model(family), folder="whole", **settings)
-    whole.train()
-    fresh = family_model(family)
-    for parameter in fresh.parameters():
-        torch.nn.init.normal_(parameter)
-    resumed = make_trainer(some_trees(), model=fresh, folder="resumed", **settings)
-    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    for left, right in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(left, right)
 
 
 @pytest.mark.representatives("full")

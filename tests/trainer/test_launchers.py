@@ -68,7 +68,7 @@ def test_accelerate_launches_processes_that_train_like_one(folder, how):
     name = how.strip("-")
     launcher = ["-m", "accelerate.commands.launch", how, "--num_processes", "2", "--main_process_port", "0"]
     version = ["--fsdp_version", "2"] if how == "--use_fsdp" else []
-    command = ["-m", "treewise.cli.main", "train", str(folder / "run.yaml"), *flags(folder, name, 1)]
+    command = ["-m", "treewise", "train", str(folder / "run.yaml"), *flags(folder, name, 1)]
     ended = launch([*launcher, *version, *command])
     assert ended.returncode == 0, ended.stdout[-4000:]
     assert "3 of 2 trees" in ended.stdout

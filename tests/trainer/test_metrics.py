@@ -72,15 +72,6 @@ def test_mfu_is_the_speed_over_the_peak_of_the_device(trees, monkeypatch):
         assert found[key]["mfu"] == pytest.approx(needed / 2 / peak, rel=1e-3)
 
 
-@pytest.mark.parametrize(("half", "words"), [(25.0, "4.0 times as long"), (150.0, "")])
-def test_half_precision_that_is_slower_is_a_warning(half, words, monkeypatch, caplog):
-    rates = {torch.bfloat16: half, torch.float32: 100.0}
-    monkeypatch.setattr(metrics, "matmul_flops", lambda kind, dtype: rates[dtype])
-    metrics.Throughput().begin_run(torch.device("cpu"), torch.bfloat16)
-    assert words in caplog.text
-    assert bool(words) is bool(caplog.records)
-
-
 def test_an_unknown_gpu_has_no_peak(monkeypatch):
     monkeypatch.setattr(metrics.torch.cuda, "get_device_name", lambda device: "Unheard Of 9000")
     assert metrics.peak_flops(torch.device("cuda"), torch.bfloat16) is None

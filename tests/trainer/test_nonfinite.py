@@ -68,11 +68,13 @@ def test_the_trajectory_whose_own_loss_is_not_finite_is_named(make_trainer, tree
     class Break(TrainerCallback):
         def on_step_end(self, args, state, control, model, **kwargs):
             model.model.embed_tokens.weight.data[2] = float("nan")  # no other tree has token 2
+            self.norm = model.model.norm.weight.clone()
 
-    odd = Trajectory(np.array([50, 2, 51, 52]), source="odd.jsonl:1")
-    trainer = make_trainer([*trees, [odd]], per_device_train_batch_size=8, max_steps=2, callbacks=[Break()])
+    odd, breaks = Trajectory(np.array([50, 2, 51, 52]), source="odd.jsonl:1"), Break()
+    trainer = make_trainer([*trees, [odd]], per_device_train_batch_size=8, max_steps=2, callbacks=[breaks])
     with pytest.raises(NonFiniteError, match=r"step 2 .* Not finite by themselves: odd\.jsonl:1\."):
         trainer.train()
+    assert torch.equal(breaks.norm, trainer.model.model.norm.weight)
 
 
 def test_a_spike_of_the_gradient_is_logged_with_its_trees(make_trainer, trees, caplog):

@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from tests.trainer.helpers import losses, some_trees
 from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
-from treewise.tree.forest import Forest
 
 
 def plain(forests):
@@ -176,17 +175,6 @@ def test_an_automatic_budget_is_measured_at_the_first_step_and_planned_with_late
     trainer.train()
     assert plans[0] is None
     assert plans[-1].max_tokens == trainer.engine.max_tokens
-
-
-def test_a_batch_without_trained_tokens_or_trees_has_nothing_to_plan(make_trainer):
-    trainer = make_trainer(some_trees(2))
-    assert trainer.runner.prepare([]).ready is None
-    (item,) = some_trees(1)
-    for each in item:
-        each.loss_weights[:] = 0
-    batch = trainer.runner.prepare([Forest.from_trajectories(item)])
-    assert batch.ready is None
-    assert batch.denominators == (0.0,)
 
 
 def test_a_run_that_ends_within_an_epoch_leaves_no_thread_behind(make_trainer):

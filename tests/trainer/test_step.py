@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.helpers import flat_loss, tiny_model
+from tests.trainer.helpers import tiny_model
 from treewise.errors import ConfigError, DataError
-from treewise.objectives import GSPO, SFT
+from treewise.objectives import GSPO
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.trainer import TreeTrainingArguments
@@ -28,23 +28,6 @@ def make_runner(tmp_path, forests):
         return StepRunner(model, args.objective(), args, lambda: forests[0])
 
     return make
-
-
-def test_a_batch_has_the_flat_loss_and_gradients(make_runner, trees, forests):
-    model, reference = tiny_model(), tiny_model()
-    expected = flat_loss(reference, [item for tree in trees for item in tree])
-    expected.backward()
-    runner = make_runner(model, max_tokens=40, max_grad_norm=0.0)
-    batches = [runner.prepare(part) for part in (forests[:3], forests[3:])]
-    denominator = runner.begin_step(batches, 1)
-    losses = [runner.train_batch(batch).loss for batch in batches]
-    norm = runner.end_step()  # of one rank: nothing to add
-    assert norm == pytest.approx(float(torch.stack([each.grad.norm() for each in model.parameters()]).norm()), rel=1e-5)
-    assert sum(losses) == pytest.approx(float(expected.detach()), rel=1e-6)
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
-    assert runner.evaluate_batch(forests, SFT()) / denominator == pytest.approx(float(expected.detach()), rel=1e-6)
-    assert not runner.is_sharded
 
 
 @pytest.mark.representatives("gspo-14-4")
@@ -82,6 +65,7 @@ def test_a_batch_without_a_trained_token_computes_nothing(make_runner, forests):
         for item in forest.trajectories:
             item.loss_weights[:] = 0
     batch = runner.prepare(forests)
+    assert batch.ready is runner.prepare([]).ready is None
     assert runner.train_batch(batch) is None
     with pytest.raises(DataError, match=r"step 4 has no trained token; leave these trees out: rows.jsonl:0"):
         runner.begin_step([batch], 4)

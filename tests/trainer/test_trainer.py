@@ -1,4 +1,4 @@
-"""The hooks of `TreeTrainer` in whole runs: signals, steps without a trained token, long paths."""
+"""The hooks of `TreeTrainer` in whole runs: signals, long paths, a search of hyperparameters."""
 
 import os
 import signal
@@ -9,24 +9,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.trainer.helpers import in_child, losses, tiny_model
+from tests.trainer.helpers import losses, tiny_model
 from treewise.cli.main import main
-from treewise.distributed.signals import StopSignals
-from treewise.errors import DataError, StoppedError
+from treewise.errors import StoppedError
 from treewise.trainer import TreeTrainer
 from treewise.tree.trajectory import Trajectory
-
-
-def context_only(token_ids):
-    item = Trajectory(token_ids)
-    item.loss_weights[:] = 0
-    return item
-
-
-def test_a_step_without_a_trained_token_is_an_error_not_a_nan(make_trainer):
-    trees = [[context_only(np.array([3, 4, 5 + tree]))] for tree in range(2)]
-    with pytest.raises(DataError, match="step 1 has no trained token"):
-        make_trainer(trees, max_steps=1).train()
 
 
 def test_a_path_beyond_the_models_positions_is_named_and_not_cut(make_trainer, trees, caplog):
@@ -83,6 +70,7 @@ def test_a_signal_saves_the_run_which_then_ends_like_an_undisturbed_one(make_tra
     whole = make_trainer(trees, folder="whole", **settings)
     whole.train()
     callbacks = [] if moment == "backward" else [SignalAt(number, 2, moment)]
+    before = signal.getsignal(number)
     stopped = make_trainer(trees, callbacks=callbacks, **settings)
     if moment == "backward":
         signal_in_backward(stopped, number, 3)
@@ -92,18 +80,12 @@ def test_a_signal_saves_the_run_which_then_ends_like_an_undisturbed_one(make_tra
         stopped.train()
     assert caught.value.exit_code == 128 + number
     assert stopped.state.global_step in (2, 3)
-    assert signal.getsignal(number) is not None
+    assert signal.getsignal(number) == before
     resumed = make_trainer(trees, model=tiny_model(seed=9), **settings)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(whole)
     for left, right in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(left, right)
-
-
-def test_handlers_are_given_back(make_trainer, trees):
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
-    make_trainer(trees, max_steps=1).train()
-    assert before == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
 
 
 def test_a_signal_before_the_first_step_is_over_saves_nothing(make_trainer, trees):
@@ -112,16 +94,6 @@ def test_a_signal_before_the_first_step_is_over_saves_nothing(make_trainer, tree
     with pytest.raises(StoppedError, match="stopped after step 0; nothing to save"):
         trainer.train()
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-
-
-def test_a_second_signal_ends_the_process_at_once():
-    def twice():
-        with StopSignals(may_abandon=False):
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    _, status = os.waitpid(in_child(twice), 0)
-    assert os.WEXITSTATUS(status) == 128 + signal.SIGTERM
 
 
 def test_the_command_ends_with_the_code_of_the_signal(tmp_path, monkeypatch, capsys):

@@ -88,7 +88,7 @@ BAD_TOKEN_IDS = [
     (5, "0 dimensions"),
     ([[1, 2], [3, 4]], "2 dimensions"),
     (np.ones((1, 3), dtype=np.int32), "2 dimensions"),
-    ([1, [2, 3]], "token_ids is not a flat sequence of numbers"),
+    ([1, [2, 3]], "token_ids is not a flat sequence of numbers, found list at position 1"),
     ([1, 2, -1], "token id -1 at position 2 is outside"),
     ([1, 2**31], "token id 2147483648 at position 1 is outside"),
     (np.array([1, 2**64 - 1], dtype=np.uint64), "token id 18446744073709551615 at position 1 is outside"),

@@ -70,8 +70,15 @@ class TrlRows:
         """Forward and backward of every row; returns the loss."""
         losses = []
         with self._running(), checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
-            for row in self.rows:
-                loss = self._loss({name: value.to(self.lm.device) for name, value in row.items()})
+            for each in self.rows:
+                row = {name: value.to(self.lm.device) for name, value in each.items()}
+                hidden = self._hidden(row)
+                trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
+                logprobs = edge_values(hidden, self.lm.head(), trained, row["shift_labels"][trained])["log_probs"]
+                edge = torch.full((len(hidden),), -1, device=hidden.device)
+                edge = edge.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
+                weights = row["old_log_probs"].to(logprobs.dtype)
+                loss = -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
                 loss.backward()
                 losses.append(loss.detach())
         return float(torch.stack(losses).double().sum())
@@ -87,15 +94,6 @@ class TrlRows:
             raise UnsupportedModelError(
                 f"TRL's tree rows do not run this model: {type(error).__name__} {error}"
             ) from error
-
-    def _loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        hidden = self._hidden(row)
-        trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
-        logprobs = edge_values(hidden, self.lm.head(), trained, row["shift_labels"][trained])["log_probs"]
-        edge = torch.full((len(hidden),), -1, device=hidden.device)
-        edge = edge.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
-        weights = row["old_log_probs"].to(logprobs.dtype)
-        return -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
 
     def _hidden(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
         longest_q, longest_k = row["tree_max_seqlens"].tolist()

@@ -55,9 +55,13 @@ class RunKeys:
 
 OWN: Keys = typing.get_type_hints(RunKeys, include_extras=True)
 TRAIN: Keys = {
-    "objective": Annotated[str | None, Doc("grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ...")],
+    "objective": Annotated[
+        str | None, Doc("train: sft, dpo, ipo, kto; rl: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ...")
+    ],
     "objective_settings": Annotated[dict | None, Doc("of the objective, a mapping; each is a flag of its own, too")],
-    "reference": Annotated[str | None, Doc("the model of the KL term; the starting policy where not given")],
+    "reference": Annotated[
+        str | None, Doc("the model that log-probs are compared with; the starting one where not given")
+    ],
 }
 RL: Keys = {
     **TRAIN,
@@ -105,7 +109,7 @@ _THEIRS = {
     "load_best_model_at_end": "by eval_loss",
     "report_to": "none, all, wandb, tensorboard, ...",
     "run_name": "for trackers",
-    "push_to_hub": "upload checkpoints and model to the Hub",
+    "push_to_hub": "upload the model to the Hub at the end",
     "hub_model_id": "the Hub's name of what is uploaded",
     "logging_steps": "steps between lines of the log",
 }

@@ -14,7 +14,7 @@ from treewise.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
-    "rl": "the model update of RL, on rollouts of any engine",
+    "rl": "reinforcement learning, on rollouts of any engine or of its own",
     "serve": "the Tinker API on trees: recipes of tinker-cookbook on this machine",
     "import": "rollouts of other training stacks, and recorded agent logs, to rows",
     "inspect": "what the data holds, and what training on trees can gain on it",

@@ -66,17 +66,19 @@ def opened(
 ) -> Iterator[str | bool | None]:
     """Locks the run's folder, prepares it, and gives what to resume from. The first rank acts. num_trees: of an epoch.
 
-    From now on the process of a run on a CPU keeps the memory that it frees (`_KEEP_MEMORY`).
+    From now on the process of a run on a CPU keeps the memory that it frees (`_KEEP_MEMORY`), and few kernels.
 
     Raises:
         ConfigError: the folder holds another run, or one without further steps, is in use, or cannot be written.
         CheckpointError: no such checkpoint.
     """
     from treewise.distributed import ranks
-    from treewise.nn.device import keep_freed_memory
+    from treewise.nn.device import keep_few_kernels, keep_freed_memory
     from treewise.trainer.run_context import RunLock
 
     folder = Path(arguments.output_dir)
+    if arguments.device.type == "cpu":
+        keep_few_kernels()
     if arguments.device.type == "cpu" and os.environ.get(_KEEP_MEMORY) != "0":
         keep_freed_memory()  # once models are loaded, which frees what it does not need again
 

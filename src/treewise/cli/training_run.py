@@ -13,7 +13,7 @@ from treewise.cli.data_arguments import data_tokenizer
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED, check_folder
 from treewise.data.io.field_checks import printable, shown
-from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError
+from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError, check_choice
 from treewise.nn.adapters import adapted
 from treewise.nn.load_model import load_weights, locate
 
@@ -83,13 +83,15 @@ def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
 
 
 def check_settings(arguments: "TreeTrainingArguments") -> None:
-    """Checks the length of the run, and that the packages of optimizer and trackers are there.
+    """Checks the length of the run, settings that transformers reads late, and packages of optimizer and trackers.
 
     Raises:
-        ConfigError: a run of no steps, an optimizer or tracker whose package is missing.
+        ConfigError: a run of no steps, a schedule that cannot be made, a package that is missing.
     """
-    from transformers import Trainer
+    import torch
+    from transformers import Trainer, get_scheduler
     from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.utils.logging import get_log_levels_dict
 
     if arguments.max_steps < -1 or arguments.max_steps == 0:  # with 0 transformers trains one step, at rate 0
         raise ConfigError(f"max_steps is {arguments.max_steps}; give a number of steps, or -1 for no limit.")
@@ -100,6 +102,10 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
     metric = arguments.metric_for_best_model
     if metric is not None and metric not in ("loss", "eval_loss"):
         raise ConfigError(f"metric_for_best_model is {metric!r}; an evaluation measures eval_loss alone.")
+    if arguments.load_best_model_at_end and arguments.eval_strategy == "no":
+        raise ConfigError("load_best_model_at_end needs evaluations; give eval_data or eval_split, and eval_strategy.")
+    for name in ("log_level", "log_level_replica"):
+        check_choice(name, getattr(arguments, name), [*get_log_levels_dict(), "passive"])
     try:
         for tracker in get_reporting_integration_callbacks(arguments.report_to):
             tracker()  # raises where its package is missing
@@ -108,7 +114,15 @@ def check_settings(arguments: "TreeTrainingArguments") -> None:
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optim {arguments.optim}: {' '.join(str(error).split())}") from error
+        given = f" with optim_args {arguments.optim_args!r}" if arguments.optim_args else ""
+        raise ConfigError(f"optim {arguments.optim.value}{given}: {' '.join(str(error).split())}") from error
+    schedule, settings = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs or {}
+    try:
+        get_scheduler(schedule, torch.optim.SGD([torch.zeros(1)]), 0, 1, scheduler_specific_kwargs=dict(settings))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"lr_scheduler_type {schedule.value} with lr_scheduler_kwargs {settings}: {error}."
+        ) from error
 
 
 def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "Trees | None", Any]:

@@ -114,8 +114,9 @@ def load_trees(
 def _refuse(unknown: Mapping[str, object]) -> None:
     for name in unknown:
         own = [each for each in signature(load_trees).parameters if each != "unknown"]
-        is_option = name in RenderOptions.__dataclass_fields__
-        hint = f" It is an option: options={{{name!r}: ...}}." if is_option else did_you_mean(name, own)
+        options = list(RenderOptions.__dataclass_fields__)
+        is_option = name in options
+        hint = f" It is an option: options={{{name!r}: ...}}." if is_option else did_you_mean(name, [*own, *options])
         raise ConfigError(f"load_trees has no argument {name!r}.{hint}")
 
 

@@ -154,7 +154,7 @@ def shard(
         UnsupportedModelError: layers that share parameters.
     """
     if not distributed.is_initialized():
-        raise ConfigError("fsdp needs a process group; start the run with torchrun or accelerate launch.")
+        raise ConfigError("sharded (fsdp) needs a process group; start the run with torchrun or accelerate launch.")
     refuse_hooks(
         model,
         "and sharding puts another parameter in its place, on which it would not run. Take it off, or change gradients "

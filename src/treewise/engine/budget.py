@@ -154,8 +154,14 @@ class Budget:
     ) -> None:
         """Chooses the budget of an `auto` setting for forests like this one; one that is slow is a warning.
 
+        A model of which nothing is trained (a reference, or one with its adapters disabled) keeps no activations: it
+        computes as many tokens at a time as are fast, and what trains later is measured then.
+
         reserve_bytes: memory that others will allocate later (the optimizer's state).
         """
+        if not any(each.requires_grad for each in lm.model.parameters()):
+            self.tokens = self.tokens or MAX_TOKENS.get(lm.device.type, MAX_TOKENS["cpu"])
+            return
         state_size, token_size = state_bytes(lm), gateway_token_bytes(lm)
 
         @torch.enable_grad()

@@ -37,6 +37,7 @@ from treewise.engine.vision import EngineImages, PixelsOf
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
+from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import hooks_run_once, refuse_hooks
 from treewise.nn.model import base_model, is_current, split_model
 from treewise.nn.model_checks import refuse_candidates
@@ -70,10 +71,10 @@ class TreeEngine:
         model: its attention implementation is replaced by treewise's; forwards without trees are computed as before.
             Layers may be compiled in place (`layer.compile(dynamic=True)` on each); of `torch.compile(model)` the model
             inside is run.
-        max_tokens: the most tokens that hold activations at a time; None computes each forest in one micro-batch,
+        max_tokens: how many tokens may hold activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
-        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`, `flash`.
+        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`.
         hold: whether open micro-batches keep their activations instead of being recomputed (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: whether to probe the model before its first step.
@@ -109,6 +110,7 @@ class TreeEngine:
         self.budget = Budget(max_tokens)
         self.lm = split_model(model)
         choose(attention, self.lm.device.type)  # raises for an unknown name
+        warn_of_untested_torch()
         self._set_up(**more)
 
     def _set_up(
@@ -167,7 +169,10 @@ class TreeEngine:
         """The plan that `step` would run; measures the budget first if it is `auto`."""
         ready = as_prepared(forests)
         if not self.budget.is_measured:
-            self._measure(ready.joined)
+            forest = ready.joined
+            self.check(forest)
+            new_walk = partial(self.new_walk, images=[MeetsImages()] if len(forest.images) else [])
+            self.budget.measure(self.lm, forest, new_walk, hold=self.hold, reserve_bytes=self.reserve_bytes)
         settings = self._plan_settings(ready.joined)
         plan = settings.plan(ready.joined) if ready.plan is None or ready.settings != settings else ready.plan
         if self._batch_group is not None:
@@ -376,7 +381,7 @@ class TreeEngine:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
                 together.
         """
-        if self._mesh is not None and self._mesh.needs_lockstep and self._lockstep is None:
+        if self.lacks_lockstep:
             raise ConfigError(
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
@@ -420,6 +425,11 @@ class TreeEngine:
         """
         self._checks.stands_in_for = module
 
+    @property
+    def lacks_lockstep(self) -> bool:
+        """Whether ranks with different batches exchange tokens, and nothing keeps their passes together yet."""
+        return self._mesh is not None and self._mesh.needs_lockstep and self._lockstep is None
+
     def enable_lockstep(self, exchange: Exchange) -> None:
         """Runs every later walk in lockstep with the other ranks.
 
@@ -448,8 +458,3 @@ class TreeEngine:
         walk = self.new_walk(plan, with_router_logits=True)
         walk.visit(lambda output: router_loss.part(output.router_logits, output.positions))
         router_loss.finish_counting()
-
-    def _measure(self, forest: Forest) -> None:
-        self.check(forest)
-        new_walk = partial(self.new_walk, images=[MeetsImages()] if len(forest.images) else [])
-        self.budget.measure(self.lm, forest, new_walk, hold=self.hold, reserve_bytes=self.reserve_bytes)

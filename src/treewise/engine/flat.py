@@ -60,7 +60,10 @@ class FlatLoss:
     ) -> None:
         self.items, self.objective, self.processor = list(trajectories), objective, processor
         if isinstance(objective, SFT):
-            self.terms, self.denominator, self.is_separable = _sft_terms(self.items, objective), 1.0, True
+            weights = flat_weights(self.items, objective)
+            pairs = zip(self.items, weights, strict=True)
+            self.terms = [replace(_every_token(item), streams={"weights": weight[1:]}) for item, weight in pairs]
+            self.denominator, self.is_separable = 1.0, True
         elif isinstance(objective, Objective):
             self.terms, self.denominator, self.is_separable = _objective_terms(self.items, objective)
         elif callable(objective):
@@ -75,15 +78,19 @@ class FlatLoss:
         once more with the loss's gradients on its values.
         """
         if self.is_separable:
-            alone = [self._train_alone(model, device, index) for index in self._indices]
-            return FlatRun(
-                sum(each.loss for each in alone),
-                sum(each.size for each in alone),
-                [logprobs for each in alone for logprobs in each.logprobs],
-            )
+            loss = size = 0.0
+            logprobs_N = []
+            for index in self._indices:
+                values, logprobs = self._values(model, device, index)
+                losses = self._losses(values, [self.terms[index]])
+                if losses.requires_grad:
+                    losses.sum().backward()
+                loss, size = loss + losses.sum().item(), size + losses.abs().sum().item()
+                logprobs_N.append(logprobs)
+            return FlatRun(loss, size, logprobs_N)
         with torch.no_grad():
-            values = [self._values(model, device, index)[0] for index in self._indices]
-        loss, size, slopes = self._slopes(values)
+            values_N = [self._values(model, device, index)[0] for index in self._indices]
+        loss, size, slopes = self._slopes(values_N)
         logprobs_N = []
         for index in self._indices:
             again, logprobs = self._values(model, device, index)
@@ -99,13 +106,6 @@ class FlatLoss:
     @property
     def _indices(self) -> range:
         return range(len(self.items))
-
-    def _train_alone(self, model: nn.Module, device: torch.device, index: int) -> FlatRun:
-        values, logprobs = self._values(model, device, index)
-        losses = self._losses(values, [self.terms[index]])
-        if losses.requires_grad:
-            losses.sum().backward()
-        return FlatRun(losses.sum().item(), losses.abs().sum().item(), [logprobs])
 
     def _values(self, model: nn.Module, device: torch.device, index: int) -> tuple[Values, torch.Tensor]:
         """[P] values of a trajectory's terms by name, and the [L - 1] log-probs of its own tokens without a graph."""
@@ -177,14 +177,6 @@ def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.
         return [weight / objective.constant for weight in weights]
     total = sum(weight.sum() for weight in weights)
     return [weight / total for weight in weights]
-
-
-def _sft_terms(items: list[Trajectory], objective: SFT) -> list[FlatTerms]:
-    weights = flat_weights(items, objective)
-    return [
-        replace(_every_token(item), streams={"weights": weight[1:]})
-        for item, weight in zip(items, weights, strict=True)
-    ]
 
 
 def _every_token(item: Trajectory) -> FlatTerms:

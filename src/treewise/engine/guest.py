@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from treewise.nn.attention import TreeMask
 from treewise.nn.attention.context_parallel import ContextExchange
+from treewise.nn.device import on_host
 from treewise.nn.model import DecoderAndHead
 from treewise.planning.context_parts import ContextPart
 from treewise.planning.layout import Layout
@@ -131,7 +132,7 @@ class SavedOnHost(saved_tensors_hooks):
         views = self._copies[id(storage)]
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001
         if view not in views:
-            views[view] = _on_host(tensor)
+            views[view] = on_host(tensor)
         return tensor.device, views[view]
 
 
@@ -147,12 +148,6 @@ def _address(tensor: torch.Tensor) -> int:
     """Of a tensor's storage; that of the local part of a shard."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    is_pinned = torch.cuda.is_available() and not tensor.is_sparse
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=is_pinned)
-    return kept.copy_(tensor, non_blocking=is_pinned)
 
 
 def _unpack(saved: Saved) -> torch.Tensor:

@@ -280,7 +280,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
         return lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
 
     has_scans = bool({*kinds_of(lm.decoder).values()} - {_WITHOUT_SCAN})
-    with uncompiled(lm.model):
+    with uncompiled(lm.model), _failing_as(f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
         alone = hidden(tokens)
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)

@@ -16,7 +16,7 @@ from torch import nn
 from treewise.engine.probe import probe
 from treewise.engine.probed_rows import text_ids
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.device import to_device
+from treewise.nn.device import autocast_dtype, to_device, warn_of_slow_precision
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_checks import refuse_dropout, refuse_lengths, refuse_placeholders, refuse_tokens
 from treewise.nn.router_loss import RouterLossRule, check_router_loss
@@ -33,7 +33,10 @@ def refuse_no_gradients(model: nn.Module) -> None:
             "call evaluate."
         )
     if not any(each.requires_grad for each in model.parameters()):
-        raise ConfigError("no parameter of the model requires a gradient, so a step would do nothing.")
+        raise ConfigError(
+            "no parameter of the model requires a gradient, so a step would do nothing (PEFT loads adapters so without "
+            "is_trainable=True)."
+        )
 
 
 class StepChecks:
@@ -67,6 +70,8 @@ class StepChecks:
         add; None: none. processor: the model's, for a probe with an image of the forest; None: none is probed.
         before_probe: what must hold before ranks probe together, of which one alone would wait for the others.
         """
+        kind = lm.device.type
+        warn_of_slow_precision(kind, autocast_dtype(kind) or next(lm.model.parameters()).dtype)
         refuse_dropout(self._model)
         refuse_tokens(lm, forest)
         refuse_placeholders(lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))

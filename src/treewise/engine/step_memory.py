@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from treewise.engine.guest import MeetsImages
 from treewise.engine.scoring import StepLoss
 from treewise.engine.walk import MicroBatchOutput, Walk
+from treewise.nn.device import part_of_torch
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
@@ -29,9 +30,9 @@ from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 
-_grouped_mm = torch.ops.aten._grouped_mm.default  # noqa: SLF001
-_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
-_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
+_grouped_mm = part_of_torch("ops.aten._grouped_mm.default")
+_attention = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
+_attention_backward = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 _aten = torch.ops.aten
 _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
 # Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
@@ -39,8 +40,9 @@ INSIDE_KERNELS = 1.03
 # Of the resident set, on a CPU: an allowance above all but two cases measured (docs/performance.md). Holes in glibc's
 # heap, as a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so none
 # fits the hole that another of its size left. Pages of libraries and buffers of MKL that a larger step is the first to
-# touch. Kernels that oneDNN compiles for each size of a micro-batch in half precision, with their work space.
-HOLES, LIBRARIES, KERNELS = 1 / 3, 44 * 2**20, 14 * 2**20
+# touch. Kernels that oneDNN compiles for each size of a micro-batch in half precision, with their work space, as long
+# as it keeps them (`nn.device.keep_few_kernels`).
+HOLES, LIBRARIES, KERNELS, KEPT_KERNELS = 1 / 3, 44 * 2**20, 14 * 2**20, 56 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepM
     allocator = 0
     if device_type == "cpu":  # bytes of the resident set of the process beyond its tensors
         sizes = {batch.num_tokens for batch in plan.micro_batches} if dtype.itemsize < 4 else ()
-        allocator = round(HOLES * peak) + LIBRARIES + KERNELS * len(sizes)
+        allocator = round(HOLES * peak) + LIBRARIES + min(KERNELS * len(sizes), KEPT_KERNELS)
     return StepMemory(activations, gateways, images, peak - activations - gateways, allocator)
 
 

@@ -96,7 +96,13 @@ class ForestVision(Guest):
         if len(rows) == 0:
             inputs.inside = (self._decoder, arguments) if arguments else None
             return
-        features = self._all_features() if self.is_in_graph else self._keep()
+        if self.is_in_graph:
+            features = self._all_features()
+        else:
+            if self._kept is None:  # without a graph, in float32 or wider, computed once
+                with torch.no_grad():
+                    self._kept = self._leaves(self._all_features())
+            features = self._kept
         index = to_device(rows, features[0].device)
         seen = tuple(each.index_select(0, index) for each in features)
         if not self.is_in_graph:
@@ -139,13 +145,6 @@ class ForestVision(Guest):
             with torch.enable_grad():
                 features = self._encode(first, last)
             _backward(features, [grad[part] for grad in grads])
-
-    def _keep(self) -> Features:
-        """Features without a graph, in float32 or wider, computed once."""
-        if self._kept is None:
-            with torch.no_grad():
-                self._kept = self._leaves(self._all_features())
-        return self._kept
 
     def _leaves(self, features: Features) -> Features:
         wide = [each.detach().to(torch.promote_types(each.dtype, torch.float32)) for each in features]

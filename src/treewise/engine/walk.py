@@ -245,7 +245,12 @@ class Walk:
         return self._run(index, writes=gateway, injects=gateway if keep_graph else None)
 
     def _run(self, index: int, writes: Gateway | None = None, injects: Gateway | None = None) -> MicroBatchOutput:
-        piece = self._pieces.get(index) or self._lay_out(index)
+        piece = self._pieces.get(index)
+        if piece is None:
+            layout = lay_out(self.plan, index)
+            piece = self._pieces[index] = Piece(layout, TreeMask.from_layout(layout))
+            for guest in self.guests:
+                guest.join(piece)
         layout, inputs = piece.layout, ForwardInputs()
         for guest in self.guests:
             guest.enter(piece, inputs)
@@ -283,13 +288,6 @@ class Walk:
                 tuple(each[:own] for each in router_logits),
             )
         return MicroBatchOutput(index, positions, hidden, router_logits, self._make_head)
-
-    def _lay_out(self, index: int) -> Piece:
-        layout = lay_out(self.plan, index)
-        piece = self._pieces[index] = Piece(layout, TreeMask.from_layout(layout))
-        for guest in self.guests:
-            guest.join(piece)
-        return piece
 
     def _make_head(self) -> AnyHead:
         if not self._is_collecting:

@@ -77,25 +77,22 @@ def stacks_of(
     for tail, found in kinds.items():
         if len(found) != num_layers:
             raise UnsupportedModelError(f"{tail} is in {len(found)} of {num_layers} layers; operators need equal ones.")
-        ordered = torch.stack([tensor for _, tensor in sorted(found, key=lambda each: each[0])])
-        result.append(_stack(tail, ordered, grown_shapes[f"{head}0{tail}"], config))
+        weights = torch.stack([tensor for _, tensor in sorted(found, key=lambda each: each[0])])
+        grown = grown_shapes[f"{head}0{tail}"]
+        has_experts, is_bias = weights.dim() == 4, weights.dim() == 2
+        name = f"layers.0{tail}" + (".weight" if has_experts else "")
+        role = role_of(name, tuple(weights.shape[2:] if has_experts else weights.shape[1:]), config)
+        if is_bias:
+            weights, grown = weights[:, :, None], (*grown, 1)
+        if not has_experts:
+            weights = weights[:, None]
+        small_out, small_in = weights.shape[2:]
+        parts = f" in {len(role.blocks)}" if len(role.blocks) > 1 else ""
+        output = HIDDEN if role.adds_to_residual else f"{small_out}-{grown[-2]}{parts}"
+        inputs = "" if is_bias else f"{small_in}-{grown[-1]}" if role.adds_to_residual else HIDDEN
+        sizes = grown[-2], grown[-1]
+        result.append(Stack(tail, weights, output, inputs, sizes, role.blocks, is_bias, has_experts))
     return result
-
-
-def _stack(tail: str, weights: torch.Tensor, grown: tuple[int, ...], config: PreTrainedConfig) -> Stack:
-    has_experts, is_bias = weights.dim() == 4, weights.dim() == 2
-    name = f"layers.0{tail}" + (".weight" if has_experts else "")
-    role = role_of(name, tuple(weights.shape[2:] if has_experts else weights.shape[1:]), config)
-    if is_bias:
-        weights, grown = weights[:, :, None], (*grown, 1)
-    if not has_experts:
-        weights = weights[:, None]
-    adds, blocks = role.adds_to_residual, role.blocks
-    small_out, small_in = weights.shape[2:]
-    parts = f" in {len(blocks)}" if len(blocks) > 1 else ""
-    output = HIDDEN if adds else f"{small_out}-{grown[-2]}{parts}"
-    inputs = "" if is_bias else f"{small_in}-{grown[-1]}" if adds else HIDDEN
-    return Stack(tail, weights, output, inputs, (grown[-2], grown[-1]), blocks, is_bias, has_experts)
 
 
 def is_copied(
@@ -145,7 +142,12 @@ class Mango(nn.Module):
             count = max(stack.weights.shape[1] for stack in self.stacks)
             self.experts = noisy(tile(count, count * plan.widening.experts), self.generator)
         self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        for axis, start in self._starts().items():
+        starts: dict[str, torch.Tensor] = {}  # the map that copies, [large, small], of every axis of units
+        for stack in self.stacks:
+            starts[stack.output] = tile(stack.weights.shape[2], stack.grown[0], stack.blocks)
+            if not stack.is_bias:
+                starts[stack.input] = tile(stack.weights.shape[3], stack.grown[1])
+        for axis, start in starts.items():
             self.outputs[axis] = self._core(start)
             self.inputs[axis] = self._core(start * start.shape[1] / start.shape[0])  # sums over copies stay
         self.layers = self._core(torch.eye(int(plan.config.num_hidden_layers))[torch.tensor(plan.layer_sources)])
@@ -184,15 +186,6 @@ class Mango(nn.Module):
             wide = widened(name, tensor, role, plan.widening)
             copies |= {grown: wide for grown, *_ in plan.names(name)}
         return copies
-
-    def _starts(self) -> dict[str, torch.Tensor]:
-        """The map that copies, [large, small], of every axis of units."""
-        starts = {}
-        for stack in self.stacks:
-            starts[stack.output] = tile(stack.weights.shape[2], stack.grown[0], stack.blocks)
-            if not stack.is_bias:
-                starts[stack.input] = tile(stack.weights.shape[3], stack.grown[1])
-        return starts
 
     def _core(self, start: torch.Tensor) -> nn.Parameter:
         """[R, large, small, R]: the map at rank (0, 0), a little noise elsewhere, so that every rank has a gradient."""

@@ -199,7 +199,11 @@ def widened_blocks(
     for number, part in enumerate(source.split(max(1, BLOCK_VALUES // width))):
         exact = tensor[part].to(torch.float64)
         if tensor.dim() == 1:
-            yield _vector(name, exact, role, rule).to(tensor.dtype)
+            if role.role is Role.FINAL_NORM:
+                # A bias has no offset: the norm's output, scale * (offset + weight) + bias, is scaled as a whole.
+                offset = rule.norm_offset if name.endswith(".weight") else 0.0
+                exact = (exact + offset) * rule.final_norm_scale - offset
+            yield exact.to(tensor.dtype)
             continue
         wide = exact.repeat(1, columns)
         if role.role in (Role.EMBEDDING, Role.POSITIONS):
@@ -207,14 +211,6 @@ def widened_blocks(
             continue
         noise = noise_of(f"{name} {number}", wide.shape, columns, role, rule, copy, is_silent=is_silent)
         yield (wide / columns + deviation / columns * noise).to(tensor.dtype)
-
-
-def _vector(name: str, repeated: torch.Tensor, role: TensorRole, rule: Widening) -> torch.Tensor:
-    if role.role is not Role.FINAL_NORM:
-        return repeated
-    # A bias has no offset: the norm's output, scale * (offset + weight) + bias, is scaled as a whole.
-    offset = rule.norm_offset if name.endswith(".weight") else 0.0
-    return (repeated + offset) * rule.final_norm_scale - offset
 
 
 def repeat_blocks(tensor: torch.Tensor, blocks: tuple[int, ...], times: int) -> torch.Tensor:

@@ -197,25 +197,17 @@ def _field_reader(rows: Rows, head: RowHead) -> Reader:
     """Reads the [E] fields of the edges, as the trainer's head computes them."""
 
     def read(output: MicroBatchOutput) -> Entries | None:
-        edges, source = _edges_from(rows, output.positions)
+        # The edges that leave the tokens of this micro-batch, and the row of the token that each leaves.
+        positions, device = output.positions, output.hidden.device  # ascending
+        row = np.searchsorted(positions, rows.source)
+        is_inside = row < len(positions)
+        is_inside[is_inside] = positions[row[is_inside]] == rows.source[is_inside]
+        edges = np.flatnonzero(is_inside)
         if len(edges) == 0:
             return None
-        device = output.hidden.device
-        return edges, head(output.hidden[to_device(source, device)], to_device(rows.label[edges], device))
+        return edges, head(output.hidden[to_device(row[edges], device)], to_device(rows.label[edges], device))
 
     return Reader(read, head.names, len(rows.source), without_gradient=head.without_gradient)
-
-
-def _edges_from(rows: Rows, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The edges that leave the tokens of a micro-batch, and the row of the token that each leaves.
-
-    positions: [T] int64 tree positions, ascending. Returns two int64 arrays of one length.
-    """
-    row = np.searchsorted(positions, rows.source)
-    is_inside = row < len(positions)
-    is_inside[is_inside] = positions[row[is_inside]] == rows.source[is_inside]
-    edges = np.flatnonzero(is_inside)
-    return edges, row[edges]
 
 
 def _refuse_pieces_on_several_ranks(plan: Plan, model: nn.Module) -> None:

@@ -1,18 +1,26 @@
 """What depends on the device at hand: copies to it, free and kept memory, a clock, the autocast state."""
 
 import ctypes
+import logging
+import os
 import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
 from treewise.errors import ConfigError
+from treewise.nn.support_table import TESTED_TORCH, untested_torch
+
+logger = logging.getLogger("treewise")
 
 _NO_LIMIT = 2**62
 # Parameters of glibc's mallopt (malloc.h): no memory is mapped for a large tensor alone, none is returned to the
@@ -20,6 +28,11 @@ _NO_LIMIT = 2**62
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2
 # Of torch on a CPU, of libraries that allocate their own workspace on a GPU, and of CUDA itself (pinned memory, too).
 _FAILED_ALLOCATIONS = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# How many compiled kernels oneDNN keeps, and torch's bridge to it: 1,024 each by default.
+_KERNEL_CACHES, _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 64
+# Of the products by which a device's rate is measured.
+MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
+NUM_PRODUCTS, MOST_SECONDS = 6, 0.3
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
 
 
@@ -61,6 +74,48 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, contiguous. From a GPU it is queued like a kernel, into pinned memory: until the host has
+    waited for the device, only copies that are queued after it may read it (`.to(device, non_blocking=True)` of
+    contiguous rows of it; what copies them on the host first would read what is not there yet).
+    """
+    is_pinned = torch.cuda.is_available() and not tensor.is_sparse
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=is_pinned)
+    return kept.copy_(tensor.detach(), non_blocking=is_pinned)
+
+
+def part_of_torch(path: str) -> Any:
+    """`torch.PATH`, one of the parts that are not public.
+
+    Raises:
+        ConfigError: this torch lacks it; names what the tests run with.
+    """
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError as error:
+        raise ConfigError(
+            f"torch {torch.__version__} has no torch.{path}, which treewise needs; install torch {TESTED_TORCH}."
+        ) from error
+
+
+@contextmanager
+def untested_torch_named() -> Iterator[None]:
+    """Around what depends on parts of torch that are not public: errors inside name a torch that no test ran with."""
+    try:
+        yield
+    except Exception as error:
+        if untested := untested_torch(torch.__version__):
+            error.add_note(f"torch {untested}")
+        raise
+
+
+@cache
+def warn_of_untested_torch() -> None:
+    """A warning, once, where no test ran with this torch."""
+    if untested := untested_torch(torch.__version__):
+        logger.warning("torch %s; compare gradients by `treewise verify`, and see `treewise doctor`.", untested)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on a device, unused blocks of the caching allocator included.
 
@@ -86,6 +141,16 @@ def keep_freed_memory() -> bool:
     return sum(libc.mallopt(name, value) for name, value in _KEEPING) == len(_KEEPING)  # each returns 1
 
 
+def keep_few_kernels() -> None:
+    """Has oneDNN keep 64 compiled kernels, before its first product on a CPU; values of the environment stay.
+
+    It compiles one for each shape, which takes 0.3 ms and 0.4 MiB. Trees and experts have new shapes at every step, so
+    the 2,048 that are kept by default grow to 1 GiB and are seldom met again.
+    """
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, str(_KEPT_KERNELS))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation failed, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -104,6 +169,46 @@ def synchronized_clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@cache
+def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
+    """FLOPs per second of the fastest of a few products of two large matrices; None without memory or a kernel for it.
+
+    kind: `cpu` or `cuda`. Draws no random number, and takes some milliseconds.
+    """
+    size = MATRIX_SIZE.get(kind)
+    if size is None:
+        return None
+    seconds: list[float] = []
+    try:
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            matrix = torch.ones(size, size, dtype=dtype, device=kind)
+            while len(seconds) < NUM_PRODUCTS and sum(seconds) < MOST_SECONDS:
+                begin = synchronized_clock(matrix.device)
+                torch.mm(matrix, matrix)
+                seconds.append(synchronized_clock(matrix.device) - begin)
+    except (RuntimeError, MemoryError):
+        return None
+    return 2.0 * size**3 / max(min(seconds), 1e-9)
+
+
+@cache
+def warn_of_slow_precision(kind: str, dtype: torch.dtype) -> None:
+    """A warning, once, where a device computes half precision slower than float32, for lack of hardware for it."""
+    if dtype.itemsize == 2 and (times := half_precision_times(kind, dtype)) is not None and times > 1:
+        logger.warning(
+            "this processor takes %.1f times as long for a matrix product in %s as in float32: it saves memory "
+            "here, and no time.",
+            times,
+            str(dtype).removeprefix("torch."),
+        )
+
+
+def half_precision_times(kind: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """Seconds of a matrix product in half precision over those in float32; None where one of them is not known."""
+    half, plain = matmul_flops(kind, dtype), matmul_flops(kind, torch.float32)
+    return plain / half if half and plain else None
 
 
 @dataclass(frozen=True, slots=True)

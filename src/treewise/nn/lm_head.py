@@ -209,7 +209,12 @@ def edge_values(
     is_first_E = np.diff(source_E, prepend=-1) != 0
     row_E = np.cumsum(is_first_E) - 1
     max_logits = MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
-    bounds = _chunk_bounds(row_E, max(1, max_logits // head.num_local_tokens))
+    # Chunks of rows, each with its range of edges. The last one is full, since its logits may be kept; what remains is
+    # the first.
+    num_rows, chunk = int(row_E[-1]) + 1, max(1, max_logits // head.num_local_tokens)
+    row_bounds = [0, *range((num_rows - 1) % chunk + 1, num_rows + 1, chunk)]
+    edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
+    bounds: list[_Bounds] = list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))
     edge_row = to_device(row_E, hidden.device)
     projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
     with_entropy = "entropy" in outputs
@@ -398,14 +403,3 @@ def _slope(head: Head) -> float | None:
     """The derivative of a logit by its projection where no softcap bends it; None for 1."""
     factor = head.scale / head.temperature
     return None if head.softcap is not None or factor == 1.0 else factor
-
-
-def _chunk_bounds(row_E: np.ndarray, chunk: int) -> list[_Bounds]:
-    """Row ranges of at most `chunk` rows, each with the range of its edges. row_E: the row of each edge, ascending.
-
-    The last range is full, since its logits may be kept; what remains comes first.
-    """
-    num_rows = int(row_E[-1]) + 1
-    row_bounds = [0, *range((num_rows - 1) % chunk + 1, num_rows + 1, chunk)]
-    edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
-    return list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))

@@ -94,7 +94,9 @@ def split_model(model: nn.Module) -> DecoderAndHead:
             f"{name} has a value head, which trees do not compute; pass its pretrained_model. {SUPPORTED_MODELS}"
         )
     if not isinstance(base, PreTrainedModel):
-        raise UnsupportedModelError(f"{name} is not a transformers model. {SUPPORTED_MODELS}")
+        hint = " Load it first: AutoModelForCausalLM, of adapters peft.AutoPeftModelForCausalLM, .from_pretrained(...)."
+        hint = "" if isinstance(base, nn.Module) else hint
+        raise UnsupportedModelError(f"{name} is not a transformers model.{hint} {SUPPORTED_MODELS}")
     if getattr(base.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} has an encoder; only causal language models follow a tree. {SUPPORTED_MODELS}"

@@ -33,7 +33,10 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
     per_token = {id(each) for each in decoder.parameters()}
     head = model.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
-    num_experts, num_visited = _expert_counts(config)
+    # Of a layer, and how many of them a token visits; 1 and 1 in a dense model.
+    num_experts = int(next((getattr(config, each) for each in EXPERT_COUNTS if getattr(config, each, None)), 1))
+    visits = (getattr(config, each) for each in EXPERTS_PER_TOKEN if getattr(config, each, None))
+    num_visited = int(next(visits, num_experts))
     linear = backward = 0.0
     activations = 0.0
     for module, name, parameter in _matrices(model):
@@ -44,12 +47,14 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         flops = 2.0 * parameter.numel() * part
         linear += flops
         backward += flops * (2 if parameter.requires_grad else 1)
-        visits = num_visited if is_expert else part
-        activations += visits * sum(parameter.shape[-2:])
+        activations += (num_visited if is_expert else part) * sum(parameter.shape[-2:])
     norms = sum(_norm_width(module, name, config) for name, module in decoder.named_modules())
     head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
     is_head_trained = head is not None and head.weight.requires_grad
-    pairs = _attention_pairs(config)
+    pairs: Counter[LayerReach] = Counter()
+    for reach in _layer_reaches(config):
+        heads, _, key_size, value_size = _head_sizes(config)
+        pairs[reach] += 2 * heads * (key_size + value_size)
     return FlopModel(
         linear=linear,
         linear_backward=backward,
@@ -127,13 +132,6 @@ def _norm_width(module: nn.Module, name: str, config: PreTrainedConfig) -> int:
     return count * weight.shape[0]
 
 
-def _expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Experts of a layer, and how many of them a token visits; (1, 1) for a dense model."""
-    total = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 1)
-    visited = next((getattr(config, name) for name in EXPERTS_PER_TOKEN if getattr(config, name, None)), total)
-    return int(total), int(visited)
-
-
 def _head_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """Query heads, key-value heads, size of keys, size of values, as attention receives them."""
     heads = config.num_attention_heads
@@ -162,11 +160,3 @@ def _layer_reaches(config: PreTrainedConfig) -> list[LayerReach]:
         "hybrid": LayerReach(),
     }
     return [reach[kind] for kind in kinds if kind in ATTENTION_KINDS]
-
-
-def _attention_pairs(config: PreTrainedConfig) -> Counter[LayerReach]:
-    pairs: Counter[LayerReach] = Counter()
-    for reach in _layer_reaches(config):
-        heads, _, key_size, value_size = _head_sizes(config)
-        pairs[reach] += 2 * heads * (key_size + value_size)
-    return pairs

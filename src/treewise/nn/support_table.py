@@ -12,6 +12,11 @@ from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
+# What the tests of a release run with; pyproject.toml admits later ones, too.
+TESTED_TORCH = ">=2.11,<2.14"
+
 SUPPORTED, REFUSED, UNTRIED = "supported", "refused", "not tried"
 FILE = "capabilities.json"
 
@@ -87,3 +92,10 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def untested_torch(release: str) -> str | None:
+    """Words on a release of torch (`2.15.0+cu130`) that no test has run with; None of a tested one."""
+    if SpecifierSet(TESTED_TORCH, prereleases=True).contains(release.partition("+")[0]):
+        return None
+    return f"{release}: tests run with torch {TESTED_TORCH}"

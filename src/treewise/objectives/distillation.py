@@ -90,7 +90,8 @@ class Distillation:
 
         The size is P, because reading Q from the device would block the host.
         """
-        token = _consecutive(streams["token"])
+        token = streams["token"]
+        token = torch.cat([token.new_zeros(1), (token[1:] != token[:-1]).to(token.dtype)]).cumsum(0)  # 0, 1, 2, ...
         teacher, student = streams["teacher_logprobs"], values["log_probs"]
         mass, student_mass = (_sum(token, torch.exp(logprobs)) for logprobs in (teacher, student))
         if self.tail == "renormalize":
@@ -101,7 +102,11 @@ class Distillation:
         if self.divergence == "forward_kl":
             losses = losses + _sum(token, probabilities * teacher)
         if self.tail == "bucket":
-            losses = losses + self._rest(mass, student_mass)
+            # The term of all other tokens. A student's rest below machine epsilon counts as epsilon.
+            rest = (1 - mass).clamp(min=0)
+            losses = losses - rest * torch.log((1 - student_mass).clamp(min=torch.finfo(mass.dtype).eps))
+            if self.divergence != "cross_entropy":
+                losses = losses + torch.xlogy(rest, rest)
         return torch.zeros_like(losses).scatter(0, token, streams["weights"]) * losses
 
     def token_metrics(self, values: Values, streams: Streams) -> Values:
@@ -111,18 +116,6 @@ class Distillation:
             "teacher_mass": weights * torch.exp(streams["teacher_logprobs"]),
             "student_mass": weights * torch.exp(values["log_probs"]),
         }
-
-    def _rest(self, mass: torch.Tensor, student_mass: torch.Tensor) -> torch.Tensor:
-        """[P] the term of all other tokens. A student's rest below machine epsilon counts as epsilon."""
-        smallest = torch.finfo(mass.dtype).eps
-        rest = (1 - mass).clamp(min=0)
-        losses = -rest * torch.log((1 - student_mass).clamp(min=smallest))
-        return losses if self.divergence == "cross_entropy" else losses + torch.xlogy(rest, rest)
-
-
-def _consecutive(token: torch.Tensor) -> torch.Tensor:
-    """[P] int64, equal neighbours mapped to consecutive integers from 0."""
-    return torch.cat([token.new_zeros(1), (token[1:] != token[:-1]).to(token.dtype)]).cumsum(0)
 
 
 def _sum(token: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from treewise.objectives.normalization import (
     rollout_of_tokens,
 )
 from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.shapes import Bool, Float, Int
+from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -29,40 +29,6 @@ from treewise.tree.trajectory import Trajectory
 PerTerm = Float[Tensor, " P"]
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
-
-
-def clipped_surrogate(
-    ratios: PerTerm,
-    advantages: PerTerm,
-    clip_low: float | None,
-    clip_high: float | None,
-    dual_clip: float | None,
-) -> PerTerm:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and for A < 0 no more than `-dual_clip A`.
-
-    Sources: PPO (arXiv 1707.06347, eq. 7); bounds that differ: DAPO (arXiv 2503.14476, eq. 10); dual clip: Ye et al.
-    (arXiv 1912.09729, eq. 5). TRL's `delta` is the same as `dual_clip` wherever it exceeds `1 + clip_high`.
-    """
-    surrogate = ratios * advantages
-    if clip_low is not None or clip_high is not None:
-        low = None if clip_low is None else 1 - clip_low
-        high = None if clip_high is None else 1 + clip_high
-        surrogate = torch.minimum(surrogate, ratios.clamp(low, high) * advantages)
-    if dual_clip is not None:
-        bounded = torch.maximum(surrogate, dual_clip * advantages)
-        surrogate = torch.where(advantages < 0, bounded, surrogate)
-    return -surrogate
-
-
-def is_clipped(
-    ratios: PerTerm, advantages: PerTerm, clip_low: float | None, clip_high: float | None
-) -> Bool[Tensor, " P"]:
-    """Where the clipped surrogate has no gradient: the ratio has left the bounds on the side that the advantage
-    rewards.
-    """
-    below = torch.zeros_like(ratios, dtype=torch.bool) if clip_low is None else ratios < 1 - clip_low
-    above = torch.zeros_like(ratios, dtype=torch.bool) if clip_high is None else ratios > 1 + clip_high
-    return (below & (advantages < 0)) | (above & (advantages > 0))
 
 
 def weighted_logprob(weights: PerTerm, advantages: PerTerm, logprobs: PerTerm) -> PerTerm:
@@ -299,7 +265,18 @@ class PolicyGradient:
         ratios = self._ratios(logprobs, streams)
         if self.surrogate == "cispo":
             return weighted_logprob(ratios.clamp(max=self.max_ratio), advantages, logprobs)
-        return clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        # `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and for A < 0 no more than `-dual_clip A`. Sources: PPO
+        # (arXiv 1707.06347, eq. 7); bounds that differ: DAPO (arXiv 2503.14476, eq. 10); dual clip: Ye et al. (arXiv
+        # 1912.09729, eq. 5). TRL's `delta` is the same as `dual_clip` wherever it exceeds `1 + clip_high`.
+        surrogate = ratios * advantages
+        if self.clip_low is not None or self.clip_high is not None:
+            low = None if self.clip_low is None else 1 - self.clip_low
+            high = None if self.clip_high is None else 1 + self.clip_high
+            surrogate = torch.minimum(surrogate, ratios.clamp(low, high) * advantages)
+        if self.dual_clip is not None:
+            bounded = torch.maximum(surrogate, self.dual_clip * advantages)
+            surrogate = torch.where(advantages < 0, bounded, surrogate)
+        return -surrogate
 
     def _ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         if self.surrogate == "cispo" and "old_logprobs" not in streams:
@@ -312,10 +289,16 @@ class PolicyGradient:
         return torch.exp(differences)
 
     def _is_clipped(self, ratios: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Where the clipped surrogate has no gradient: the ratio has left the bounds on the side that the advantage
+        rewards.
+        """
         if self.surrogate == "cispo":
             assert self.max_ratio is not None
             return ratios > self.max_ratio
-        return is_clipped(ratios, advantages, self.clip_low, self.clip_high)
+        nowhere = torch.zeros_like(ratios, dtype=torch.bool)
+        below = nowhere if self.clip_low is None else ratios < 1 - self.clip_low
+        above = nowhere if self.clip_high is None else ratios > 1 + self.clip_high
+        return (below & (advantages < 0)) | (above & (advantages > 0))
 
     def _sampler_ratios(self, logprobs: torch.Tensor, streams: Streams) -> torch.Tensor:
         if "sampler_log_ratio" in streams:  # of a sequence, known before the model has run

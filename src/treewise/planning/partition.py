@@ -105,28 +105,20 @@ class _Cut:
             self.num_open = np.where(image >= 0, self.image_end[image] - self.start, self.num_open)
         self.open_before = np.concatenate([[0], np.cumsum(self.num_open)])
         self.trunks: list[Trunk] = []
-        self._find_pieces(segments.parent)
-        self._children = self._open_children(segments.parent)
+        # A piece begins at the first closed token of a segment whose parents are all open.
+        is_full = self.num_open == self.length
+        first = ((segments.parent < 0) | is_full[segments.parent]) & ~is_full
+        self.piece_start = (self.start + self.num_open)[first]
+        self.piece_size = self.subtree_end[first] - self.piece_start
+        self._children: dict[int, list[int]] = {}  # open ones
+        for segment in np.flatnonzero(self.num_open > 0).tolist():
+            self._children.setdefault(int(segments.parent[segment]), []).append(segment)
 
     def _image_around(self, boundary: np.ndarray) -> np.ndarray:
         """[n] int64, the image that a cut before each tree position ([n] int64) would be inside of; -1: none."""
         image = np.searchsorted(self.image_start, boundary, side="left") - 1
         is_inside = (image >= 0) & (boundary < self.image_end[image])
         return np.where(is_inside, image, -1)
-
-    def _find_pieces(self, parent: np.ndarray) -> None:
-        is_full = self.num_open == self.length
-        is_below_open = (parent < 0) | is_full[parent]
-        first = is_below_open & (self.num_open < self.length)
-        piece_start = np.where(first, self.start + self.num_open, -1)[first]
-        self.piece_start = piece_start
-        self.piece_size = self.subtree_end[first] - piece_start
-
-    def _open_children(self, parent: np.ndarray) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for segment in np.flatnonzero(self.num_open > 0).tolist():
-            children.setdefault(int(parent[segment]), []).append(segment)
-        return children
 
     def cut_trunks(self) -> None:
         # A stub is an open subtree still to be cut: a segment and how many of its open tokens are already taken. The

@@ -284,7 +284,10 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
         return fewest
     # Mixing far-apart pieces keeps more gateways alive than one path needs: beyond a few budgets, pieces stay in
     # order if that adds at most 2 % of the micro-batches, or at most one to the lower bound of any packing.
-    if fewest.peak_gateway_tokens <= _longest_open_path(cut) + 4 * int(max_tokens):
+    open_path: list[int] = []  # tokens from the root to the end of each trunk
+    for trunk in cut.trunks:
+        open_path.append(trunk.num_tokens + (open_path[trunk.parent] if trunk.parent >= 0 else 0))
+    if fewest.peak_gateway_tokens <= max(open_path) + 4 * int(max_tokens):
         return fewest
     num_fewest = fewest.num_closed_micro_batches
     at_most = max(num_fewest + num_fewest // 50, 1 - int(-cut.piece_size.sum() // int(max_tokens)))
@@ -293,13 +296,6 @@ def plan(forest: Forest | Sequence[Forest], max_tokens: int | None = None, *, ho
         if near.num_closed_micro_batches <= at_most:
             return min((fewest, near), key=lambda candidate: candidate.peak_gateway_tokens)
     return fewest
-
-
-def _longest_open_path(cut: Partition) -> int:
-    total: list[int] = []
-    for trunk in cut.trunks:
-        total.append(trunk.num_tokens + (total[trunk.parent] if trunk.parent >= 0 else 0))
-    return max(total)
 
 
 def _assemble(forest: Forest, budget: int, cut: Partition, pack: Pack) -> Plan:

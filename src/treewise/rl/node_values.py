@@ -36,29 +36,22 @@ def node_values(tree: RolloutTree, success_at: float | None = None) -> list[Node
     """
     segments: list[list[NodeValue]] = [[] for _ in range(len(tree))]
     for index in reversed(range(len(tree))):  # whatever continues a node comes after it
-        segments[index] = _segments_of(tree, index, segments, success_at)
+        node, children = tree[index], tree.children(index)
+        cuts = sorted({0, len(node), *(tree[child].cut for child in children)})
+        values: list[NodeValue] = []  # from the node's end to its begin
+        for start, end in zip(cuts[-2::-1], cuts[:0:-1], strict=True):
+            if end == len(node) and node.has_ended:
+                reward = node.reward
+                if reward is not None and success_at is not None:
+                    reward = float(reward >= success_at)
+                values.append(NodeValue(index, start, end, reward, int(reward is not None), 0))
+                continue
+            going_on = values[-1:] + [segments[child][0] for child in children if tree[child].cut == end]
+            values.append(_value_of(index, start, end, going_on))
+        segments[index] = values[::-1]
     first = [segments[root][0] for root in tree.roots]
     prompt = _value_of(PROMPT, 0, 0, first)
     return [prompt, *(each for own in segments for each in own)]
-
-
-def _segments_of(
-    tree: RolloutTree, index: int, segments: Sequence[list[NodeValue]], success_at: float | None
-) -> list[NodeValue]:
-    """The segments of one node, from its end to its begin, returned from its begin."""
-    node, children = tree[index], tree.children(index)
-    cuts = sorted({0, len(node), *(tree[child].cut for child in children)})
-    values: list[NodeValue] = []
-    for start, end in zip(cuts[-2::-1], cuts[:0:-1], strict=True):
-        if end == len(node) and node.has_ended:
-            reward = node.reward
-            if reward is not None and success_at is not None:
-                reward = float(reward >= success_at)
-            values.append(NodeValue(index, start, end, reward, int(reward is not None), 0))
-            continue
-        going_on = values[-1:] + [segments[child][0] for child in children if tree[child].cut == end]
-        values.append(_value_of(index, start, end, going_on))
-    return values[::-1]
 
 
 def _value_of(node: int, start: int, end: int, going_on: Sequence[NodeValue]) -> NodeValue:

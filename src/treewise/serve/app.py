@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 import uvicorn
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -28,7 +28,7 @@ from starlette.routing import Route
 from tinker import types
 
 from treewise.errors import DataError, TreewiseError
-from treewise.serve.catalog import Catalog, RefusedError, json_of, lora_facts
+from treewise.serve.catalog import Catalog, json_of, lora_facts
 from treewise.serve.journal import FAILED, REFUSED, Journal, Work
 from treewise.serve.losses import UNPUBLISHED
 from treewise.serve.settings import LOOPBACK, ServeSettings
@@ -46,7 +46,8 @@ PAGE = Path(__file__).with_name("page.html")
 
 class Api(Catalog):
     """The handlers of requests that reach the worker. Each is given the request and what it asks, of the type that the
-    route names, and returns what is sent as JSON, or a response.
+    route names, and returns what is sent as JSON, or a response. Errors are answers, see `_refused`; a newer SDK's
+    paths, and those of other servers of this API (projects, publishing, billing), are 404.
     """
 
     def __init__(self, settings: ServeSettings, worker: Worker) -> None:
@@ -74,10 +75,15 @@ class Api(Catalog):
             yield
             await run_in_threadpool(self.worker.stop)
 
+        # What the SDK leaves out or does otherwise with this server.
+        part = min(5_000_000, (self.settings.max_request_mb << 20) // 2)
+        off = ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side")
+        flags = {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False)}
         one = "training_runs/{run}/checkpoints/{kind}/{name}"
-        posted = [  # the request's type in the SDK; None: read by the handler
-            ("client/config", self.client_config, None),
-            ("client/dynamic_config", self.dynamic_config, None),
+        posted: list[tuple[str, Any, Any]] = [  # a handler, or its one answer; the request's type, None: the handler's
+            ("client/config", flags, None),
+            ("client/dynamic_config", {"sample_cancel_enabled": True}, None),
+            ("telemetry", {"status": "accepted"}, None),
             ("create_session", self.create_session, types.CreateSessionRequest),
             ("session_heartbeat", self.heartbeat, types.SessionHeartbeatRequest),
             ("sessions/{session}/finish", self.finish, None),
@@ -96,7 +102,6 @@ class Api(Catalog):
             ("retrieve_future", self.retrieve, types.FutureRetrieveRequest),
             ("cancel_future", self.cancel, types.FutureRetrieveRequest),
             ("create_custom_loss", self.custom_loss, None),
-            ("telemetry", self.telemetry, None),
         ]
         others = [
             ("GET", "healthz", self.health),
@@ -113,7 +118,6 @@ class Api(Catalog):
             ("GET", f"{one}/external_weights_urls", self.urls),
             ("GET", f"{one}/files/{{file}}", self.file),
             ("GET", "status", self.status),
-            *((way, "{rest:path}", self.unknown) for way in ("GET", "POST", "PUT", "DELETE")),
         ]
         table = [("POST", *each) for each in posted] + [(*each, None) for each in others]
         routes = [
@@ -121,29 +125,19 @@ class Api(Catalog):
         ]
         hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
         guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-        return Starlette(routes=[Route("/", _page), *routes], lifespan=lifespan, middleware=[guard])
+        answers: Any = dict.fromkeys((HTTPException, ClientDisconnect, TreewiseError, KeyError, ValueError), _refused)
+        every = [Route("/", _page), *routes]
+        return Starlette(routes=every, lifespan=lifespan, middleware=[guard], exception_handlers=answers)
 
     # -- every request ------------------------------------------------------------------------------------------------
 
     def _guarded(self, handler: Any, kind: Any) -> Any:
         async def guarded(request: Request) -> Response:
-            status, headers, said = 400, {}, Exception()
-            try:
-                self._check_key(request)
-                request.state.body = await self._body(request)
-                asked = kind.model_validate(json_of(request)) if kind else None
-                answer = await handler(request, asked)
-                return answer if isinstance(answer, Response) else _json(answer)
-            except ClientDisconnect:  # while it sent; nobody hears the answer
-                return Response(status_code=status)
-            except RefusedError as error:
-                status, said = error.status, error
-            except QueueFullError as error:
-                status, said, headers = 429, error, {"Retry-After": "1"}
-            except (TreewiseError, ValidationError, KeyError, ValueError) as error:
-                said = error
-            text = " ".join(str(said).split()) or type(said).__name__
-            return _json({"error": text, "detail": text}, status, headers)
+            self._check_key(request)
+            request.state.body = await self._body(request)
+            asked = kind.model_validate(json_of(request)) if kind else None
+            answer = await handler(request, asked) if callable(handler) else handler
+            return answer if isinstance(answer, Response) else _json(answer)
 
         return guarded
 
@@ -154,12 +148,12 @@ class Api(Catalog):
         in_url = request.query_params.get("key", "") if "file" in request.path_params else ""
         key = request.headers.get("x-api-key") or in_url
         if not key or (self.settings.token and not hmac.compare_digest(key.encode(), self.settings.token.encode())):
-            raise RefusedError(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
+            raise HTTPException(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
 
     async def _body(self, request: Request) -> bytes:
         limit = self.settings.max_request_mb << 20
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise RefusedError(415, "compressed requests are not taken.")
+            raise HTTPException(415, "compressed requests are not taken.")
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
@@ -168,7 +162,7 @@ class Api(Catalog):
             elif size > 4 * limit:  # what is a little larger is read to its end, or its sender would not hear why
                 break
         if size > limit:
-            raise RefusedError(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
+            raise HTTPException(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
         return b"".join(parts)
 
     async def _submit(self, owner: str, seq: int | None, kind: str, body: Any) -> dict[str, Any]:
@@ -182,15 +176,6 @@ class Api(Catalog):
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    async def client_config(self, *_: object) -> object:
-        """Flags of the SDK: what it leaves out or does otherwise with this server."""
-        part = min(5_000_000, (self.settings.max_request_mb << 20) // 2)
-        off = ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side")
-        return {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False)}
-
-    async def dynamic_config(self, *_: object) -> object:
-        return {"sample_cancel_enabled": True}
-
     async def create_session(self, _: Request, asked: Any) -> object:
         session = str(uuid.uuid4())
         self.journal.put("session", session, "", asked.model_dump(mode="json"))
@@ -198,7 +183,7 @@ class Api(Catalog):
 
     async def heartbeat(self, _: Request, asked: Any) -> object:
         if (self.journal.get("session", asked.session_id) or {"finished": True}).get("finished"):
-            raise RefusedError(410, f"session {asked.session_id} has ended or is unknown.")
+            raise HTTPException(410, f"session {asked.session_id} has ended or is unknown.")
         self.beats[asked.session_id] = time.time()
         return {"type": "session_heartbeat"}
 
@@ -208,17 +193,9 @@ class Api(Catalog):
         self.journal.put("session", session, "", {"finished": asked, **self.facts("session", session)})
         return Response(status_code=204)
 
-    async def telemetry(self, *_: object) -> object:
-        """Taken and dropped."""
-        return {"status": "accepted"}
-
-    async def unknown(self, request: Request, _: object) -> object:
-        """What other servers of this API have: projects, publishing, billing."""
-        raise RefusedError(404, f"{request.method} {request.url.path} is not served here.")
-
     async def health(self, *_: object) -> object:
         if not self.worker.is_alive():
-            raise RefusedError(503, "the worker has ended.")
+            raise HTTPException(503, "the worker has ended.")
         return {"status": "ok"}
 
     async def capabilities(self, *_: object) -> object:
@@ -348,7 +325,7 @@ class Api(Catalog):
         """An answer, or 408 after `WAIT_SECONDS`: ask again."""
         name = asked.request_id
         if self.journal.kind_of(name) is None:
-            raise RefusedError(410, f"request {name} is unknown or forgotten.")
+            raise HTTPException(410, f"request {name} is unknown or forgotten.")
         event = self._events.setdefault(name, asyncio.Event())
         found = self.journal.answered(name)
         if found is None:
@@ -367,6 +344,13 @@ async def _page(_: Request) -> Response:
     """Loads nothing from elsewhere; its figures come from `status`."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": policy})
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    """The answer to an error. Of its statuses the SDK sends 408, 409, 429 and 5xx again."""
+    status = 429 if isinstance(error, QueueFullError) else getattr(error, "status_code", 400)
+    text = " ".join(str(getattr(error, "detail", error)).split()) or type(error).__name__
+    return _json({"error": text, "detail": text}, status, {"Retry-After": "1"} if status == 429 else None)
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

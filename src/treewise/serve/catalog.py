@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import psutil
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,14 +15,6 @@ from treewise.errors import DataError
 from treewise.serve.store import TYPES, Place
 from treewise.serve.weights import Shape
 from treewise.serve.worker import Worker
-
-
-class RefusedError(Exception):
-    """An answer that is no success. Statuses are those that the SDK knows: 408, 409, 429 and 5xx it sends again."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Catalog:
@@ -34,10 +27,10 @@ class Catalog:
         self.beats: dict[str, float] = {}  # when each session was last heard of
 
     def facts(self, kind: str, name: str) -> dict[str, Any]:
-        """What the journal holds of a session, model or sampler. Raises `RefusedError`: 404."""
+        """What the journal holds of a session, model or sampler. Raises `HTTPException`: 404."""
         facts = self.journal.get(kind, name)
         if facts is None:
-            raise RefusedError(404, f"no {kind} {name}.")
+            raise HTTPException(404, f"no {kind} {name}.")
         return facts
 
     async def sessions(self, request: Request, _: object) -> object:
@@ -117,7 +110,7 @@ class Catalog:
         """One file of a checkpoint, by its plain name."""
         files = {path.name: path for path in self.store.find(_place(request)).iterdir() if path.is_file()}
         if request.path_params["file"] not in files:
-            raise RefusedError(404, "no such file in the checkpoint.")
+            raise HTTPException(404, "no such file in the checkpoint.")
         content = await run_in_threadpool(files[request.path_params["file"]].read_bytes)
         return Response(content, media_type="application/octet-stream")
 

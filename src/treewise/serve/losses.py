@@ -82,7 +82,7 @@ def make_row(
         takes = ", ".join(("target_tokens", *needed, *defaults))
         raise DataError(f"{location} {what} loss_fn_inputs {', '.join(sorted(names))}; {loss} takes {takes}.")
     targets = given["target_tokens"]
-    if not len(input_ids) or targets.shape[:1] != input_ids.shape or targets.ndim not in (1, 2) or not targets.size:
+    if targets.shape[:1] != input_ids.shape or targets.ndim not in (1, 2) or not targets.size:
         raise DataError(f"{location}: target_tokens has shape {targets.shape} for {len(input_ids)} input tokens.")
     if targets.dtype.kind != "i":
         raise DataError(f"{location}: target_tokens holds {targets.dtype}; send token ids as int64.")

@@ -129,6 +129,7 @@ def answers(
 ) -> list[tuple[bytes, tuple[Completion, ...]]]:
     """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
     scores = [_empty_scores(each) for each in requests]
+    weights = weights or model.blank
     with model.using(weights):
         completions = model.sampler_of(weights).sample([each.rules for each in requests])
         asked = [i for i, each in enumerate(scores) if len(requests[i].prompt) > 1 and each]

@@ -12,8 +12,8 @@ import json
 import re
 import shutil
 import time
-from collections import OrderedDict
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Store:
 
     def __init__(self, folder: Path, model: ServedModel, base_name: str) -> None:
         self.runs, self.model, self.base_name = folder / "runs", model, base_name
-        self._kept: OrderedDict[tuple[Place, str], Weights] = OrderedDict()
+        self._loaded = lru_cache(_KEPT)(self._load_sampler)
         for each in self.runs.glob("*/*"):  # what a killed server left
             for inner in [each] if each.name == "snapshots" else each.iterdir():
                 store.recover(inner)
@@ -192,16 +192,13 @@ class Store:
 
     def weights_of(self, place: Place) -> Weights:
         """Those of a checkpoint, to sample from. Raises as `load`."""
-        key = place, self.facts(place)["request"]
-        if key not in self._kept:
-            weights = self.model.new_weights(self.shape(place), 0)
-            weights.optimizer = None
-            self.load(place, weights)
-            self._kept[key] = weights
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        return self._loaded(place, self.facts(place)["request"])
+
+    def _load_sampler(self, place: Place, _request: str) -> Weights:
+        weights = self.model.new_weights(self.shape(place), 0)
+        weights.optimizer = None
+        self.load(place, weights)
+        return weights
 
     def shape(self, place: Place) -> Shape:
         """What the checkpoint's weights are."""

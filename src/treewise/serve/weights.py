@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ class ServedModel:
         self.image_token = image_token_of(self.base.config)
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._slots: dict[str, _Slot] = {}
+        self._gives_adapters = False
+        self._sampler: Sampler
         self._layers = _layers(self.base)  # before adapters stand around them
         if settings.train == "full":
             self._slots["full"] = _slot_of(self.base, set(self.base.parameters()))
@@ -108,9 +111,8 @@ class ServedModel:
             }
             if ways["weights"] == "fixed":
                 raise ConfigError("sampler_settings.weights=fixed: clients sample from weights of their own.")
-            self._sampler = self._base_sampler = sampler_named(settings.sampler, ways, self.model)
-            if ways["weights"] == "adapter":  # servers have the base model of themselves
-                self._base_sampler = sampler_named(settings.sampler, {**ways, "weights": "fixed"}, self.model)
+            self._sampler = sampler_named(settings.sampler, ways, self.model)
+            self._gives_adapters = ways["weights"] == "adapter"
         self._handed: object = ()  # the weights that servers hold; not a client's, nor the base model's
         self._renew()
 
@@ -118,7 +120,14 @@ class ServedModel:
         """The first adapter changes what the model is."""
         self.engine = TreeEngine(self.model, self.settings.budget, self.settings.attention, processor=self.processor)
         if self.settings.sampler == "transformers":
-            self._sampler = self._base_sampler = TransformersSampler(self.model, processor=self.processor)
+            self._sampler = TransformersSampler(self.model, processor=self.processor)
+
+    @cached_property
+    def blank(self) -> Weights | None:
+        """What is sampled from as the base model. For servers that are given adapters, one that changes nothing: a vLLM
+        on a CPU lets an adapter of the head act on requests without one (seen with 0.32).
+        """
+        return self.new_weights(Shape(1, unembed=False), 0) if self._gives_adapters else None
 
     def sampler_of(self, weights: Weights | None) -> Sampler:
         """What continues prompts with the weights that the model is `using`: this process, or servers, which are given
@@ -127,8 +136,6 @@ class ServedModel:
         Raises:
             ConfigError: weights that cannot be handed over in the way that was chosen. SamplerError: a server is away.
         """
-        if weights is None and self._base_sampler is not self._sampler:
-            return self._base_sampler
         if self._handed != weights:
             self._handed = ()  # also if what follows fails
             self._sampler.update(self.model)
@@ -137,8 +144,7 @@ class ServedModel:
 
     def close(self) -> None:
         """Gives servers' connections back, and removes what was written for them."""
-        for each in {self._sampler, self._base_sampler}:
-            each.close()
+        self._sampler.close()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

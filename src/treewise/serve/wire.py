@@ -73,7 +73,7 @@ def read_prompt(chunks: Sequence[Any], model: ServedModel, location: str) -> tup
     """Token ids, int32, and images of chunks, of the protobuf schema or of the SDK's types. An image becomes as many
     placeholders as the client expects, which the model's tower has to make of it. Raises `DataError`.
     """
-    parts, images, size = [np.zeros(0, np.int32)], [], 0
+    parts, images, size = [], [], 0
     for chunk in chunks:
         kind = chunk.type if hasattr(chunk, "type") else chunk.WhichOneof("chunk")
         own = getattr(chunk, str(kind), chunk)
@@ -89,6 +89,8 @@ def read_prompt(chunks: Sequence[Any], model: ServedModel, location: str) -> tup
             images.append(ImageSpan(own.data, size, size + len(ids)))
         parts.append(ids.astype(np.int32))
         size += len(ids)
+    if not size:
+        raise DataError(f"{location}: no token given.")
     return np.concatenate(parts), tuple(images)
 
 

@@ -27,7 +27,7 @@ from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 logger = logging.getLogger("treewise")
 JSON = "application/json"
 CALLS = ("forward", "forward_backward")
-MAX_GROUP_SAMPLES = 64  # continuations that are drawn before other requests get their turn
+MAX_GROUP_SAMPLES = 64  # requests that are drawn together before others get their turn
 CANCELLED = DataError("cancelled by the client.")
 GAP_SECONDS = 600.0  # that requests wait for one with a lower number
 TIDY_SECONDS = 60.0  # between looks for what is old
@@ -223,7 +223,7 @@ class Worker(threading.Thread):
         heads = [self._queue[name] for name in names if name in self._queue]
         self._was_sample = bool(samples) and (not heads or not self._was_sample)  # they take turns with models
         if self._was_sample:
-            paths = {work.owner: self._path_of(work.owner) for work in samples}
+            paths = {owner: self._path_of(owner) for owner in {work.owner for work in samples}}
             works = [work for work in samples if paths[work.owner] == paths[samples[0].owner]][:MAX_GROUP_SAMPLES]
             self._drawn, self._cancelled = {work.id for work in works}, set()
         elif heads:

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from accelerate.utils import DynamoBackend
 from annotated_types import Ge, Gt, Lt
-from torch import distributed
+from torch import accelerator, distributed
 from transformers import TrainingArguments
 
+from treewise.data import RenderOptions
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.distributed import watchdog
@@ -64,11 +65,11 @@ class TreeTrainingArguments(TrainingArguments):
     `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place.
 
     Parameters:
-        max_tokens: the budget, the most tokens that hold activations at a time. `auto`: as many as fit in the free
+        max_tokens: the budget: how many tokens may hold activations at a time. `auto`: as many as fit in the free
             memory, measured at the first step. None: a batch is one micro-batch.
         steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
             `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
-        attention: `auto`, `reference`, `cascade`, `flex` or `flash`.
+        attention: `auto`, `reference`, `cascade` or `flex`.
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
@@ -150,7 +151,10 @@ class TreeTrainingArguments(TrainingArguments):
         known = [item.name for item in fields(cls) if item.init]
         for name in settings:
             if name not in known:
-                raise ConfigError(f"TreeTrainingArguments has no setting {name!r}.{did_you_mean(name, known)}")
+                hint = did_you_mean(name, known)
+                if name in RenderOptions.__dataclass_fields__:
+                    hint = f" It is of records: TreeTrainer(..., render={{{name!r}: ...}})."
+                raise ConfigError(f"TreeTrainingArguments has no setting {name!r}.{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -177,6 +181,8 @@ class TreeTrainingArguments(TrainingArguments):
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
         self.shard_settings()
         is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if is_launched and not accelerator.is_available():
+            self.use_cpu = True  # else each process would train alone, on all trees, into the same folder
         if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
             watchdog.start_group(self.ddp_timeout)  # transformers does it, too, but ignores `ddp_timeout`
         self._take_over_compilation()
@@ -227,7 +233,11 @@ class TreeTrainingArguments(TrainingArguments):
             backend, mode = launched, mode or (None if given == "default" else given)
         is_compiled = own.torch_compile or backend is not None or mode is not None
         own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
+        backend_of_ranks = own.ddp_backend
+        if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
+            own.ddp_backend = None
         super().__post_init__()
+        own.ddp_backend = backend_of_ranks
         if not is_compiled:
             return
         own.torch_compile, own.torch_compile_mode = True, mode

@@ -28,7 +28,7 @@ from treewise.objectives import DPO, KTO, Objective, with_mismatched
 from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.data_loader import survey
-from treewise.tree.forest import forest_of
+from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory
 
 # Arguments of other trainers, which this one does not have.
@@ -142,21 +142,33 @@ def with_references(
         list(tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories)
         for tree in items
     ]
+    scorer = model if reference is None else reference
+
+    def engine() -> TreeEngine:
+        return TreeEngine(
+            scorer.to(args.device), args.max_tokens, args.attention, temperature=args.temperature, processor=processor
+        )
+
+    whole = compared(trees, objective, engine, int(args.per_device_train_batch_size))
+    if whole is trees:
+        return dataset
+    names = [getattr(each.config, "_name_or_path", "") for each in (model, scorer)]
+    dtype = str(next(scorer.parameters()).dtype)
+    return ScoredTrees(whole, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
+
+
+def compared(
+    trees: list[list[Trajectory]], objective: DPO | KTO, engine: Callable[[], TreeEngine], batch_size: int
+) -> list[list[Trajectory]]:
+    """Trees with what an objective on preferences compares them with, where they lack it: KTO's mismatched completions,
+    and `ref_logprobs` by the engine of the reference.
+    """
     wants_baseline = isinstance(objective, KTO) and objective.baseline == "mismatched"
-    adds_baseline = wants_baseline and all(row.reward is not None for tree in trees for row in tree)
-    if adds_baseline:
+    if wants_baseline and all(row.reward is not None for tree in trees for row in tree):
         trees = with_mismatched(trees)
     is_scored = all(row.ref_logprobs is not None for tree in trees for row in tree)
     is_free = getattr(objective, "reference_free", False)
-    if not adds_baseline and (is_scored or is_free):
-        return dataset
-    scorer = (model if reference is None else reference).to(args.device)
-    if not is_free:
-        engine = TreeEngine(scorer, args.max_tokens, args.attention, temperature=args.temperature, processor=processor)
-        trees = with_logprobs(engine, trees, "ref_logprobs", int(args.per_device_train_batch_size))
-    names = [getattr(each.config, "_name_or_path", "") for each in (model, scorer)]
-    dtype = str(next(scorer.parameters()).dtype)
-    return ScoredTrees(trees, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
+    return trees if is_scored or is_free else with_logprobs(engine(), trees, "ref_logprobs", batch_size)
 
 
 def with_logprobs(
@@ -178,6 +190,12 @@ def with_logprobs(
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:
+        mesh = mesh_of(engine.model)
+        if mesh is not None and mesh.needs_lockstep:
+            with torch.no_grad():
+                engine.check(Forest.from_trajectories(trees[0]))  # a probe is of one tree on all ranks
+            if engine.lacks_lockstep:
+                engine.enable_lockstep(ranks.gather_texts)
         parts = ranks.on_every_rank(own_part)
     finally:
         engine.model.train(is_training)

@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 
 import psutil
 import torch
@@ -24,7 +23,7 @@ from torch import nn
 
 from treewise.distributed import ranks
 from treewise.engine.scoring import StepOutput
-from treewise.nn.device import synchronized_clock
+from treewise.nn.device import matmul_flops
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.trainer.prepared_batches import PreparedBatch
@@ -32,8 +31,6 @@ from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
-MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
-NUM_PRODUCTS = 6
 # Dense bfloat16 FLOPs per second (without sparsity) from the data sheets, by a part of the device's name. The first
 # match counts.
 PEAK_FLOPS = {
@@ -90,18 +87,8 @@ class Throughput:
         return self._sums["tree_tokens"], self._sums["flat_tokens"]
 
     def begin_run(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Measures the device's rate; half precision that is slower than float32 is a warning. dtype: of the matrix
-        products of the run.
-        """
+        """Measures the device's rate. dtype: of the matrix products of the run."""
         self._measured_rate = matmul_flops(device.type, dtype)
-        plain = matmul_flops(device.type, torch.float32) if dtype.itemsize == 2 else None
-        if plain and self._measured_rate and self._measured_rate < plain:
-            logger.warning(
-                "this processor takes %.1f times as long for a matrix product in %s as in float32: it saves memory "
-                "here, and no time.",
-                plain / self._measured_rate,
-                str(dtype).removeprefix("torch."),
-            )
         self._peak = peak_flops(device, dtype) or self._measured_rate
 
     @contextmanager
@@ -172,25 +159,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-@lru_cache
-def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
-    """FLOPs per second of the fastest of a few products of two large matrices; None without memory or a kernel for it.
-
-    kind: `cpu` or `cuda`. Draws no random number, and takes some milliseconds.
-    """
-    size = MATRIX_SIZE.get(kind)
-    if size is None:
-        return None
-    seconds = []
-    try:
-        with torch.no_grad():
-            matrix = torch.ones(size, size, dtype=dtype, device=kind)
-            for _ in range(NUM_PRODUCTS):
-                begin = synchronized_clock(matrix.device)
-                torch.mm(matrix, matrix)
-                seconds.append(synchronized_clock(matrix.device) - begin)
-    except (RuntimeError, MemoryError):
-        return None
-    return 2.0 * size**3 / max(min(seconds), 1e-9)

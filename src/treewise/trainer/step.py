@@ -189,7 +189,8 @@ class StepRunner:
 
     def begin_step(self, batches: Sequence[PreparedBatch], step: int) -> float:
         """Begins step number `step`, of which `batches` are this rank's: what its sum of token losses is divided by on
-        all ranks, and how often routers choose each expert, are known before the first backward.
+        all ranks, how often routers choose each expert over all its batches and ranks, for their load-balancing loss,
+        and the baseline of KTO, are known before the first backward.
 
         Raises:
             DataError: the step has no trained token.
@@ -203,32 +204,20 @@ class StepRunner:
                 names = ", ".join(sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
-        self._router_counts = self._counts_of(batches)
-        self._step_objective = self._objective_of(batches)
+        objective, self._step_objective, self._router_counts = self.objective, self.objective, None
+        if len(batches) == 1 and ranks.count() == 1:  # whose own walks count, and find the baseline
+            return self._denominator
+        if self.engine.router_loss_rule is not None:
+            own = self._of_each(batches, self.engine.count_experts)
+            own = own if self._is_first_of_batch else []
+            parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
+            self._router_counts = reduce(add, parts) if parts else None
+        if isinstance(objective, KTO) and objective.baseline == "mismatched":
+            outs = self._of_each(batches, lambda ready: self.engine.evaluate(ready, MismatchedScores()))
+            sums = (sum(out.metrics[name] * out.weight for out in outs) for name in ("score", "count"))
+            total, count = self.sum_over_batches(*sums)
+            self._step_objective = replace(objective, baseline=max(0.0, total / count))
         return self._denominator
-
-    def _counts_of(self, batches: Sequence[PreparedBatch]) -> RouterCounts | None:
-        """How often routers choose each expert, over all batches and ranks of a step, for its load-balancing loss. One
-        batch on one rank needs none: its own walks count.
-        """
-        if self.engine.router_loss_rule is None or (len(batches) == 1 and ranks.count() == 1):
-            return None
-        own = self._of_each(batches, self.engine.count_experts)
-        own = own if self._is_first_of_batch else []
-        parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
-        return reduce(add, parts) if parts else None
-
-    def _objective_of(self, batches: Sequence[PreparedBatch]) -> Objective:
-        """The objective; KTO with the baseline of all batches and ranks of a step, where it has several."""
-        objective = self.objective
-        if not isinstance(objective, KTO) or objective.baseline != "mismatched":
-            return objective
-        if len(batches) == 1 and ranks.count() == 1:
-            return objective
-        outs = self._of_each(batches, lambda ready: self.engine.evaluate(ready, MismatchedScores()))
-        sums = (sum(out.metrics[name] * out.weight for out in outs) for name in ("score", "count"))
-        total, count = self.sum_over_batches(*sums)
-        return replace(objective, baseline=max(0.0, total / count))
 
     def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
         """What is measured of each batch with trained tokens, without a graph."""
@@ -325,16 +314,10 @@ class StepRunner:
         if not self._is_in_lockstep:
             yield
             return
-        whole = nullcontext() if self._ends is None else self._ends.whole(trains)
-        with self._out_of_memory_explained(), whole:
-            yield
-            self.engine.drain()
-
-    @contextmanager
-    def _out_of_memory_explained(self) -> Iterator[None]:
-        """A step with sharded parameters cannot run again, because the other ranks are in the middle of it."""
         try:
-            yield
+            with nullcontext() if self._ends is None else self._ends.whole(trains):
+                yield
+                self.engine.drain()
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise

@@ -23,8 +23,9 @@ def as_array(values: object, name: str, location: str) -> np.ndarray:
     """Values of any shape and type as an array. Raises `DataError` for ragged lists."""
     try:
         return np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{location}: {name} is not a flat sequence of numbers ({error}).") from None
+    except (ValueError, TypeError, OverflowError):  # NumPy's words are about array elements
+        found = _first_wrong(values, float | int | np.number)
+        raise DataError(f"{location}: {name} is not a flat sequence of numbers, found {found}.") from None
 
 
 def token_ids(values: object, location: str, if_empty: str = "a trajectory needs at least two tokens") -> np.ndarray:

@@ -135,7 +135,9 @@ def lay_out_nodes(
         parent, end_nodes, is_kept = _merge_equal_siblings(
             parent, flat_ids, lengths, end_nodes, values, spans, location
         )
-        flat_ids, lengths, values = _select(is_kept, flat_ids, lengths, values)
+        tokens = np.repeat(is_kept, lengths)
+        flat_ids, lengths = flat_ids[tokens], lengths[is_kept]
+        values = {name: value[tokens] for name, value in values.items()}
         spans = [each for each, is_its in zip(spans, is_kept, strict=True) if is_its]
     offsets = np.cumsum(lengths) - lengths
     segments = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
@@ -284,10 +286,3 @@ def _on_tree(
         for image in each
     ]
     return tuple(sorted(spans, key=lambda image: image.start))
-
-
-def _select(
-    is_kept: np.ndarray, flat_ids: np.ndarray, lengths: np.ndarray, values: dict[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    tokens = np.repeat(is_kept, lengths)
-    return flat_ids[tokens], lengths[is_kept], {name: value[tokens] for name, value in values.items()}

@@ -83,8 +83,20 @@ def in_order(flat_ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.
 
     flat_ids and offsets: see `merge_sequences`.
     """
-    order = _sorted_order(flat_ids, offsets)
-    return order, _common_prefixes(flat_ids, offsets[:-1][order], np.diff(offsets)[order])
+    # Big-endian bytes compare as the non-negative integers do, so memcmp does the work.
+    blob = memoryview(flat_ids.astype(">i4").tobytes())
+    keys = [bytes(blob[low:high]) for low, high in pairwise((offsets * 4).tolist())]
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+    shared = np.zeros(len(order), dtype=np.int64)
+    starts, lengths = offsets[:-1][order].tolist(), np.diff(offsets)[order]
+    for row, limit in enumerate(np.minimum(lengths[:-1], lengths[1:]).tolist(), start=1):
+        if not limit:
+            continue
+        left, right = starts[row - 1], starts[row]
+        differs = flat_ids[left : left + limit] != flat_ids[right : right + limit]
+        first = int(differs.argmax())
+        shared[row] = first if differs[first] else limit
+    return order, shared
 
 
 def common_prefix(one: np.ndarray, two: np.ndarray) -> int:
@@ -129,17 +141,29 @@ def chain_nodes(parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offs
     parents: [n] index of the parent node or -1. lengths: [n] tokens per node, at least 1. ends: [N] the nodes at which
     trajectories end. offsets: [n] where each node's tokens begin in the flat ids.
     """
-    size = _subtree_sizes(parents, lengths)
-    position = _positions_parents_first(parents, lengths, size)
-    by_position = np.argsort(position, kind="stable")
+    above, own = parents.tolist(), lengths.tolist()
+    size = list(own)  # of whole subtrees
+    for node in range(len(above) - 1, -1, -1):
+        if above[node] >= 0:
+            size[above[node]] += size[node]
+    # Depth-first positions, siblings in their order, and depths. cursor: where the next child of a node begins.
+    position, depth, cursor, next_root = [0] * len(above), [0] * len(above), [0] * len(above), 0
+    for node, up in enumerate(above):
+        if up < 0:
+            position[node] = next_root
+            next_root += size[node]
+        else:
+            position[node], depth[node] = cursor[up], depth[up] + own[up]
+            cursor[up] += size[node]
+        cursor[node] = position[node] + own[node]
+    by_position = np.argsort(np.array(position, dtype=np.int64), kind="stable")
     segment_of_node = np.empty(len(parents), dtype=np.int64)
     segment_of_node[by_position] = np.arange(len(parents))
     parent = np.where(parents >= 0, segment_of_node[parents], -1)[by_position]
-    depth = _depths_parents_first(parents, lengths)[by_position]
     order_lengths = lengths[by_position]
     start = np.cumsum(order_lengths) - order_lengths
-    num_tokens = int(order_lengths.sum())
-    return _heavy_first(start, parent, depth, segment_of_node[ends], offsets[by_position], num_tokens)
+    depths, ends = np.array(depth, dtype=np.int64)[by_position], segment_of_node[ends]
+    return _heavy_first(start, parent, depths, ends, offsets[by_position], int(order_lengths.sum()))
 
 
 def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
@@ -169,8 +193,11 @@ def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
     length = segments.lengths
     path_length = segments.depth[segments.end_segment] + length[segments.end_segment]
     offsets = np.concatenate([[0], np.cumsum(path_length)])
-    level = _levels(segments.parent)
-    num_links = level[segments.end_segment] + 1
+    level = [0] * len(segments.parent)  # segments above each; parents come first
+    for row, above in enumerate(segments.parent.tolist()):
+        if above >= 0:
+            level[row] = level[above] + 1
+    num_links = np.array(level, dtype=np.int64)[segments.end_segment] + 1
     link_offsets = np.cumsum(num_links) - num_links
     chain = np.empty(int(num_links.sum()), dtype=np.int64)
     current, slot = segments.end_segment.copy(), link_offsets + num_links - 1
@@ -191,29 +218,6 @@ def path_to(segments: Segments, segment: int) -> np.ndarray:
     links = np.array(chain[::-1])
     ends = np.append(segments.start, segments.num_tokens)
     return concatenated_ranges(segments.start[links], ends[links + 1] - segments.start[links])
-
-
-def _sorted_order(flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Lexicographic order. Big-endian bytes compare as the non-negative integers do, so memcmp does the work."""
-    blob = memoryview(flat_ids.astype(">i4").tobytes())
-    bounds = (offsets * 4).tolist()
-    keys = [bytes(blob[low:high]) for low, high in pairwise(bounds)]
-    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
-
-
-def _common_prefixes(flat_ids: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Length of the common prefix of each sequence with the one before it; 0 for the first."""
-    lcp = np.zeros(len(begins), dtype=np.int64)
-    shorter = np.minimum(lengths[:-1], lengths[1:]).tolist()
-    starts = begins.tolist()
-    for row, limit in enumerate(shorter, start=1):
-        if not limit:
-            continue
-        left, right = starts[row - 1], starts[row]
-        differs = flat_ids[left : left + limit] != flat_ids[right : right + limit]
-        first = int(differs.argmax())
-        lcp[row] = first if differs[first] else limit
-    return lcp
 
 
 def _previous_smaller(values: np.ndarray) -> np.ndarray:
@@ -295,43 +299,3 @@ def _heaviest_child(parent: np.ndarray, size: np.ndarray) -> np.ndarray:
     by_weight = children[np.lexsort((-children, size[children]))]
     heavy[parent[by_weight]] = by_weight
     return heavy
-
-
-def _levels(parent: np.ndarray) -> np.ndarray:
-    """Number of segments above each one; parents come first."""
-    level = [0] * len(parent)
-    for row, above in enumerate(parent.tolist()):
-        if above >= 0:
-            level[row] = level[above] + 1
-    return np.array(level, dtype=np.int64)
-
-
-def _subtree_sizes(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    sizes, above = lengths.tolist(), parents.tolist()
-    for node in range(len(above) - 1, -1, -1):
-        if above[node] >= 0:
-            sizes[above[node]] += sizes[node]
-    return np.array(sizes, dtype=np.int64)
-
-
-def _positions_parents_first(parents: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Depth-first positions of nodes listed parents first; siblings keep their order."""
-    position, own, size = [0] * len(parents), lengths.tolist(), sizes.tolist()
-    cursor, next_root = [0] * len(parents), 0
-    for node, above in enumerate(parents.tolist()):
-        if above < 0:
-            position[node] = next_root
-            next_root += size[node]
-        else:
-            position[node] = cursor[above]
-            cursor[above] += size[node]
-        cursor[node] = position[node] + own[node]
-    return np.array(position, dtype=np.int64)
-
-
-def _depths_parents_first(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    depth, own = [0] * len(parents), lengths.tolist()
-    for node, above in enumerate(parents.tolist()):
-        if above >= 0:
-            depth[node] = depth[above] + own[above]
-    return np.array(depth, dtype=np.int64)

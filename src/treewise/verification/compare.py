@@ -87,7 +87,9 @@ def verify(
     objective = SFT() if objective is None else objective
     forest = Forest.from_trajectories(items)
     loss = FlatLoss(items, objective, processor)
-    budgets = [max_tokens] if max_tokens is not None else [None, _half(forest)]
+    largest = int(np.diff([*np.flatnonzero(forest.parent < 0), forest.num_tokens]).max())  # tree
+    half = max(1, largest // 2, forest.images.largest)
+    budgets = [max_tokens] if max_tokens is not None else [None, half]
     engines = [  # the flat side has the tokens' loss alone; one probe is enough
         TreeEngine(model, budget, attention, router_aux_loss=False, processor=processor, check=budget == budgets[0])
         for budget in budgets
@@ -103,13 +105,6 @@ def verify(
             sides = _Sides(flat, wide, _run_tree(engine, model, forest, objective))
             reports.append(_report(engine, engine.plan(forest), dtype, sides, flat_errors, limits))
     return replace(reports[0], at_budget=reports[1]) if len(reports) > 1 else reports[0]
-
-
-def _half(forest: Forest) -> int:
-    """Half of the tokens of the largest tree, or an image's where that has more."""
-    roots = np.flatnonzero(forest.parent < 0)
-    largest = int(np.diff([*roots, forest.num_tokens]).max())
-    return max(1, largest // 2, forest.images.largest)
 
 
 # -- the two sides ----------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.cli.helpers import save_tiny_model, write_rows
+from tests.distributed.test_mesh import fork_ranks
 from treewise.cli.main import main
 from treewise.rl import update
+from treewise.testing import tiny_model
 
 pytestmark = pytest.mark.xdist_group("cli/commands/test_rl")
 
@@ -129,6 +131,31 @@ def test_updates_equal_flat_ones(rl, model_folder):
     assert "epoch 2: loss" in out
     assert len(logged("out", "clip_fraction")) == 4  # one a step
     assert out.count("clip_fraction") == 2  # one an epoch
+
+
+MESHES = {"tp_size": "qwen3", "ep_size": "qwen3_moe", "context_size": "qwen3"}
+
+
+def test_two_processes_on_a_mesh_score_and_update_as_one(folder):
+    """Four steps on old log-probs of the policy; the KL is to the policy, or to a reference that is whole."""
+    write_rows(folder / "rows.jsonl", make_rows())
+    for family in {*MESHES.values()}:
+        tiny_model(family, vocab_size=97, num_hidden_layers=2).save_pretrained(folder / family)
+
+    def run(key, output, *flags):
+        own = ["--reference", "qwen3_moe"] if key == "ep_size" else []
+        words = ["--data", "rows.jsonl", "--model", MESHES[key], "--output", output, "--max_tokens", 12, *own, *flags]
+        words += ["--objective", "grpo", "--beta", 0.5, "--epochs", 2, "--mini_batches", 2, *FAST, *ORDERED]
+        assert main(["rl", *map(str, words)]) == 0
+
+    for key in MESHES:
+        run(key, f"{key}-1")
+    fork_ranks(2, lambda: [run(key, f"{key}-2", f"--{key}", 2) for key in MESHES], folder)
+    for key, family in MESHES.items():
+        start, one, two = (parameters(folder / name) for name in (family, f"{key}-1", f"{key}-2"))
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            assert (two[name] - value).norm() < 1e-4 * (value - start[name]).norm(), (key, name)
 
 
 @pytest.mark.representatives("gspo")

@@ -60,6 +60,22 @@ def rollouts(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rollouts.jsonl", rows)
 
 
+@pytest.mark.parametrize(("objective", "loss", "num"), [("dpo", 0.6931, 4), ("kto", 0.5, 6)])
+def test_preferences_are_compared_with_the_model_itself(
+    objective: str, loss: float, num: int, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"token_ids": [*TRUNK, 30 + pair, 9 + good], "loss_weights": [0] * 13 + [1], "group": pair, "reward": good}
+        for pair in range(3)
+        for good in (0, 1)
+    ]
+    data = write_rows(tmp_path / "pairs.jsonl", rows)
+    assert call("verify", data, "--model", model, "--objective", objective, "--limit", 3, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["num_trajectories"] == num  # of pairs, both rows; of labels, a mismatched row for each
+    assert facts["loss_tree"] == pytest.approx(loss, abs=2e-4)
+
+
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
 def test_other_objectives_take_their_usual_advantages(
     objective: str, rollouts: Path, model: Path, capsys: pytest.CaptureFixture[str]

@@ -106,6 +106,10 @@ def test_a_cut_last_line_is_named_and_may_be_left_out(tmp_path):
     ("name", "data", "words"),
     [
         ("a.jsonl", LINE + b'\n{"token_ids": [1, 2}\n', ("a.jsonl:2:20", "not valid JSON", "Expecting ','")),
+        ("a.jsonl", LINE.decode().encode("utf-16-le"), ("a.jsonl:1:2", "UTF-16", "save it as UTF-8")),
+        ("a.jsonl", b"PK\x03\x04" + bytes(20), ("a.jsonl:1:1", "not valid JSON", "no text")),
+        ("a.jsonl", b'{\n"token_ids": [1, 2]\n}\n', ("a.jsonl:1:2", "one line: jq -c . FILE")),
+        ("a.jsonl", b"[\n" + LINE + b"\n]\n", ("a.jsonl:1:2", "one list NEW.json")),
         ("a.jsonl", LINE + b"\n[1, 2]\n", ("a.jsonl:2", "object", "list")),
         ("a.jsonl", LINE + b'\n{"a": "\xff"}\n', ("a.jsonl:2", "UTF-8", f"byte {len(LINE) + 8}")),
         ("a.jsonl", b'{"group": "\\ud800", "token_ids": [1, 2]}\n', ("a.jsonl:1", "lone surrogate", "byte 11")),
@@ -119,7 +123,7 @@ def test_a_cut_last_line_is_named_and_may_be_left_out(tmp_path):
         ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, ("damaged gzip",)),
         ("a.parquet", LINE, ("not a Parquet file",)),
         ("a.parquet", b"PAR1" + b"\0" * 50, ("damaged Parquet",)),
-        ("a.csv", LINE, ("unknown kind", ".jsonl")),
+        ("a.csv", LINE, ("unknown kind", ".jsonl", "one JSON object a line")),
     ],
 )
 def test_bad_files_are_refused_with_their_place(tmp_path, name, data, words):
@@ -130,6 +134,7 @@ def test_bad_files_are_refused_with_their_place(tmp_path, name, data, words):
 
 def test_missing_paths_are_refused(tmp_path):
     refuse(tmp_path / "none.jsonl", "no such file")
+    refuse("s3://bucket/a.jsonl", "no such file", "download it first")
     refuse(tmp_path / "*.jsonl", "matches no")
     refuse(tmp_path, "holds no")
     refuse([], "no data paths")

@@ -157,16 +157,18 @@ def test_tools_of_a_side_file_enter_the_prompt(fixtures, tokenizer):
 
 BAD_RECORDS = [
     ({"messages": []}, ("messages is empty",)),
-    ({"messages": "Hi"}, ("messages", "not valid JSON")),
+    ({"messages": "Hi"}, ("messages: text that is not valid JSON", "'Hi'", "Give the value itself")),
     ({"messages": {"role": "user"}}, ("must be a list",)),
     ({"messages": [3]}, ("messages[0]", "object")),
     ({"messages": [USER]}, ("no assistant message", "1 user", "no token is trained")),
     ({"messages": [USER, {**ANSWER, "weight": 0}]}, ("weight 0", "1 user, 1 assistant")),
     ({"messages": [ANSWER]}, ("message 0", "nothing before it")),
     ({"messages": [{"role": "robot", "content": ""}]}, ("messages[0]", "'robot'", "supported")),
+    ({"messages": [{"from": "human", "value": ""}]}, ("role None", "belong under conversations")),
     ({"messages": [{"role": "user"}, ANSWER]}, ("messages[0]", "no content")),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("0 images in images", "1 image part")),
     ({"messages": [{"role": "user", "content": 5}]}, ("content must be text",)),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]}, ("type 'text' has no text",)),
     ({"messages": [USER, {**ANSWER, "content": ""}]}, ("turn 1", "holds nothing", "weight")),
     ({"messages": [USER, {**ANSWER, "content": "", "reasoning_content": "Hm."}]}, ("turn 1", "only reasoning")),
     ({"messages": [USER, {"role": "assistant"}]}, ("turn 1", "neither content nor tool_calls")),
@@ -194,7 +196,10 @@ BAD_RECORDS = [
     ({"messages": [USER, ANSWER], "calls": [{"ctx": [], "out": 1}]}, ("calls[0]", "empty ctx")),
     ({"messages": [USER, ANSWER], "calls": [{"ctx": [0], "out": 0}]}, ("calls[0]", "user")),
     ({"messages": [USER, {**ANSWER, "weight": 0}], "calls": [{"ctx": [0], "out": 1}]}, ("weight 0",)),
-    ({"prompt": "a"}, ("without completion",)),
+    ({"prompt": "a"}, ("without completion.", "treewise rl --tasks")),
+    ({"prompt": "a", "completon": "b"}, ("without completion", "Did you mean 'completion'")),
+    ({"prompt": 1, "completion": "b"}, ("prompt must be text or a list of messages, found int",)),
+    ({"prompt": "a", "completion": "b", "group": ""}, ("group is empty; leave it out",)),
     ({"completion": "a"}, ("without prompt",)),
     ({"prompt": "a", "completion": [ANSWER]}, ("prompt must be one too",)),
     ({"prompt": "", "completion": "x"}, ("prompt is empty",)),
@@ -227,7 +232,7 @@ def test_arguments_that_are_no_json_are_named_where_the_template_needs_objects(w
     assert text_of(tokenizer, good[0], True) == 'Yes.look{"at": "sky"}<|im_end|>'
     broken = {"function": {"name": "look", "arguments": "{at"}}
     path = write({"messages": [USER, {**ANSWER, "tool_calls": [broken]}]})
-    with pytest.raises(DataError, match=r"jsonl:1: messages\[1\]: arguments of 'look': not valid JSON"):
+    with pytest.raises(DataError, match=r"jsonl:1: messages\[1\]: arguments of 'look': text that is not valid JSON"):
         load_trees(path, tokenizer, options=options)
 
 

@@ -33,12 +33,16 @@ def row(ids: list[int], reward: float, group: str) -> dict[str, Any]:
 
 def write_online_run(folder: Path, name: str = "t/1") -> Path:
     write_run(folder, HISTORY)
-    bins = [[0.0] * 10 for _ in range(3)]
-    bins[0][2], bins[1][2], bins[2][2] = 8.0, 2.0, 4.0  # eight trials, predicted 0.25 on average, four of them right
-    state = json.loads((folder / "trainer_state.json").read_text())
-    state["stateful_callbacks"] = {"LoopState": {"book": {"bins": bins}}}
-    (folder / "trainer_state.json").write_text(json.dumps(state))
-    (folder / "rollouts").mkdir()
+    for name_of in ("rollouts", "curriculum"):
+        (folder / name_of).mkdir()
+    # Items, predictions, what came, trials: of those that the first iteration tried, one has no reward at first.
+    for iteration, draws in (
+        (1, [(1, 0.5, 0.5, 8), (2, 0.5, None, 0)]),
+        (2, [(1, 0.2, 0.5, 6), (1, 0.28, 0.0, 2), (2, 0.5, 1.0, 4), (3, 0.9, 1.0, 5)]),
+    ):
+        named = [dict(zip(("index", "predicted", "observed", "trials"), each, strict=True)) for each in draws]
+        (folder / "curriculum" / f"iteration-{iteration:05d}.json").write_text(json.dumps({"draws": named}))
+    (folder / "curriculum" / "check.json").write_text("{}")
     for iteration in (1, 2):
         rows = [row(*each, name) for each in FORKED] + [row(*each, "t/2") for each in ALWAYS]
         path = folder / "rollouts" / f"iteration-{iteration:05d}.jsonl"
@@ -54,7 +58,7 @@ def test_rewards_are_shown_over_generated_tokens(tmp_path: Path) -> None:
     assert series["reward, held out"].tokens == (0, 160)
     assert series["reward, held out"].values == (0.2, 0.6)
     assert series["pass@1, held out"].values == (0.1, 0.5)
-    assert (online.predicted, online.observed, online.trials) == ((0.25,), (0.5,), (8.0,))
+    assert (online.predicted, online.observed, online.trials) == (pytest.approx((0.22,)), (0.375,), (8.0,))
 
 
 def test_trees_and_held_out_samples_have_their_text(tmp_path: Path) -> None:
@@ -131,8 +135,12 @@ def test_a_rollout_that_ends_where_another_goes_on_is_a_way_of_its_own() -> None
     assert [(piece.value, piece.is_leaf) for piece in tree.pieces] == [(0.5, False), (1.0, True)]
 
 
-def test_rows_that_are_none_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("rollouts/iteration-00002.jsonl", ":1: not a row"), ("curriculum/iteration-00002.json", ": not the draws")],
+)
+def test_rows_and_draws_that_are_none_are_named(name: str, said: str, tmp_path: Path) -> None:
     folder = write_online_run(tmp_path / "run")
-    (folder / "rollouts" / "iteration-00002.jsonl").write_text('{"token_ids": [1]}\n')
-    with pytest.raises(DataError, match=r"iteration-00002.jsonl:1: not a row"):
+    (folder / name).write_text('{"token_ids": [1]}\n')
+    with pytest.raises(DataError, match=f"{name}{said}"):
         read_run(folder)

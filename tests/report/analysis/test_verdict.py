@@ -13,10 +13,15 @@ SHARED = np.random.default_rng(0).integers(100, 5000, 400)
 
 
 def lines_of(*trajectories):
-    forest = tw.Forest.from_trajectories(list(trajectories))
+    return lines_of_trees(list(trajectories))
+
+
+def lines_of_trees(*trees):
+    forests = [(f"tree {number}", tw.Forest.from_trajectories(each)) for number, each in enumerate(trees)]
     lost = LostCollector(TokenText())
-    lost.add("tree", forest)
-    report = inspect_forests([("tree", forest)], LoadReport(num_files=1, num_records=2))
+    for each in forests:
+        lost.add(*each)
+    report = inspect_forests(forests, LoadReport(num_files=1, num_records=2))
     return verdict(report, lost.result())
 
 
@@ -66,6 +71,18 @@ def test_nothing_to_change():
     assert worth == "worth: flat rows hold 2.00 times as many tokens as the trees"
     assert "none that a change" in loss
     assert change == "change: nothing; train as it is"
+
+
+def test_trees_that_begin_alike_are_worth_a_batch():
+    """Records that name no group are trees of one row each; a batch computes their common prompt once."""
+    trees = [[row([*SHARED, 1], source="a:1")], [row([*SHARED, 2], source="a:2")]]
+    worth, _, change = lines_of_trees(*trees)
+    assert worth == (
+        "worth: flat rows hold 1.00 times as many tokens as the trees; trees begin alike (400 tokens), and "
+        "in one batch flat rows hold 2.00 times as many tokens as the trees"
+    )
+    assert change.startswith("change: let trees that begin alike meet: name them one tree (group, or group_by)")
+    assert "little to gain" in lines_of_trees([row(SHARED[:200], source="a:1")], [row(SHARED[200:], source="a:2")])[0]
 
 
 def test_each_way_of_making_rows_has_its_ratio():

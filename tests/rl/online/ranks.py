@@ -21,7 +21,6 @@ SECONDS = 400  # on a machine that does other things, too
 CASES = {
     "sums": {"trees_per_iteration": 3, "tokens_per_iteration": 72, "mini_batches": 2},
     "failing": {"curriculum": "uniform", "max_failed": 1.0, "trees_per_iteration": 3, "update_epochs": 2},
-    "sharded": {"trees_per_iteration": 3, "tokens_per_iteration": 72, "mini_batches": 2},
     "turns": {"branching": "none", "branching_settings": {"roots": 3}, "max_new_tokens": 12, "max_length": 900},
 }
 
@@ -51,13 +50,12 @@ def trainer_of(case, folder, **changes):
     if os.environ.get("RANK", "0") != "0":
         for parameter in model.parameters():
             parameter.data += 0.1
-    sharded = {"fsdp": "full_shard"} if case == "sharded" and "RANK" in os.environ else {}
     return new_trainer(
         folder,
         task_of(case),
         model=model,
         sampler=TransformersSampler(model, isolate_requests=True),
-        arguments_={"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "max_tokens": budget, **sharded},
+        arguments_={"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 1.0, "max_tokens": budget},
         **{**CASES[case], **changes},
     )
 
@@ -88,8 +86,7 @@ def run_two(rank, folder, port):
             trainer_of(case, folder / case, iterations=1).train()
         trainer = trainer_of(case, folder / case)
         logs = trainer.train(resume_from_checkpoint=True)
-        model = trainer.sampler.model if case == "sharded" else trainer.model  # the whole copy
-        torch.save({"weights": model.state_dict(), "logs": logs}, folder / f"{case}-{rank}.pt")
+        torch.save({"weights": trainer.model.state_dict(), "logs": logs}, folder / f"{case}-{rank}.pt")
     torch.distributed.barrier()
 
 

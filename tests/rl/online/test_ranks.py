@@ -1,6 +1,5 @@
-"""Two processes are one: the same rollouts and the same weights to rounding, also where the run was resumed."""
+"""Two processes are one (of shards: test_meshes): same rollouts, same weights to rounding, also after a resumption."""
 
-import shutil
 import subprocess
 import sys
 
@@ -42,14 +41,3 @@ def test_two_processes_are_one(case, of_two, tmp_path):
             assert torch.allclose(found["weights"][name], value, rtol=0, atol=1e-6), name
         assert {name: found["logs"][name] for name in COUNTED} == pytest.approx({name: logs[name] for name in COUNTED})
     assert not list((of_two / case / "journal").iterdir())
-
-
-def test_a_run_of_shards_goes_on_in_one_process(of_two, tmp_path):
-    whole = trainer_of("sharded", tmp_path / "whole")
-    whole.train()
-    shutil.copytree(of_two / "sharded", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    trainer = trainer_of("sharded", tmp_path / "run")
-    trainer.train(resume_from_checkpoint=True)
-    for name, value in trainer.model.state_dict().items():
-        assert torch.allclose(whole.model.state_dict()[name], value, rtol=0, atol=1e-6), name

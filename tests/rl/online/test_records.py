@@ -6,7 +6,8 @@ import pytest
 
 from tests.rl.online.helpers import TOKENIZER, new_trainer
 from treewise.data import RenderOptions, load_trees
-from treewise.rl.online.records import MAX_SHOWN, Sample, lines_of, rollouts_file
+from treewise.report import read_run
+from treewise.rl.online.records import MAX_SHOWN, Sample, draws_file, lines_of, rollouts_file
 
 
 def records(path):
@@ -14,7 +15,7 @@ def records(path):
 
 
 def test_rows_and_held_out_samples_hold_what_was_sampled_as_text(tmp_path, capsys):
-    trainer = new_trainer(tmp_path / "run", iterations=3, show_every=2, save_every=100)
+    trainer = new_trainer(tmp_path / "run", iterations=3, show_every=2, save_every=100, num_items=2)
     trainer.train()
     printed = capsys.readouterr().out
     for iteration in (1, 2, 3):
@@ -38,6 +39,10 @@ def test_rows_and_held_out_samples_hold_what_was_sampled_as_text(tmp_path, capsy
     assert printed.count("  sampled\n") == 3
     assert printed.count("  held out") == 3
     assert "ETA" in printed
+    # The report compares with what came the predictions of items that had been tried: of all after the first iteration.
+    draws = [each for n in (2, 3) for each in json.loads(draws_file(trainer.folder, n).read_text())["draws"]]
+    online = read_run(trainer.folder).online
+    assert sum(online.trials) == sum(each["trials"] for each in draws) > 0
     # Rows with text are rows as before: the text is not compared with ids that were sampled.
     loaded = load_trees([rollouts_file(trainer.folder, 1)], TOKENIZER, options=RenderOptions(on_drift="error"))
     assert len(loaded) == 2

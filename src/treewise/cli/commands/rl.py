@@ -91,9 +91,6 @@ def run(args: argparse.Namespace) -> int:
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
-    for key in ("tp_size", "ep_size", "context_size"):  # each process scores rollouts of its own
-        if config.training.get(key, 1) != 1:
-            raise ConfigError(f"{key}: treewise rl does not score rollouts on a mesh yet; leave it out (or: fsdp).")
     objective = _objective(config)
     return _run_recorded(args, config, objective)
 

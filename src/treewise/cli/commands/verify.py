@@ -16,10 +16,11 @@ from treewise.cli.data_arguments import (
 )
 from treewise.cli.values import read_mapping
 from treewise.data import Trees
+from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_model, load_processor
-from treewise.objectives import WEIGHTINGS, Objective, PolicyGradient, objective_named
+from treewise.objectives import DPO, KTO, WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.compare import verify
@@ -58,8 +59,16 @@ def run(args: argparse.Namespace) -> int:
     data = load_data(args, tokenizer, progress=not args.json)
     data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     trajectories = _trajectories(data, objective, args)
+    model.to(device)
+    if isinstance(objective, DPO | KTO):
+        from treewise.trainer.inputs import compared  # slow to import
+
+        def engine() -> TreeEngine:  # as in `treewise train`, the model before its first step is the reference
+            return TreeEngine(model, args.max_tokens, args.attention, processor=tokenizer)
+
+        trajectories = compared([trajectories], objective, engine, batch_size=1)[0]
     report = verify(
-        model.to(device),
+        model,
         trajectories,
         args.max_tokens,
         attention=args.attention,
@@ -96,4 +105,8 @@ def _trajectories(data: Trees, objective: Objective, args: argparse.Namespace) -
         trees, _ = credit(trees, method, {})
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: objective {args.objective!r} takes none.")
-    return [item for tree in trees for item in tree][: args.limit or None]
+    items = [item for tree in trees for item in tree]
+    if args.limit and isinstance(objective, DPO):  # pairs stay whole
+        groups = {item.group for item in items[: args.limit]}
+        return [item for item in items if item.group in groups]
+    return items[: args.limit or None]

@@ -38,24 +38,21 @@ def read_verifiers(records: Iterable[Placed], context: Context) -> Iterator[Reco
     """
     for record in records:
         if "traces" in record.value:
-            yield from _episode(record.value, record.location, context)
+            episode, location = record.value, record.location
+            traces = objects(episode["traces"], "traces", location)
+            if not traces:
+                context.leave_out(location, f"an episode without a trace{_first_error(episode)}")
+            group = _dict(episode.get("group")).get("id")
+            agents = {_dict(trace.get("agent")).get("name") for trace in traces}
+            for index, trace in enumerate(traces):
+                name = group or _task_name(trace.get("task")) or _task_name(episode.get("task"))
+                if name is not None and len(agents) > 1:  # agents of different roles are not compared with one another
+                    name = f"{name}:{_dict(trace.get('agent')).get('name')}"
+                yield from _trace(trace, name, f"{location}: traces[{index}]", context)
         elif "nodes" in record.value:
             yield from _trace(record.value, _task_name(record.value.get("task")), record.location, context)
         else:
             yield from _result(record.value, record.location, context)
-
-
-def _episode(episode: Record, location: str, context: Context) -> Iterator[Record]:
-    traces = objects(episode["traces"], "traces", location)
-    if not traces:
-        context.leave_out(location, f"an episode without a trace{_first_error(episode)}")
-    group = _dict(episode.get("group")).get("id")
-    agents = {_dict(trace.get("agent")).get("name") for trace in traces}
-    for index, trace in enumerate(traces):
-        name = group or _task_name(trace.get("task")) or _task_name(episode.get("task"))
-        if name is not None and len(agents) > 1:  # agents of different roles are not compared with one another
-            name = f"{name}:{_dict(trace.get('agent')).get('name')}"
-        yield from _trace(trace, name, f"{location}: traces[{index}]", context)
 
 
 def _trace(trace: Record, group: object, location: str, context: Context) -> Iterator[Record]:

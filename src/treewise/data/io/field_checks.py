@@ -15,6 +15,8 @@ from treewise.tree.checks import MAX_FLOAT
 
 def label(value: object, name: str, location: str) -> str | int | float | None:
     """Text or a number that names something (a group, a rollout); None where it is absent."""
+    if value == "":
+        raise DataError(f"{location}: {name} is empty; leave it out, or name it.")
     if value is not None and (not isinstance(value, str | int | float) or value != value):
         raise DataError(f"{location}: {name} must be text or a number, found {type(value).__name__}.")
     return value

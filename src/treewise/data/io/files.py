@@ -171,13 +171,17 @@ def _expand(path: Path) -> Iterable[Path]:
             raise DataError(f"{printable(path)}: the pattern matches no {', '.join(SUFFIXES)} file.")
         return files
     if not path.exists():
-        raise DataError(f"{printable(path)}: no such file or folder.")
+        is_address = str(path).find(":/") > 1  # not the letter of a drive
+        hint = " Data are read from files and from the hub (hf:org/name); download it first." if is_address else ""
+        raise DataError(f"{printable(path)}: no such file or folder.{hint}")
     if not path.is_file():
         raise DataError(
             f"{printable(path)}: not a regular file (a pipe or a device); write its content into a file first."
         )
     if not path.name.endswith(SUFFIXES):
-        hint = " A dump of torch.save becomes rows by `treewise import`." if path.suffix in (".pt", ".pth") else ""
+        hint = " Write one JSON object a line."
+        if path.suffix in (".pt", ".pth"):
+            hint = " A dump of torch.save becomes rows by `treewise import`."
         raise DataError(f"{printable(path)}: unknown kind of file; supported are {', '.join(SUFFIXES)}.{hint}")
     return [path]
 
@@ -351,11 +355,6 @@ def parse(raw: RawRecord) -> dict[str, Any]:
     return record
 
 
-def parsed_object(raw: RawRecord) -> dict[str, Any]:
-    """The record as the file holds it. Raises as `parse`."""
-    return _parse_line(raw) if isinstance(raw.payload, bytes) else raw.payload
-
-
 class _RepeatedKeyError(Exception):
     """A key that one object holds twice, of which `json` would silently keep the last."""
 
@@ -373,13 +372,18 @@ def parse_text(text: str, location: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{location}: not valid JSON at character {error.pos}: {error.msg}; {shown(text)}.") from None
+        raise DataError(
+            f"{location}: text that is not valid JSON (character {error.pos}: {error.msg}): {shown(text)}. Give the "
+            "value itself, or its JSON."
+        ) from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
 
 
-def _parse_line(raw: RawRecord) -> dict[str, Any]:
-    assert isinstance(raw.payload, bytes)
+def parsed_object(raw: RawRecord) -> dict[str, Any]:
+    """The record as the file holds it. Raises as `parse`."""
+    if not isinstance(raw.payload, bytes):
+        return raw.payload
     try:
         text = raw.payload.decode()
         value = json.loads(text, object_pairs_hook=_unique)
@@ -389,10 +393,12 @@ def _parse_line(raw: RawRecord) -> dict[str, Any]:
         at = raw.offset + error.start
         raise DataError(f"{raw.location}: not UTF-8 at byte {at} of the file; save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
-        if raw.is_tail:
+        if raw.is_tail and text[:1] == "{" and text[1:2] != "\0":  # the beginning of a record
             raise PartialTailError(raw.location) from None
         near = shown(text[max(0, error.pos - 15) : error.pos + 15])
-        raise DataError(f"{raw.location}:{error.colno}: not valid JSON: {error.msg}, near {near}.") from None
+        ways = {"{": " A record is one line: jq -c . FILE > NEW.jsonl.", "[": " Name a file of one list NEW.json."}
+        hint = " It is UTF-16, or no text; save it as UTF-8." if "\0" in text else ways.get(text.strip(), "")
+        raise DataError(f"{raw.location}:{error.colno}: not valid JSON: {error.msg}, near {near}.{hint}") from None
     except _RepeatedKeyError as error:
         raise DataError(f"{raw.location}: the key {shown(error.args[0])} is given twice in one object.") from None
     except RecursionError:

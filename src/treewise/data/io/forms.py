@@ -216,7 +216,9 @@ def detect_form(record: Record, location: str) -> str:
         if "chosen" in record or "rejected" in record:
             other = "rejected" if "chosen" in record else "chosen"
             raise DataError(f"{location}: a preference pair without {other}; add it, or leave both out.")
-        raise DataError(f"{location}: a prompt/completion record without {missing[0]}{_foreign(record)}.")
+        near = "".join(did_you_mean(key, missing) for key in record if key not in ("prompt", "completion"))
+        hint = near or (" Prompts alone are tasks: treewise rl --tasks." if missing == ["completion"] else "")
+        raise DataError(f"{location}: a prompt/completion record without {missing[0]}{_foreign(record)}.{hint}")
     if len(forms) == 1:
         return forms[0]
     keys = ", ".join(shown(key) for key in list(record)[:12]) or "no keys"

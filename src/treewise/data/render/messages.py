@@ -41,7 +41,8 @@ def clean_conversation(value: object, location: str, name: str = "messages") -> 
         DataError: not a list of objects, an unknown role, content that is not text, a bad weight or tool call.
     """
     if not isinstance(value, list):
-        raise DataError(f"{location}: {name} must be a list of messages, found {type(value).__name__}.")
+        of_text = "text or " if name in ("prompt", "completion", "chosen", "rejected") else ""
+        raise DataError(f"{location}: {name} must be {of_text}a list of messages, found {type(value).__name__}.")
     if not value:
         raise DataError(f"{location}: {name} is empty.")
     pairs = [clean_message(message, f"{location}: {name}[{turn}]") for turn, message in enumerate(value)]
@@ -58,7 +59,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         )
     role = value.get("role")
     if role not in ROLES:
-        raise DataError(f"{location} has role {shown(role)}; supported are {', '.join(ROLES)}.")
+        hint = " Messages of from and value belong under conversations." if "from" in value else ""
+        raise DataError(f"{location} has role {shown(role)}; supported are {', '.join(ROLES)}.{hint}")
     message = {key: item for key, item in value.items() if key not in WEIGHTS and item is not None}
     if "content" not in message and role != "assistant":
         raise DataError(f"{location} ({role}) has no content.")
@@ -159,7 +161,10 @@ def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
             images.append(_image_of_part(part))
             parts.append(IMAGE)
             continue
-        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        is_text = kind in ("text", "input_text", "output_text")
+        if is_text and not isinstance(part.get("text"), str):
+            raise DataError(f"{location}: a part of content of type {shown(kind)} has no text; give its `text`.")
+        if not is_text:
             raise DataError(f"{location}: content of type {shown(kind)} is not supported, only text and images.")
         parts.append(part["text"])
     return "".join(parts), images

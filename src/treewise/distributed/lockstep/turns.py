@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from treewise.distributed.lockstep.merged_sequence import LETTERS, Turn, align, common_sequence
 from treewise.distributed.placement.cost_model import pairs_before
 from treewise.planning.partition import FORWARD_FRACTION
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Pass, Plan
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 
 # Query-key pairs that take as long as a token, for a model of about 2B parameters. Weights only rank passes.
 PAIRS_PER_TOKEN = 12_000
@@ -57,6 +57,7 @@ def training_passes(plan: Plan | None) -> Passes:
     if plan is None:
         return NO_PASSES
     weight = _weights(plan)
+    fraction = {FORWARD: FORWARD_FRACTION, HOLD: FORWARD_FRACTION, TRAIN: 1, BACKWARD: 1 - FORWARD_FRACTION}
     ordered: list[int] = []
     free: list[int] = []
     for index, entry in enumerate(plan.schedule):
@@ -66,7 +67,10 @@ def training_passes(plan: Plan | None) -> Passes:
     free.sort(key=lambda index: -weight[plan.schedule[index].micro_batch])
     return Passes(
         letters="".join(LETTERS[plan.schedule[index].action] for index in ordered),
-        weights=tuple(_pass_weight(plan.schedule[index], weight) for index in ordered),
+        weights=tuple(
+            max(1, round(fraction[entry.action] * weight[entry.micro_batch]))
+            for entry in (plan.schedule[index] for index in ordered)
+        ),
         free=tuple(weight[plan.schedule[index].micro_batch] for index in free),
         ordered_steps=tuple(ordered),
         free_steps=tuple(free),
@@ -135,12 +139,6 @@ def _idle(turns: list[Turn]) -> list[int]:
         elif turn.action == TRAIN and num_held == 0:
             idle.append(index)
     return idle
-
-
-def _pass_weight(entry: Pass, weights: list[int]) -> int:
-    """A pass's fraction of the weight of its micro-batch."""
-    fraction = {FORWARD: FORWARD_FRACTION, HOLD: FORWARD_FRACTION, TRAIN: 1, BACKWARD: 1 - FORWARD_FRACTION}
-    return max(1, round(fraction[entry.action] * weights[entry.micro_batch]))
 
 
 def _weights(plan: Plan) -> list[int]:

@@ -95,7 +95,10 @@ class StepCosts:
         last = np.flatnonzero(segments.subtree_end == end)
         first = np.concatenate([[0], last[:-1] + 1])  # a leaf's new segments begin after the leaf before it
         before = np.concatenate([[0], np.cumsum(np.add.reduceat(units, first))])
-        above = path_costs(segments, units)[first] - units[first]
+        # From the root to the begin of each leaf's own segments: a cost counts from its segment to its subtree's end.
+        change = np.append(units, 0)
+        np.subtract.at(change, np.searchsorted(segments.start, segments.subtree_end), units)
+        above = np.cumsum(change)[first] - units[first]
         return Leaves(
             new=np.diff(before),
             above=above,
@@ -187,12 +190,3 @@ def _covered(segments: Segments, trunks: Sequence[tuple[Trunk, float]]) -> np.nd
     index = np.searchsorted(starts, bounds, side="right") - 1
     inside = np.clip(bounds - starts[index], 0, lengths[index]) * weights[index]
     return np.diff(np.where(index >= 0, total[index] + inside, 0))
-
-
-def path_costs(segments: Segments, units: np.ndarray) -> np.ndarray:
-    """[S] int64, cost of the path from the root to the end of each segment."""
-    after = np.searchsorted(segments.start, segments.subtree_end)
-    change = np.zeros(len(units) + 1, dtype=np.int64)
-    change[:-1] += units
-    np.subtract.at(change, after, units)
-    return np.cumsum(change)[:-1]

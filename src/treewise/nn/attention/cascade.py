@@ -22,11 +22,12 @@ from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
+from treewise.nn.device import part_of_torch
 from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
 
-_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+_forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
+_backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 def cascade_attention(

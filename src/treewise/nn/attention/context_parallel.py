@@ -135,9 +135,9 @@ class _Exchange(torch.autograd.Function):
         sent = key_grad.new_zeros(num_sent, key_grad.shape[1], sum(ctx.sizes), dtype=wide)
         if call in kept.key_grads:
             sent[ranks.read_index] = _as_rows(kept.key_grads.pop(call), kept.value_grads.pop(call))
-        if ctx.injects is not None and call in ctx.injects.key_grads:
-            injected = _as_rows(ctx.injects.key_grads[call], ctx.injects.value_grads[call])
-            sent.index_add_(0, ranks.padded_index, injected.to(sent))
+        sums = None if ctx.injects is None else ctx.injects.gradients(call, sent.device)
+        if sums is not None:
+            sent.index_add_(0, ranks.padded_index, _as_rows(*sums).to(sent))
         of_others = _as_heads(ranks.summed(sent), ctx.sizes)
         grads = []
         for grad, more in zip((key_grad, value_grad), of_others, strict=True):

@@ -56,11 +56,10 @@ def flex_attention_tree(
     sinks: Float[Tensor, " H"] | None = None,
     *,
     block_size: int = BLOCK_SIZE,
-    backend: str = "TRITON",
 ) -> Float[Tensor, "1 H T Dv"]:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
-    The contract of `reference_attention`. backend: torch's name of the kernels, on CUDA.
+    The contract of `reference_attention`.
 
     Raises:
         PlanError: more rows than the kernels can address.
@@ -74,9 +73,7 @@ def flex_attention_tree(
     softcap = None if rule.softcap is None else mask.derived(_softcap, rule.softcap, query.dtype, query.device)
     blocks = block_mask(mask, rule, query.device, block_size)
     needs_lse, kinds = sinks is not None, mask.derived(_no_kinds)
-    out, lse = attend(
-        *(query, key, value, blocks, softcap, rule.scaling), needs_lse=needs_lse, backend=backend, kinds=kinds
-    )
+    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, needs_lse=needs_lse, kinds=kinds)
     out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
         return out
@@ -300,11 +297,10 @@ def _compiled(
     scaling: float,
     *,
     needs_lse: bool,
-    backend: str,
     kinds: Kinds,
 ) -> tuple[torch.Tensor, MaybeTensor]:
     kind = (
-        *(id(blocks), softcap is None, scaling, needs_lse, backend, torch.is_grad_enabled()),
+        *(id(blocks), softcap is None, scaling, needs_lse, torch.is_grad_enabled()),
         *(query.dtype, query.shape[1], query.shape[3], key.shape[1], value.shape[3]),
         *(query.requires_grad, key.requires_grad, value.requires_grad),
     )
@@ -318,12 +314,9 @@ def _compiled(
     for name in _BLOCK_TENSORS:
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
-    # BACKEND: only the kernel that the tests cover, unless another was asked for.
-    chosen = {}
-    if backend == "TRITON":
-        sizes = query.shape[3], value.shape[3]
-        chosen = {"IS_DIVISIBLE": True, **tiles(query.dtype, sizes, card(query.device))}
-    kinds[kind] = options = cast(FlexKernelOptions, {"BACKEND": backend, **chosen})
+    # BACKEND: only the kernel that the tests cover.
+    chosen = {"IS_DIVISIBLE": True, **tiles(query.dtype, (query.shape[3], value.shape[3]), card(query.device))}
+    kinds[kind] = options = cast(FlexKernelOptions, {"BACKEND": "TRITON", **chosen})
     settings = {"recompile_limit": RECOMPILE_LIMIT, "specialize_float": True, "automatic_dynamic_shapes": False}
     with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
         # torch's compiler looks whether an input has a gradient, and hides its own warning only where none is an error.

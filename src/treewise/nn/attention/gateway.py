@@ -5,6 +5,10 @@ expansion of heads, detached. Micro-batches below read them as extra keys; their
 When the open micro-batch runs with a graph, those gradients are injected where the keys and values are computed, so the
 same code serves with and without gradient checkpointing.
 
+Offloaded gateways of a GPU wait in pinned memory of the host, a row of a token after the other, and move by copies that
+are queued like kernels: no host operation looks into them, so none waits for the device. Their sums of gradients stay
+on the device where they fit; else each addition fetches its rows and sends them back.
+
 Which layers' gateways get gradients is a fact of the plan and of what is trained (`Carried`). A frozen layer of a piece
 has no gradient of its own, but what is trained above the piece may need the one that passes through it.
 """
@@ -16,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.nn.device import free_bytes, on_host
 from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
 
@@ -60,7 +65,8 @@ class Gateway:
 
     keys, values: per call of a layer, [1, Hkv, n, D] in the layer's dtype; their gradients in float32 or wider.
     states, state_grads: per recurrent function of a layer, [P, ...] states after the P rows `cut_rows` ([P] int64,
-    ascending). is_offloaded: all of it is kept in host memory and copied to the device a layer at a time.
+    ascending). is_offloaded: all of it is kept in host memory and copied to the device a layer at a time, but for sums
+    of gradients that take at most half of the device's free memory when the first is added.
     """
 
     is_offloaded: bool = False
@@ -71,42 +77,54 @@ class Gateway:
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     state_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     cut_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _has_sums_on_host: bool | None = None  # of an offloaded one on a GPU; None before the first
 
     def write(self, call: LayerCall, key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"]) -> None:
         """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
         if call not in self.keys:
-            self.keys[call], self.values[call] = self._own(key), self._own(value)
+            has_row_order = self.is_offloaded and key.is_cuda  # rows that are read are then one piece of host memory
+            key, value = (_heads(on_host(_rows(each))) if has_row_order else _own(each) for each in (key, value))
+            self.keys[call], self.values[call] = key, value
 
     def add_gradients(self, call: LayerCall, rows: RowIndex, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
         """Adds gradients ([1, Hkv, rows, D]) of the rows that a micro-batch read."""
         pairs = ((self.key_grads, self.keys, key_grad), (self.value_grads, self.values, value_grad))
         for grads, written, grad in pairs:
             if call not in grads:
-                grads[call] = torch.zeros_like(written[call], dtype=torch.promote_types(grad.dtype, torch.float32))
-            total = grads[call]
-            if isinstance(rows, slice):
-                total[:, :, rows] += grad.to(total.device)
-            else:
-                total.index_add_(2, rows.to(total.device), grad.to(total))
+                grads[call] = _heads(self._zeros(_rows(written[call]), grad))
+            _add_rows(_rows(grads[call]), rows, _rows(grad))
+
+    def gradients(self, call: LayerCall, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The sums for keys and values ([1, Hkv, n, D]) on a device; None where nothing was added."""
+        if call not in self.key_grads:
+            return None
+        key, value = (on_device(each[call], slice(None), device) for each in (self.key_grads, self.value_grads))
+        return key, value
 
     def write_states(self, name: str, states: torch.Tensor, cut_rows: np.ndarray) -> None:
         """Keeps states ([P, ...]) of a recurrent layer after `cut_rows`, which other micro-batches continue."""
         if name not in self.states:
             self.cut_rows = cut_rows
-            self.states[name] = self._own(states)
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is kept: a part of a larger one (of a fused projection) is copied, or all would stay."""
-        kept = tensor.detach().to("cpu" if self.is_offloaded else tensor.device)
-        return kept.clone() if kept.untyped_storage().nbytes() > kept.numel() * kept.itemsize else kept
+            self.states[name] = on_host(states) if self.is_offloaded and states.is_cuda else _own(states)
 
     def add_state_gradients(self, name: str, index: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds gradients ([n, ...]) of the kept states `index` ([n] int64) that a micro-batch began with."""
         if name not in self.state_grads:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            self.state_grads[name] = torch.zeros_like(self.states[name], dtype=wide)
-        total = self.state_grads[name]
-        total.index_add_(0, index.to(total.device), grad.to(total))
+            self.state_grads[name] = self._zeros(self.states[name], grad)
+        _add_rows(self.state_grads[name], index, grad)
+
+    def _zeros(self, written: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """A sum of gradients in float32 or wider, in the shape and order of memory of what was written."""
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if written.device == grad.device:
+            return torch.zeros_like(written, dtype=wide)
+        if self._has_sums_on_host is None:
+            of_all = [*self.keys.values(), *self.values.values(), *self.states.values()]
+            num_bytes = sum(each.numel() for each in of_all) * wide.itemsize
+            self._has_sums_on_host = 2 * num_bytes > free_bytes(grad.device)
+        if self._has_sums_on_host:
+            return torch.zeros(written.shape, dtype=wide, device="cpu", pin_memory=True)
+        return torch.zeros(written.shape, dtype=wide, device=grad.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +162,12 @@ class _Inject(torch.autograd.Function):
     def backward(
         ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
-        if call in ctx.gateway.key_grads:
-            key_grad = _sum_as(key_grad, ctx.gateway.key_grads[call])
-            value_grad = _sum_as(value_grad, ctx.gateway.value_grads[call])
+        sums = ctx.gateway.gradients(ctx.call, key_grad.device)
+        if sums is not None:
+            key_grad, value_grad = (
+                (grad.to(wide.dtype) + wide).to(grad.dtype)
+                for grad, wide in zip((key_grad, value_grad), sums, strict=True)
+            )
         return key_grad, value_grad, None, None
 
 
@@ -159,8 +179,8 @@ class _Extend(torch.autograd.Function):
         ctx: BackwardContext, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
     ) -> tuple[torch.Tensor, ...]:
         ctx.reads, ctx.call = reads, call
-        keys = [take(read.gateway.keys[call], read.rows).to(key.device) for read in reads]
-        values = [take(read.gateway.values[call], read.rows).to(key.device) for read in reads]
+        keys = [on_device(read.gateway.keys[call], read.rows, key.device) for read in reads]
+        values = [on_device(read.gateway.values[call], read.rows, key.device) for read in reads]
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
@@ -191,8 +211,42 @@ def extend(
 
 def take(tensor: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     """Rows of the token axis of [1, Hkv, n, D]; a view where they are a slice."""
-    return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows.to(tensor.device))
+    return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows)
 
 
-def _sum_as(grad: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    return (grad.to(wide.dtype) + wide.to(grad.device)).to(grad.dtype)
+def on_device(kept: torch.Tensor, rows: RowIndex, device: torch.device) -> torch.Tensor:
+    """Rows of kept keys, values or sums ([1, Hkv, n, D]) on a device. Of kept ones on the host a copy is queued: of
+    all rows where they are no slice, since the host cannot choose some before the device has written them."""
+    if kept.device == device:
+        return take(kept, rows)
+    if isinstance(rows, slice):
+        return _heads(_rows(kept)[rows].to(device, non_blocking=True))
+    return take(_heads(_rows(kept).to(device, non_blocking=True)), rows)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is kept: a part of a larger one (of a fused projection) is copied, or all would stay."""
+    kept = tensor.detach()
+    return kept.clone() if kept.untyped_storage().nbytes() > kept.numel() * kept.itemsize else kept
+
+
+def _add_rows(total: torch.Tensor, rows: RowIndex, grad: torch.Tensor) -> None:
+    """Adds [r, ...] gradients to rows of [n, ...], in place; of a sum on the host by queued copies there and back."""
+    kept, rest = (total[rows], slice(None)) if isinstance(rows, slice) else (total, rows)
+    here = kept if total.device == grad.device else kept.to(grad.device, non_blocking=True)
+    if isinstance(rest, slice):
+        here += grad
+    else:
+        here.index_add_(0, rest, grad.to(here.dtype))
+    if here is not kept:
+        kept.copy_(here, non_blocking=True)
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """[n, Hkv, D] of [1, Hkv, n, D]; a view."""
+    return heads[0].transpose(0, 1)
+
+
+def _heads(rows: torch.Tensor) -> torch.Tensor:
+    """[1, Hkv, n, D] of [n, Hkv, D]; a view."""
+    return rows.transpose(0, 1)[None]

@@ -13,6 +13,7 @@ from treewise.nn.attention import cascade
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
+from treewise.nn.device import untested_torch_named
 
 AUTO = "auto"
 Run = Callable[[Tensor, Tensor, Tensor, TreeMask, LayerRule, Tensor | None, tuple[GatewayRead, ...], LayerCall], Tensor]
@@ -54,9 +55,14 @@ def choose(attention: str, device_type: str) -> str:
     return next(name for name, each in IMPLEMENTATIONS.items() if each.suits(device_type))
 
 
-def _lazily(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported at the first call: FlexAttention loads torch's compiler."""
-    return lambda *inputs: getattr(import_module(f"treewise.nn.attention.{module}"), name)(*inputs)
+def _lazily(name: str) -> Callable[..., Any]:
+    """A function of `flex`, which is imported at the first call: FlexAttention loads torch's compiler."""
+
+    def run(*inputs: Any) -> Any:
+        with untested_torch_named():
+            return getattr(import_module("treewise.nn.attention.flex"), name)(*inputs)
+
+    return run
 
 
 def _behind_gateways(attention: Callable[..., Tensor]) -> Run:
@@ -77,15 +83,13 @@ def _behind_gateways(attention: Callable[..., Tensor]) -> Run:
     return run
 
 
-_flex, _flash = (
-    _behind_gateways(_lazily(module, name))
-    for module, name in (("flex", "flex_attention_tree"), ("flash", "flash_attention_tree"))
-)
-_flex_key_rows = _lazily("flex", "num_key_rows")
-# In the order in which `auto` prefers them; it never takes one that suits no device.
+# In the order in which `auto` prefers them.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "flex": Implementation(_flex, lambda device_type: device_type == "cuda", _flex_key_rows),
-    "flash": Implementation(_flash, lambda _: False, _flex_key_rows),
+    "flex": Implementation(
+        _behind_gateways(_lazily("flex_attention_tree")),
+        lambda device_type: device_type == "cuda",
+        _lazily("num_key_rows"),
+    ),
     "cascade": Implementation(cascade.cascade_attention, cascade.is_available, cascade.num_key_rows),
     "reference": Implementation(
         _behind_gateways(reference_attention), lambda _: True, lambda mask, _: mask.num_keys * mask.num_queries

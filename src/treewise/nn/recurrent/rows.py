@@ -134,9 +134,8 @@ class LayerContext:
         reads = []
         for index, read in enumerate(self.context.reads):
             chosen = rows.entering(index, read.gateway.cut_rows)
-            kept_at = read.gateway.states[self.name].device
             if len(chosen):
-                reads.append((read.gateway, rows.tensor(("entering", index), chosen, kept_at)))
+                reads.append((read.gateway, rows.tensor(("entering", index), chosen, device)))
         states = _Enter.apply(self.name, tuple(reads), device, *((ANCHOR,) if self.is_carried else anchors))
         return gather(states, rows.tensor("entering order", rows.entering_order, device)) if len(reads) > 1 else states
 
@@ -224,7 +223,8 @@ class _Enter(torch.autograd.Function):
         ctx: Context, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *_: torch.Tensor
     ) -> torch.Tensor:
         ctx.name, ctx.reads = name, reads
-        return torch.cat([each.states[name].index_select(0, index).to(device) for each, index in reads])
+        kept = [(each.states[name].to(device, non_blocking=True), index) for each, index in reads]
+        return torch.cat([states.index_select(0, index) for states, index in kept])
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[None, ...]:
@@ -245,4 +245,4 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         states = ctx.gateway.state_grads.get(ctx.name)
-        return grad, None if states is None else states.to(ctx.device, ctx.dtype), None, None
+        return grad, None if states is None else states.to(ctx.device, non_blocking=True).to(ctx.dtype), None, None

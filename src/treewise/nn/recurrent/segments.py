@@ -94,7 +94,11 @@ def cut_rows(plan: Plan, micro_batch: int) -> np.ndarray:
     forest, positions = plan.forest, plan.micro_batches[micro_batch].positions()
     fork_rows, fork_children = _branches(forest, positions)
     _, is_here = _find(fork_children, positions)
-    return np.unique(np.concatenate([_rows_cut_behind(forest, positions), fork_rows[~is_here]]))
+    # Beside branches, rows whose first child, the token after them, belongs to another micro-batch.
+    is_followed = np.append(positions[1:] == positions[:-1] + 1, False)
+    following = np.minimum(positions + 1, forest.num_tokens - 1)
+    cut_behind = np.flatnonzero(~is_followed & (forest.parent[following] == positions))
+    return np.unique(np.concatenate([cut_behind, fork_rows[~is_here]]))
 
 
 def rows_before(segments: RowSegments, count: int) -> np.ndarray:
@@ -134,13 +138,6 @@ def _branches(forest: Forest, positions: np.ndarray) -> tuple[np.ndarray, np.nda
     row = np.repeat(np.arange(len(positions)), count)
     index = concatenated_ranges(first, count)
     return row, children[index]
-
-
-def _rows_cut_behind(forest: Forest, positions: np.ndarray) -> np.ndarray:
-    """Rows whose first child, the token after them, belongs to another micro-batch."""
-    is_followed = np.append(positions[1:] == positions[:-1] + 1, False)
-    following = np.minimum(positions + 1, forest.num_tokens - 1)
-    return np.flatnonzero(~is_followed & (forest.parent[following] == positions))
 
 
 def _find(values: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -197,7 +194,11 @@ class Schedule:
 
 def make_schedule(segments: RowSegments) -> Schedule:
     """Batches by falling height; parents come before children."""
-    height = _heights(segments.parent)
+    below, above = [0] * segments.num_segments, segments.parent.tolist()  # segments on the longest way down
+    for segment in range(len(above) - 1, -1, -1):  # parents precede children
+        if above[segment] >= 0:
+            below[above[segment]] = max(below[above[segment]], below[segment] + 1)
+    height = np.array(below, dtype=np.int64)
     entering = np.flatnonzero(segments.gateway >= 0)
     is_read = np.zeros(segments.num_segments, dtype=bool)
     is_read[segments.parent[segments.parent >= 0]] = True
@@ -272,13 +273,3 @@ def _padded_axis(batches: list[SegmentBatch], segments: RowSegments) -> tuple[np
     is_row = order >= 0
     position[order[is_row]] = np.flatnonzero(is_row)
     return order, position
-
-
-def _heights(parent: np.ndarray) -> np.ndarray:
-    """[S] int64, how many segments lie below each on its longest way down; parents precede children."""
-    height = [0] * len(parent)
-    above = parent.tolist()
-    for segment in range(len(above) - 1, -1, -1):
-        if above[segment] >= 0:
-            height[above[segment]] = max(height[above[segment]], height[segment] + 1)
-    return np.array(height, dtype=np.int64)

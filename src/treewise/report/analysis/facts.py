@@ -245,7 +245,11 @@ def suspicions(
     examples = {
         EQUAL_REWARDS: _equal_rewards(name, forest),
         "duplicated trajectory": [sources[index] for index in repeated],
-        "hardly any trained token": [sources[index] for index in _hardly_trained(forest)],
+        "hardly any trained token": [
+            source
+            for source, item in zip(sources, forest.trajectories, strict=True)
+            if item.num_trained_tokens < FEW_TRAINED * len(item.token_ids)
+        ],
         "very short trajectory": [sources[index] for index in np.flatnonzero(forest.path_lengths < VERY_SHORT)],
         "no sharing": [name] if not single and forest.share_ratio < LITTLE_SHARING else [],
         "single trajectory": [name] if single else [],
@@ -288,14 +292,6 @@ class Duplicates:
 def sources_of(name: str, forest: Forest) -> list[str]:
     """Where each trajectory came from: `file:line`, or its index in the tree."""
     return [item.source or f"{name}: trajectory {index}" for index, item in enumerate(forest.trajectories)]
-
-
-def _hardly_trained(forest: Forest) -> list[int]:
-    return [
-        index
-        for index, item in enumerate(forest.trajectories)
-        if item.num_trained_tokens < FEW_TRAINED * len(item.token_ids)
-    ]
 
 
 def _equal_rewards(name: str, forest: Forest) -> list[str]:

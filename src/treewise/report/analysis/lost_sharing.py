@@ -125,9 +125,10 @@ def lost_in_tree(name: str, forest: Forest, text: TokenText) -> tuple[list[LostS
 
 
 def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[list[LostSharing], int]:
-    """The same between trees, whose heaviest paths are compared; what they share exactly is no loss.
+    """The same between trees, whose heaviest paths are compared; and the number of tokens with which trees begin alike.
 
-    `trunks` are what `trunk_of` gives. Training merges trees of one batch, so this is lost only where they meet.
+    trunks: the first tokens of each tree's heaviest path. Training merges trees of one batch, so equal beginnings are
+    computed once, and a loss is one only where trees meet.
     """
     ids = [trunk.token_ids for trunk in trunks]
     offsets = np.concatenate([[0], np.cumsum([len(each) for each in ids])])
@@ -135,16 +136,8 @@ def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[li
     source = segments.token_source
     trained = np.concatenate([trunk.is_trained for trunk in trunks])[source]
     sources = [trunk.sources[0] for trunk in trunks]
-    return _lost(TokenTree(BETWEEN_TREES, segments, np.concatenate(ids)[source], trained, sources), text)
-
-
-def trunk_of(name: str, forest: Forest) -> TokenTree:
-    """The first tokens of a tree's heaviest path."""
-    heads = chain_heads(forest.segments)
-    begins = np.append(forest.segments.start[heads], forest.num_tokens)
-    end = min(int(begins[1]), MAX_ROOT_TOKENS)
-    trained = forest.token_weights()[:end] > 0
-    return TokenTree(name, forest.segments, forest.token_ids[:end].copy(), trained, (name,))
+    forks, _ = _lost(TokenTree(BETWEEN_TREES, segments, np.concatenate(ids)[source], trained, sources), text)
+    return forks, int(offsets[-1]) - len(source)
 
 
 def cause_of(
@@ -186,7 +179,11 @@ def speaker_of(before: str) -> str | None:
 
 def _lost(tree: TokenTree, text: TokenText) -> tuple[list[LostSharing], int]:
     forks, num_skipped = realigned_forks(tree.segments, tree.token_ids, MAX_BRANCHES)
-    trained_above = _trained_above(tree)
+    # [S] whether a segment or one above it has a trained token; parents come first.
+    trained_above = np.logical_or.reduceat(tree.is_trained, tree.segments.start).tolist()
+    for segment, above in enumerate(tree.segments.parent.tolist()):
+        if above >= 0:
+            trained_above[segment] = trained_above[segment] or trained_above[above]
     groups: dict[tuple[int, str], list[Fork]] = defaultdict(list)
     for fork in forks:
         if fork.num_common_tokens >= MIN_LOST:
@@ -207,15 +204,6 @@ def _cause(tree: TokenTree, fork: Fork, text: TokenText, trained_above: list[boo
     is_prompt = fork.parent < 0 or not trained_above[fork.parent]
     before = text.read(_before(tree, fork, MAX_READ)) if is_prompt and text.has_text else None
     return cause_of(texts, is_trained, is_prompt, before)
-
-
-def _trained_above(tree: TokenTree) -> list[bool]:
-    """[S] whether a segment or one above it has a trained token; parents come first."""
-    is_trained = np.logical_or.reduceat(tree.is_trained, tree.segments.start).tolist()
-    for segment, above in enumerate(tree.segments.parent.tolist()):
-        if above >= 0:
-            is_trained[segment] = is_trained[segment] or is_trained[above]
-    return is_trained
 
 
 def _shown(tree: TokenTree, cause: str, forks: list[Fork], text: TokenText) -> LostSharing:
@@ -280,7 +268,8 @@ class CauseTotal:
 class LostReport:
     """Lost sharing inside trees and between them, with the numbers of branches and trees that were not compared.
 
-    causes: totals inside trees. causes_between: totals between trees, of their first tokens.
+    causes: totals inside trees. causes_between: totals between trees, of their first tokens. num_shared_between: tree
+    tokens with which a tree begins like an earlier one.
     """
 
     causes: tuple[CauseTotal, ...]
@@ -290,6 +279,7 @@ class LostReport:
     num_branches_not_compared: int
     num_trees_compared: int
     num_trees: int
+    num_shared_between: int = 0
     max_branches_per_tree: int = MAX_BRANCHES
     max_tokens_between_trees: int = MAX_ROOT_TOKENS
 
@@ -333,12 +323,16 @@ class LostCollector:
             if len(self._kept) > MAX_SHOWN_FORKS:
                 heapq.heappop(self._kept)
         if len(self._trunks) < MAX_COMPARED_TREES:
-            self._trunks.append(trunk_of(name, forest))
+            heads = chain_heads(forest.segments)
+            begins = np.append(forest.segments.start[heads], forest.num_tokens)
+            end = min(int(begins[1]), MAX_ROOT_TOKENS)  # of the heaviest path
+            trained = forest.token_weights()[:end] > 0
+            self._trunks.append(TokenTree(name, forest.segments, forest.token_ids[:end].copy(), trained, (name,)))
         return sum(each.num_lost_tokens for each in in_tree if each.cause in AVOIDABLE)
 
     def result(self) -> LostReport:
         """The report; compares the trees with one another."""
-        between = lost_between_trees(self._trunks, self._text)[0] if len(self._trunks) > 1 else []
+        between, num_shared = lost_between_trees(self._trunks, self._text) if len(self._trunks) > 1 else ([], 0)
         forks, tokens = Counter(each.cause for each in between), Counter[str]()
         for each in between:
             tokens[each.cause] += each.num_lost_tokens
@@ -350,6 +344,7 @@ class LostCollector:
             self._num_skipped,
             len(self._trunks),
             self._num_trees,
+            num_shared,
         )
 
 
@@ -380,12 +375,19 @@ def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
         PER_TRAJECTORY: total.share_ratio,
     }
     worth = f"worth: {_compared(ways)}"
-    if total.row_ratio < WORTH:
+    row_ratio = total.row_ratio
+    if lost.num_shared_between >= MIN_PART * total.num_tree_tokens:
+        row_ratio, share_ratio = ratios_without(total, lost.num_shared_between)
+        worth += (
+            f"; trees begin alike ({num(lost.num_shared_between, 'token')}), and in one batch "
+            f"{_compared({PER_CONVERSATION: row_ratio, PER_TRAJECTORY: share_ratio})}"
+        )
+    if row_ratio < WORTH:
         worth += "; against one row per conversation there is little to gain"
     causes = [each for each in lost.causes if each.is_avoidable]
     largest = max(causes, key=lambda each: each.num_lost_tokens, default=None)
     if largest is None or largest.num_lost_tokens < MIN_PART * total.num_tree_tokens:
-        return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(facts)]
+        return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(facts, row_ratio)]
     row_ratio, share_ratio = ratios_without(total, largest.num_lost_tokens)
     part = largest.num_lost_tokens / total.num_tree_tokens
     without = _compared({PER_CONVERSATION: row_ratio, PER_TRAJECTORY: share_ratio})
@@ -405,10 +407,15 @@ def _compared(ratios: dict[str, float]) -> str:
     return f"{first[0]} holds {first[1]} times as many tokens as the trees{more}"
 
 
-def _advice(facts: InspectReport) -> str:
+def _advice(facts: InspectReport, ratio_of_a_batch: float) -> str:
     equal = next((each.count for each in facts.findings if each.kind == EQUAL_REWARDS), 0)
-    if facts.total.row_ratio < WORTH:
+    if ratio_of_a_batch < WORTH:
         advice = "change: nothing in the data; several samples or branches of each prompt would make it worth more"
+    elif facts.total.row_ratio < WORTH:
+        advice = (
+            "change: let trees that begin alike meet: name them one tree (group, or group_by), or make batches large "
+            "(per_device_train_batch_size)"
+        )
     else:
         advice = "change: nothing; train as it is"
     if not equal:

@@ -14,7 +14,8 @@ from treewise.errors import DataError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-FOLDER, EVALUATIONS = "rollouts", "evaluations"
+FOLDER, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"
+_NUM_PARTS = 10  # of predictions from 0 to 1, in the calibration
 _OVER_TOKENS = {"reward": "reward, training", "eval_reward": "reward, held out", "eval_pass@1": "pass@1, held out"}
 _MAX_ROWS = 20_000  # of one iteration that is read for its trees
 _MAX_HELD_OUT = 12  # held-out items that are shown
@@ -85,15 +86,15 @@ class OnlineReport:
     held_out: tuple[HeldOut, ...] = ()
 
 
-def read_online(run: Path, state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> OnlineReport | None:
+def read_online(run: Path, history: Sequence[Mapping[str, Any]]) -> OnlineReport | None:
     """What an online run left in its folder; None for another kind of run.
 
     Raises:
-        DataError: rollouts that are not rows.
+        DataError: rollouts that are not rows, draws that are not as they are written.
     """
     if not any("sampled_tokens" in entry for entry in history):
         return None
-    predicted, observed, trials = _calibration(state)
+    predicted, observed, trials = _calibration(run)
     return OnlineReport(_over_tokens(history), predicted, observed, trials, _trees(run), _held_out(run))
 
 
@@ -112,13 +113,23 @@ def _over_tokens(history: Sequence[Mapping[str, Any]]) -> tuple[TokenSeries, ...
     )
 
 
-def _calibration(state: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """From the book's bins: trials, sums of predictions, successes."""
-    try:
-        bins = np.asarray(state["stateful_callbacks"]["LoopState"]["book"]["bins"], dtype=np.float64)
-        trials, predicted, observed = bins[:, bins[0] > 0]
-    except (KeyError, TypeError, ValueError, IndexError):
-        return (), (), ()
+def _calibration(run: Path) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Predicted and observed success and trials, of each tenth of the predictions: from the draws of items that an
+    earlier iteration had tried.
+    """
+    sums, tried = np.zeros((3, _NUM_PARTS)), set[int]()
+    for path in _files(run / DRAWS):
+        try:
+            draws = json.loads(path.read_text(encoding="utf-8"))["draws"]
+            known = [each for each in draws if each["observed"] is not None]
+            for each in known:
+                if each["index"] in tried:
+                    part = min(int(each["predicted"] * _NUM_PARTS), _NUM_PARTS - 1)
+                    sums[:, part] += each["trials"] * np.array([each["predicted"], each["observed"], 1.0])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: not the draws of an iteration ({type(error).__name__}: {error}).") from None
+        tried |= {each["index"] for each in known}
+    predicted, observed, trials = sums[:, sums[2] > 0]
     return tuple((predicted / trials).tolist()), tuple((observed / trials).tolist()), tuple(trials.tolist())
 
 
@@ -168,7 +179,7 @@ def _samples(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("iteration-*.jsonl") if _iteration(path) is not None)
+    return sorted(path for path in folder.glob("iteration-*.json*") if _iteration(path) is not None)
 
 
 def _iteration(path: Path) -> int | None:
@@ -201,7 +212,8 @@ def reward_tree(
     completion of each row, or none.
     """
     forest = Forest.from_trajectories(list(rows))
-    starts, ends, parents = _pieces(forest, {int(path[-1]) for path in forest.paths})
+    segments = forest.segments
+    starts, parents = segments.start.tolist(), segments.parent.tolist()
     children: dict[int, list[int]] = {}
     for index, parent in enumerate(parents):
         children.setdefault(parent, []).append(index)
@@ -218,17 +230,17 @@ def reward_tree(
         below = children.get(index, [])
         if below:
             row_of[index] = sum(row_of[child] for child in below) / len(below)
-    depth = forest.depth
+    sizes = zip(segments.depth.tolist(), segments.lengths.tolist(), starts, strict=True)
     pieces = [
         TreePiece(
-            int(depth[starts[index]]),
-            int(depth[ends[index]]) + 1,
+            depth,
+            depth + length,
             row_of[index],
             parents[index],
-            float(value_of[ends[index]]),
+            float(value_of[start + length - 1]),
             index not in children,
         )
-        for index in range(len(starts))
+        for index, (depth, length, start) in enumerate(sizes)
     ]
     first = min(int(np.argmax(row.loss_weights > 0)) for row in rows)
     mean = float(np.mean([row.reward or 0.0 for row in rows]))
@@ -236,27 +248,6 @@ def reward_tree(
     rollouts = sorted(((text, float(row.reward or 0.0)) for text, row in pairs), key=lambda pair: -pair[1])
     prompt = texts[0][0][-_MAX_CHARS:] if texts else ""
     return RewardTree(iteration, which, group, len(rows), mean, first, tuple(pieces), prompt, tuple(rollouts))
-
-
-def _pieces(forest: Forest, last: set[int]) -> tuple[list[int], list[int], list[int]]:
-    """First and last tree position of each piece, in depth-first order, and the piece before it. A piece ends before a
-    fork and where a rollout ends.
-    """
-    parent = np.asarray(forest.parent)
-    num_children = np.bincount(parent[parent >= 0], minlength=forest.num_tokens)
-    starts, ends, parents = [], [], []
-    piece_of = np.zeros(forest.num_tokens, dtype=np.int64)
-    for position in range(forest.num_tokens):
-        above = int(parent[position])
-        if above < 0 or num_children[above] > 1 or above in last:
-            starts.append(position)
-            ends.append(position)
-            parents.append(-1 if above < 0 else int(piece_of[above]))
-            piece_of[position] = len(starts) - 1
-        else:
-            piece_of[position] = piece_of[above]
-            ends[piece_of[position]] = position
-    return starts, ends, parents
 
 
 def _is_finite(value: object) -> bool:

@@ -118,7 +118,7 @@ def read_run(folder: str | Path) -> RunReport:
     steps = [entry for entry in history if "train_runtime" not in entry]
     series = _series(steps, _flops_per_token(state, steps))
     have = {each.chart for each in series}
-    online = read_online(run, state, steps)
+    online = read_online(run, steps)
     summary = {key: value for key, value in (totals[-1] if totals else {}).items() if _is_number(value)}
     return RunReport(
         folder=str(run),

@@ -252,6 +252,12 @@ class Branching:
         """The requests of the next round, which may be sampled as one batch; empty where the budget is spent and every
         path has ended (or nothing tells how long one may get: `Signals.longest_tokens`).
 
+        Of those that the rule asks for, the first whose expected tokens fit what is left, at least one continuation; a
+        path that was begun and has not ended goes on in any case, where its longest end is known. A continuation is
+        expected to generate the mean length of the rollouts that ended so far, less what is generated before its
+        position. So all rules spend a budget alike: rounds go on while any of it is left, and the last one passes it by
+        about one rollout at most.
+
         Parameters:
             tree: so far; a rollout without a reward has no outcome.
             budget_left: generated tokens (`RolloutTree.num_sampled_tokens` counts those spent).
@@ -259,39 +265,28 @@ class Branching:
         if budget_left <= 0 and (signals.longest_tokens is None or not open_ends(tree)):
             return []
         signals = replace(signals, budget_left=budget_left)
-        return _within_budget(self.settings.ask(tree, signals, rng), tree, signals, budget_left)
+        lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
+        typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
+        affordable: list[Branch] = []
+        left, is_full = float(budget_left), budget_left <= 0
+        for branch in self.settings.ask(tree, signals, rng):
+            goes_on = signals.longest_tokens is not None and branch.node in open_ends(tree)
+            least = int(goes_on or not (affordable or is_full))
+            if typical is None or is_full:
+                count = least if is_full else branch.count
+                affordable += [replace(branch, count=count)] if count else []
+                continue
+            cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
+            if branch.max_tokens is not None:
+                cost = min(cost, branch.max_tokens)
+            count = min(branch.count, max(int(left // cost), least))
+            if count:
+                affordable.append(replace(branch, count=count))
+            left -= cost * count
+            is_full = count < branch.count
+        return affordable
 
 
 def branching_named(name: str, **settings: object) -> Branching:
     """The policy of a configuration: `branching_named("lcr", variations=5)`. Raises as `settings_named`."""
     return Branching(name, settings_named("branching", name, BRANCHINGS, GONE, settings))
-
-
-def _within_budget(branches: Sequence[Branch], tree: RolloutTree, signals: Signals, budget_left: int) -> list[Branch]:
-    """The first branches whose expected tokens fit what is left, at least one continuation; a path that was begun and
-    has not ended goes on in any case, where its longest end is known.
-
-    A continuation is expected to generate the mean length of the rollouts that ended so far, less what is generated
-    before its position. So all policies spend a budget alike: rounds go on while any of it is left, and the last one
-    passes it by about one rollout at most.
-    """
-    lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
-    typical = float(np.mean(lengths)) if lengths else signals.expected_tokens
-    affordable: list[Branch] = []
-    left, is_full = float(budget_left), budget_left <= 0
-    for branch in branches:
-        goes_on = signals.longest_tokens is not None and branch.node in open_ends(tree)
-        least = int(goes_on or not (affordable or is_full))
-        if typical is None or is_full:
-            count = least if is_full else branch.count
-            affordable += [replace(branch, count=count)] if count else []
-            continue
-        cost = max(1.0, typical - tree.num_sampled_before(branch.node, branch.position))
-        if branch.max_tokens is not None:
-            cost = min(cost, branch.max_tokens)
-        count = min(branch.count, max(int(left // cost), least))
-        if count:
-            affordable.append(replace(branch, count=count))
-        left -= cost * count
-        is_full = count < branch.count
-    return affordable

@@ -189,7 +189,13 @@ class TaskSampler:
             indices = self._in_passes(count)
         else:
             rng = np.random.default_rng([self.seed, self.iteration, _CHOICE, *([self._wave] if self._wave else [])])
-            weights = self._gaussian() if self.curriculum.measures_angles else self._learnabilities(book, rng)
+            if self.curriculum.measures_angles:
+                weights = self._gaussian()
+            else:  # p (1 - p)
+                counts = np.array([book.counts(self.key_of(index)) for index in range(self.size or 0)]).reshape(-1, 2)
+                thompson = self.curriculum.settings.thompson
+                rates = rng.beta(counts[:, 0], counts[:, 1]) if thompson else counts[:, 0] / counts.sum(-1)
+                weights = rates * (1 - rates)
             indices = self._by_weight(count, weights, rng)
         self._taken += indices
         return indices
@@ -222,13 +228,6 @@ class TaskSampler:
         if len(chosen) < count:
             chosen += rng.choice(rest, size=min(count - len(chosen), len(rest)), replace=False).tolist()
         return [int(index) for index in chosen]
-
-    def _learnabilities(self, book: SuccessBook, rng: np.random.Generator) -> np.ndarray:
-        """[size] float64, p (1 - p) of each item."""
-        counts = np.array([book.counts(self.key_of(index)) for index in range(self.size or 0)]).reshape(-1, 2)
-        thompson = self.curriculum.settings.thompson
-        rates = rng.beta(counts[:, 0], counts[:, 1]) if thompson else counts[:, 0] / counts.sum(-1)
-        return np.asarray(rates * (1 - rates))
 
     def _gaussian(self) -> np.ndarray:
         """[size] float64, the Gaussian over ranks."""

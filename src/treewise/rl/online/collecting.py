@@ -263,7 +263,10 @@ class Collector:
 
         def work() -> list[tuple[int, Sample, str | None, int]]:
             own = [(i, items[i], starts[i]) for i in range(ranks.own(), count, ranks.count())]
-            continuations = [_whole_rollout(first, rounds, (seed, i)) for i, _, first in own]
+            continuations = []
+            for i, _, first in own:
+                tree, conversation = RolloutTree(first.token_ids), first.branch(len(first.token_ids))
+                continuations.append(Continuation(tree, Branch(), conversation, rounds.limits, (seed, i)))
             continue_all(continuations, rounds)
             ended = [(item, each.conversation) for (_, item, _), each in zip(own, continuations, strict=True)]
             found = []
@@ -327,11 +330,6 @@ def _longest(settings: OnlineSettings, model: Any) -> int:
         )
     found = length_limit(model)
     return most if found is None else min(most, found[0])
-
-
-def _whole_rollout(first: OpenRollout, rounds: Rounds, seed: tuple[int, ...]) -> Continuation:
-    tree = RolloutTree(first.token_ids)
-    return Continuation(tree, Branch(), first.branch(len(first.token_ids)), rounds.limits, seed)
 
 
 @contextmanager

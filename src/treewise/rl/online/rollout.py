@@ -201,19 +201,19 @@ class Continuation:
         if self.refused is not None:
             self.is_finished = True
         elif self._reason is not None:
-            self._take_answer(self._reason)
-        elif self._chosen is not None:
+            observation, finish = self.conversation.answered(self._reason)
+            self._observe(observation)
+            if finish is None and self._room_in_loop() <= 0:
+                finish = "length"
+            self._finish, self.is_finished = finish, finish is not None or self._is_segment_full()
+        elif self._chosen is not None:  # stands in front of what is sampled; where it ends the turn, nothing is
             self.num_chosen = 1
-            self._begin(self._chosen)
-
-    def _begin(self, first: Completion) -> None:
-        """Keeps the first token for the front of what is sampled; where it ends the turn, nothing is."""
-        is_stop = int(first.token_ids[0]) in self._limits.stop_ids
-        if is_stop or self._room() <= 1:
-            self._append(first)
-            self._end_part("stop" if is_stop else first.finish_reason)
-        else:
-            self._first = first
+            is_stop = int(self._chosen.token_ids[0]) in self._limits.stop_ids
+            if is_stop or self._room() <= 1:
+                self._append(self._chosen)
+                self._end_part("stop" if is_stop else self._chosen.finish_reason)
+            else:
+                self._first = self._chosen
 
     def request(self, common: SampleRequest) -> SampleRequest:
         """What to sample next."""
@@ -239,13 +239,6 @@ class Continuation:
         self._reason, self.wait = reason, self.conversation.end_turn(reason)
         if self.wait is None:
             self.go_on()
-
-    def _take_answer(self, reason: str) -> None:
-        observation, finish = self.conversation.answered(reason)
-        self._observe(observation)
-        if finish is None and self._room_in_loop() <= 0:
-            finish = "length"
-        self._finish, self.is_finished = finish, finish is not None or self._is_segment_full()
 
     def node(self) -> RolloutNode:
         """The finished node."""

@@ -104,6 +104,8 @@ class OnlineTrainer(TreeTrainer):
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.task, self.settings = task, settings or OnlineSettings()
+        if not hasattr(task, "num_items"):
+            raise ConfigError(f"task is a {type(task).__name__}; give one of treewise.rl.tasks, such as RowsTask.")
         args = TreeTrainingArguments() if args is None else args
         objective = checked_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages)

@@ -131,7 +131,10 @@ class Weights:
         folder = self._own_folder() / f"{version:05d}"
         adapter = None
         if self.mode == "adapter":
-            refuse_without_adapter(model)
+            if not hasattr(model, "peft_config"):
+                raise ConfigError(
+                    "weights=adapter hands over a LoRA adapter, and the model has none; give lora, or reload."
+                )
             if not before.version:
                 self._load_base(model, folder.with_name("base"))
             adapter = f"treewise-{self._token}-{version}"
@@ -150,15 +153,15 @@ class Weights:
 
     def _load_base(self, model: nn.Module, folder: Path) -> None:
         """Gives servers that take whole weights too those below the adapter, once: they may hold another run's."""
-        changeable = [server for server in self.servers if self._may_hold_others(server)]
+        if self.protocol == "sglang":
+            changeable = [server for server in self.servers if server.start() != "default"]
+        else:
+            changeable = [server for server in self.servers if server.has("/collective_rpc")]
         if changeable:
             save_whole(model, folder, merged=False)
             for server in changeable:
                 self._load(server, Held(0, str(folder)))
             shutil.rmtree(folder)
-
-    def _may_hold_others(self, server: "Server") -> bool:
-        return server.start() != "default" if self.protocol == "sglang" else server.has("/collective_rpc")
 
     def _own_folder(self) -> Path:
         """Empty at first: what a run that was killed left there is removed."""
@@ -218,12 +221,6 @@ def _told(server: "Server", path: str, payload: Any, needed: str) -> None:
         if time.monotonic() > end:
             raise SamplerError(f"{server.url}{path}: the server answers success: false. {answer.get('message', '')}")
         time.sleep(0.2)  # as while requests of another run hold the cache
-
-
-def refuse_without_adapter(model: nn.Module) -> None:
-    """Raises `ConfigError` for a model that has no adapter to hand over."""
-    if not hasattr(model, "peft_config"):
-        raise ConfigError("weights=adapter hands over a LoRA adapter, and the model has none; give lora, or reload.")
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -255,9 +255,13 @@ class ServerSampler:
     def _name_model(self) -> None:
         """The name by which requests ask for the model. Raises `SamplerError` where a server names none or several."""
         if self.model is None and self.protocol == "openai":
-            names = served_models(self.servers[0])
+            url, listed = self.servers[0].url, self.servers[0].call("/v1/models")
+            try:
+                names = [each["id"] for each in listed["data"] if not each.get("parent")]  # adapters have one
+            except (KeyError, TypeError, AttributeError):
+                raise SamplerError(f"{url}/v1/models does not list models; is this a server of completions?") from None
             if len(names) != 1:
-                raise SamplerError(f"{self.servers[0].url} serves {', '.join(names) or 'no model'}; give model=.")
+                raise SamplerError(f"{url} serves {', '.join(names) or 'no model'}; give model=.")
             self.model = names[0]
 
     def _complete(self, server: Server, request: SampleRequest, continuation: int) -> Completion:
@@ -287,16 +291,3 @@ class ServerSampler:
             if self._held.starts[server.url] == starts[server.url]:
                 server.was_away = True
         return bool(lost)
-
-
-def served_models(server: Server) -> list[str]:
-    """The models that a server names, without adapters.
-
-    Raises:
-        SamplerError: it names none in the form of `/v1/models`.
-    """
-    listed = server.call("/v1/models")
-    try:
-        return [each["id"] for each in listed["data"] if not each.get("parent")]
-    except (KeyError, TypeError, AttributeError):
-        raise SamplerError(f"{server.url}/v1/models does not list models; is this a server of completions?") from None

@@ -105,20 +105,20 @@ def _stages(
         found: list[OptimizerState] = []
 
         def gather() -> None:
-            """What this rank writes of each tensor; of a mesh, which has parts on several ranks, the whole."""
+            """What this rank writes of each tensor; of a mesh, with parts on several ranks, the first the whole."""
+
+            def whole_on_first(_: str, tensor: torch.Tensor) -> torch.Tensor:
+                whole = whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                return whole.cpu() if ranks.own() == 0 else torch.empty(0)
+
             state = optimizer_state(run.optimizer, run.model)
-            found.append(state if is_sharded else state.mapped(lambda _, tensor: _whole_on_first(tensor)))
+            found.append(state if is_sharded else state.mapped(whole_on_first))
 
         yield gather
         if is_sharded:
             yield lambda: save_shards(folder / OPTIMIZER, found[0].tensors)
         yield lambda: save_optimizer(folder, found[0], is_sharded=is_sharded) if ranks.own() == 0 else None
     yield lambda: write_texts(folder, _texts(run))
-
-
-def _whole_on_first(tensor: torch.Tensor) -> torch.Tensor:
-    whole = whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return whole.cpu() if ranks.own() == 0 else torch.empty(0)
 
 
 def _num_bytes(run: RunState) -> int:

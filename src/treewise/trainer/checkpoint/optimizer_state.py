@@ -106,15 +106,6 @@ def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = Fa
     (folder / f"{OPTIMIZER}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def read_optimizer(folder: Path) -> OptimizerState:
-    """What `save_optimizer` wrote, with whole tensors.
-
-    Raises:
-        CheckpointError: files that are cut or were changed.
-    """
-    return _with_tensors(folder, *_content(folder), {})
-
-
 def load_optimizer(folder: Path, optimizer: Optimizer, model: nn.Module) -> None:
     """Reads the files of `save_optimizer`, parameter by parameter, whatever their order in a group; files and optimizer
     may each be sharded. Settings that do not change by themselves (`SETTINGS`) stay as they are.
