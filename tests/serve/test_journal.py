@@ -23,12 +23,12 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 SERVERS = Path(__file__).with_name("forked_servers.py")
 
 
-def train(client, num_steps, created=lambda: None):
+def train(client, num_steps, begins=lambda number: None):
     """A run of steps, each with a named checkpoint; what the client saw of each step."""
     run = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
-    created()  # the SDK asks for a run once, and gives up where the connection ends meanwhile
     seen = []
     for number in range(num_steps):
+        begins(number)
         data = tree_of_data("cross_entropy", seed=number)
         call = run.forward_backward(data, "cross_entropy")
         norm = run.optim_step(ADAM).result().metrics["grad_norm:mean"]
@@ -49,7 +49,7 @@ class Killer(threading.Thread):
             [sys.executable, "-W", "ignore", SERVERS, str(folder), str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.is_done, self.may_kill = threading.Event(), threading.Event()
+        self.is_done, self.may_kill, self.has_killed = (threading.Event() for _ in range(3))
         self.draw = random.Random(0)
 
     def is_up(self):
@@ -72,6 +72,7 @@ class Killer(threading.Thread):
             if self.is_done.is_set():
                 break
             self.num_killed += 1
+            self.has_killed.set()
 
     def end(self):
         self.is_done.set()
@@ -94,12 +95,17 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_pa
         port = free.getsockname()[1]
     killer = Killer(tmp_path / "killed", port, num_kills)
     killer.start()
+
+    def begins(number):
+        killer.may_kill.set()  # not before: the SDK asks for a run once, and gives up where the connection ends
+        if number == len(wanted) - 1:  # a fast machine ends its steps before the first kill
+            assert killer.has_killed.wait(60)
+
     try:
         client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-        run, seen, after = train(client, len(wanted), killer.may_kill.set)
+        run, seen, after = train(client, len(wanted), begins)
         assert [each[:2] for each in seen] == [each[:2] for each in wanted]
         assert np.array_equal(after, logprobs)
-        assert killer.num_killed > 0
         saved = {each.tinker_path for each in client._rest_client().list_checkpoints(run.model_id).result().checkpoints}
         assert {path for _, _, path in seen} <= saved
         again = client.create_training_client_from_state_with_optimizer(seen[-1][2]).result()

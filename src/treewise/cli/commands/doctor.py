@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from annotated_types import Gt
-from packaging.specifiers import SpecifierSet
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import treewise
@@ -194,13 +193,6 @@ def _print(facts: dict[str, dict[str, Any]], gpu: list[str]) -> None:
 
 # -- --gpu: kernels against the reference -----------------------------------------------------------------------------
 
-# Distribution, versions, and what is wrong with them.
-KNOWN_FAULTS = (
-    ("torch", "<2.13", "FlexAttention's FLASH backend returns a wrong log-sum-exp (pytorch #181645)"),
-    ("flash-attn-4", "<4.0.0b26", "its backward races on Hopper (flash-attention #2756)"),
-)
-
-
 TESTED_SYSTEM = "Linux"
 
 
@@ -220,7 +212,7 @@ def untested(device: torch.device) -> dict[str, str]:
 
 
 def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
-    """Facts as plain JSON values: `faults`, `kernels` by case, `passed`, and `issue`, None where all is well.
+    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where all is well.
 
     On a CPU, FlexAttention's uncompiled operator stands in for the kernels. No case begins after
     `max_seconds`; those left out are named under `not run`.
@@ -235,11 +227,6 @@ def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
     installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
     return {
-        "faults": [
-            f"{name} {found}: {fault}"
-            for name, faulty, fault in KNOWN_FAULTS
-            if (found := installed_version(name)) is not None and SpecifierSet(faulty, prereleases=True).contains(found)
-        ],
         "kernels": kernels,
         "not run": [name for name in CASES if name not in kernels],
         "passed": not wrong,
@@ -273,7 +260,7 @@ def _kernels(device: torch.device, deadline: float) -> dict[str, Any]:
 
 def as_lines(facts: dict[str, Any]) -> list[str]:
     """The facts for a terminal."""
-    lines = [f"known fault of {each}" for each in facts["faults"]]
+    lines: list[str] = []
     for name, each in facts["kernels"].items():
         times = ", ".join(f"{seconds:.1f}" for seconds in each["seconds"])
         verdict = "as it should be" if each["passed"] else "WRONG"

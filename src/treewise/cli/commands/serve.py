@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"treewise serve needs {', '.join(missing)}: {pip_install(*missing)}.")
-    from treewise.serve.app import serve  # slow to import
+    from treewise.nn.device import keep_few_kernels  # slow to import
+    from treewise.serve.app import serve
 
+    keep_few_kernels()
     serve(settings)
     return 0
