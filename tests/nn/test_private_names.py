@@ -57,7 +57,8 @@ PRIVATE_NAMES = {
     "_gradient_checkpointing_func": "transformers.modeling_layers",
     # An argument of mask functions: builds the mask also where attention would need none.
     "allow_is_causal_skip": "transformers.masking_utils",
-    "_attn": "transformers.models.gptj.modeling_gptj:GPTJAttention",  # of GPT-J, CodeGen and GPT-Neo: no interface
+    # Of layers without the attention interface: GPT-Neo, before transformers 5.24 GPT-J and CodeGen, too.
+    "_attn": "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention",
     # The scan of RecurrentGemma's unit.
     "_rnn_scan": "transformers.models.recurrent_gemma.modeling_recurrent_gemma:RecurrentGemmaRglru",
     "_old_forward": "accelerate.hooks",  # where accelerate keeps a forward that it wraps in hooks

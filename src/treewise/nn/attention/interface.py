@@ -6,9 +6,9 @@ their layers; all pass the attention mask on, so the empty mask that replaces th
 stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had before,
 which the name itself carries.
 
-Layers from before the interface (GPT-J, CodeGen and GPT-Neo) compute their scores in a method `_attn` of their own,
-which they call with queries, keys and values with positions already in them, and the mask, which carries the tree. A
-layer's instance gets an `_attn` that follows the tree if one is given; its class is unchanged.
+Layers from before the interface (GPT-Neo; GPT-J and CodeGen before transformers 5.24) compute their scores in a method
+`_attn` of their own, which they call with queries, keys and values with positions already in them, and the mask, which
+carries the tree. A layer's instance gets an `_attn` that follows the tree if one is given; its class is unchanged.
 """
 
 import sys
@@ -299,7 +299,7 @@ def install_legacy_layers(decoder: nn.Module) -> bool:
     """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing. Whether there are
     some.
     """
-    found = [module for module in decoder.modules() if type(module).__name__ in _RULES]
+    found = [each for each in decoder.modules() if type(each).__name__ in _RULES and hasattr(each, "_attn")]
     for module in found:
         module.__dict__.setdefault("_attn", MethodType(_attn, module))
     return bool(found)

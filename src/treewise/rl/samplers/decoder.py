@@ -8,7 +8,6 @@ whose logits are those of plain forwards, measured on the model. A prompt with i
 Letters: G groups (distinct prefixes), R rows, V vocabulary.
 """
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -22,7 +21,14 @@ from treewise.data.images import decoded
 from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model import base_model, split_model
 from treewise.nn.vision import pixel_inputs, row_arguments, tree_positions, vision_model
-from treewise.rl.samplers.shared_prefix import Prefix, SharedPrefix, device_of, inner_model, known_arguments
+from treewise.rl.samplers.shared_prefix import (
+    Prefix,
+    SharedPrefix,
+    cache_argument,
+    device_of,
+    inner_model,
+    known_arguments,
+)
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
@@ -78,7 +84,7 @@ def why_not(model: nn.Module, name: str, token_ids: Sequence[int] = ()) -> str |
     """The reason why a model cannot be sampled from in this way; None where it can."""
     if name == "recompute":
         return None
-    if _cache_argument(model) is None:
+    if cache_argument(model) is None:
         return "its forward takes no cache"
     try:
         expected = _new_cache(model)
@@ -163,7 +169,7 @@ class CopiedCache:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.argument = _cache_argument(model) or "past_key_values"
+        self.argument = cache_argument(model) or "cache"
         self.cache: Cache = _new_cache(model)
         self.length = 0
 
@@ -247,12 +253,6 @@ DECODERS: Mapping[str, type[Decoder]] = {
     "copied_cache": CopiedCache,
     "recompute": Recompute,
 }
-
-
-def _cache_argument(model: nn.Module) -> str | None:
-    """The argument of the model's forward that takes a `transformers.Cache`; None where there is none."""
-    known = inspect.signature(inner_model(model).forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in known), None)
 
 
 def _new_cache(model: nn.Module) -> DynamicCache:

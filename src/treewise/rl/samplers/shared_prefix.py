@@ -41,6 +41,7 @@ class SharedPrefix:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.argument = cache_argument(model) or "cache"
         self.cache: Cache
         self.prefix_lengths = torch.zeros(0, dtype=torch.long, device=device_of(model))
         self.slots: list[int] = []
@@ -86,10 +87,10 @@ class SharedPrefix:
         with _shared_attention(self.model):
             out = self.model(
                 input_ids=grid[:, None],
-                past_key_values=self.cache,
                 position_ids=positions[:, None],
                 use_cache=True,
                 treewise_rows=self,
+                **{self.argument: self.cache},
             )
         return out.logits[:, -1].index_select(0, slots)
 
@@ -134,11 +135,11 @@ class SharedPrefix:
 
     def _forward(self, rows: Sequence[Prefix], cache: DynamicCache, start: int) -> None:
         """Appends the tokens of all rows, which are equally many, to a cache that holds `start` of each."""
-        extra = known_arguments(self.model, logits_to_keep=1)
+        extra = known_arguments(self.model, logits_to_keep=1) | {self.argument: cache}
         for low in range(0, len(rows[0]), PREFILL_TOKENS):
             part = torch.tensor([row[low : low + PREFILL_TOKENS] for row in rows], device=device_of(self.model))
             positions = torch.arange(start + low, start + low + part.shape[1], device=part.device).expand_as(part)
-            self.model(input_ids=part, past_key_values=cache, position_ids=positions, use_cache=True, **extra)
+            self.model(input_ids=part, position_ids=positions, use_cache=True, **extra)
 
 
 def _buckets(prefixes: Sequence[Prefix]) -> list[list[Prefix]]:
@@ -325,3 +326,11 @@ def known_arguments(model: nn.Module, **arguments: object) -> dict[str, Any]:
     """Those arguments that the model's forward names."""
     known = inspect.signature(inner_model(model).forward).parameters
     return {name: value for name, value in arguments.items() if name in known}
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """The argument of the model's forward that takes a `transformers.Cache`, and the field of its output that holds it:
+    `cache` from transformers 5.24 on, `past_key_values` before. None where there is none.
+    """
+    known = inspect.signature(inner_model(model).forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in known), None)
