@@ -145,11 +145,12 @@ def _proof(record: dict[str, Any]) -> str:
         timed = [
             name for name in ("sampling", "scoring", "update") if rows and name in rows[0].get("seconds_of_a_step", {})
         ]
-        of_step = "".join(f" {name}, s |" for name in timed)
+        of_step = "".join(f" {name}, s |" for name in timed) or " farthest from treewise, nats |"
         lines = [
             f"| {title} | seeds | minutes | over those of treewise | held out, first and last |{of_step} peak, MiB |"
         ]
-        lines.append(f"|---{'|---:' * 3}|---{'|---:' * (len(timed) + 1)}|")
+        lines.append(f"|---{'|---:' * 3}|---{'|---:' * (len(timed or [1]) + 1)}|")
+        curves = {row["seed"]: row["curve"] for row in rows if row["trainer"] == "treewise"}
         for label in dict.fromkeys(row["label"] for row in rows):
             own = [row for row in rows if row["label"] == label]
             ratios = [row["seconds"] / best[row["seed"]] for row in own if row["seed"] in best]
@@ -159,6 +160,9 @@ def _proof(record: dict[str, Any]) -> str:
             of_steps = [row["seconds_of_a_step"] for row in own] if timed else []
             seconds = [[each[name]["median"] for each in of_steps if name in each] for name in timed]
             cells = "".join(f" {median(each):.2f} |" if each else " |" for each in seconds)
+            if not timed:
+                pairs = [zip(row["curve"], curves[row["seed"]], strict=True) for row in own if row["seed"] in curves]
+                cells = f" {max(abs(a[2] - b[2]) for each in pairs for a, b in each):.1e} |"
             minutes = median(row["seconds"] for row in own) / 60
             peak = max(row["peak_mib"] for row in own)
             lines.append(f"| {label} | {len(own)} | {minutes:.1f} | {ratio} | {ends} |{cells} {peak:,} |")
@@ -178,7 +182,8 @@ def _learning(record: dict[str, Any]) -> str:
         lines.append(f"|---|---|---|{'---:|' * (4 + timed.count('|'))}")
         for row in own:
             is_base = (row["branching"], row["credit"]) == ("none", "group z-score")
-            seen = f"{row['tokens_detectable']:.2f}" if "tokens_detectable" in row else ""
+            least = min(row.get("tokens_detectable", 1), 1 - 1 / row["updates"])  # runs end after whole updates
+            seen = f"{least:.2f}" if "tokens_detectable" in row else ""
             compared = "| | |" if is_base else f"| {_ratio(row, 'tokens')} | {seen} |"
             more = (
                 f"{'' if is_base else _ratio(row, 'seconds')} | {row['reached']} of {row['seeds']} |" if timed else ""

@@ -25,6 +25,8 @@ BANNED = {
     r"(?:is|are) asked (?:about|of)": "is called with",
     r"no word of": "no mention of",
     r"the machine at hand": "this machine",
+    r"pays?|paid": "gains, costs",
+    r"the way out": "what to do",
 }
 PATTERN = re.compile("|".join(rf"(?P<w{index}>\b(?:{words})\b)" for index, words in enumerate(BANNED)), re.IGNORECASE)
 

@@ -9,10 +9,12 @@ import signal
 import pytest
 
 from tests.trainer.helpers import in_child
+from treewise import TreeTrainingArguments
+from treewise.distributed.signals import StopSignals
 from treewise.errors import ConfigError
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.store import own_file
-from treewise.trainer.run_context import NAME, RunLock
+from treewise.trainer.run_context import NAME, RunLock, entered_run
 
 
 @pytest.fixture
@@ -130,6 +132,17 @@ def test_a_run_writes_through_no_link_of_its_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"log\.jsonl is a link"), own_file(tmp_path / "log.jsonl", "a"):
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_enters_no_folder_that_leads_out_of_its_own(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts").symlink_to(tmp_path / "outside")
+    args = TreeTrainingArguments(output_dir=str(tmp_path / "run"), report_to="none")
+    with pytest.raises(ConfigError, match="rollouts is a link"), entered_run(args, StopSignals(may_abandon=False), "rollouts"):
+        pass
+    with entered_run(args, StopSignals(may_abandon=False), "journal"):
+        pass
 
 
 def test_an_error_of_the_disk_names_the_file(tmp_path):

@@ -150,7 +150,7 @@ def _summary(config: RunConfig, settings: "OnlineSettings", task: "Task") -> str
         ("iterations", f"{settings.iterations:,}, {num(settings.updates_per_iteration, 'optimizer step')} each"),
         (
             "budget",
-            f"{settings.tokens_per_iteration:,} generated tokens an iteration in "
+            f"{num(settings.tokens_per_iteration, 'generated token')} an iteration in "
             f"{num(settings.trees_per_iteration, 'tree')}, {settings.max_new_tokens:,} a rollout at most",
         ),
         ("sampler", config.more.get("sampler", "transformers")),

@@ -51,7 +51,7 @@ def on_every_rank(work: Callable[[], T]) -> list[T]:
 
 
 def lost(what: str, advice: str = "") -> LostRankError:
-    """The error of a process that others wait for in vain, with the way out. what, advice: sentences."""
+    """The error of a process that others wait for in vain, with what to do. what, advice: sentences."""
     return LostRankError(
         f"{what} End all of them, and go on with --resume, or start again where nothing was saved; checkpoints are "
         f"untouched.{advice}"

@@ -239,7 +239,7 @@ class Plan:
     def describe(self, gateway_bytes_per_token: int | None = None) -> str:
         """The plan as text. gateway_bytes_per_token: keys, values and their gradients of all layers, to show bytes."""
         forest = self.forest
-        budget = f"{self.max_tokens:,} tokens" if self.max_tokens else "none (one micro-batch)"
+        budget = num(self.max_tokens, "token") if self.max_tokens else "none (one micro-batch)"
         ratio = self.num_computed_tokens / forest.num_tokens
         open_batches = self.num_micro_batches - self.num_closed_micro_batches
         lines = [

@@ -33,16 +33,21 @@ logger = logging.getLogger("treewise")
 
 
 @contextmanager
-def entered_run(args: TreeTrainingArguments, signals: StopSignals) -> Iterator[None]:
+def entered_run(args: TreeTrainingArguments, signals: StopSignals, *folders: str) -> Iterator[None]:
     """Locks the run's folder, removes unfinished checkpoints of a killed run, handles signals, watches the other ranks.
 
+    folders: those that the run writes within its own.
+
     Raises:
-        ConfigError: another run holds the folder, or it cannot be written.
+        ConfigError: another run holds the folder, it cannot be written, or a link would lead out of it.
         LostRankError: another process of the run is gone, or does not answer.
     """
 
     def enter_folder() -> None:
         stack.enter_context(RunLock(args.output_dir))
+        for path in (Path(args.output_dir, name) for name in folders):
+            if path.is_symlink():
+                raise ConfigError(f"{path} is a link, and a run writes into folders of its own; remove it.")
         for line in store.recover(args.output_dir):
             logger.warning("%s", line)
 

@@ -38,7 +38,7 @@ def length_warning(config: object, facts: DataFacts) -> str | None:
     if not limit or facts.num_longest_tokens <= limit:
         return None
     return (
-        f"{facts.longest_source or 'the longest trajectory'} has {facts.num_longest_tokens} tokens, the model was made "
+        f"{facts.longest_source or 'the longest trajectory'} has {num(facts.num_longest_tokens, 'token')}, the model was made "
         f"for {limit} (max_position_embeddings); nothing is cut"
     )
 
@@ -48,7 +48,7 @@ def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: Da
     sampler = make_sampler(args, facts.num_trees)
     steps = num_optimizer_steps(args, facts.num_trees)
     limit = args.max_tokens if isinstance(args.max_tokens, int) else None
-    budget = f"{limit:,} tokens" if limit else "none (each batch is one micro-batch)"
+    budget = num(limit, "token") if limit else "none (each batch is one micro-batch)"
     if args.max_tokens == AUTO:
         budget = "auto (measured at the first step)"
     first = [

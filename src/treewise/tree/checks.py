@@ -126,15 +126,16 @@ def candidates(values: ArrayLike, name: str, length: int, dtype: Any, location: 
 
 
 def finite_number(value: float, name: str, location: str) -> float:
-    """One finite number. Raises `DataError`."""
+    """One number that is finite as float32. Raises `DataError`."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise DataError(f"{location}: {name} must be a number, found {type(value).__name__}.")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise DataError(f"{location}: {name} is {number}; it must be finite.")
+    if not abs(number) <= MAX_FLOAT:
+        limit = f" as float32 (up to {MAX_FLOAT:.1e})" if math.isfinite(number) else ""
+        raise DataError(f"{location}: {name} is {number}; it must be finite{limit}.")
     return number
 
 

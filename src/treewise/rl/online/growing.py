@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from treewise.distributed import ranks
-from treewise.errors import TaskError
+from treewise.errors import TaskError, num
 from treewise.rl.branching import PROMPT, Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
@@ -191,7 +191,7 @@ def check_failures(tally: RewardTally, max_failed: float, where: str, journal: J
     if tally.num_failed > max_failed * tally.num_rollouts:
         journal.forget_from_mark()
         raise TaskError(
-            f"{where}: {tally.num_failed} of {tally.num_rollouts} rollouts have no reward, more than max_failed="
+            f"{where}: {tally.num_failed} of {num(tally.num_rollouts, 'rollout')} without reward, more than max_failed="
             f"{max_failed:g} of them. The first: {tally.first}. Mend the reward and go on with --resume, or raise "
             "max_failed if that is meant."
         )

@@ -26,6 +26,8 @@ from treewise.trainer.checkpoint.store import own_file
 
 logger = logging.getLogger("treewise")
 
+JOURNAL = "journal"  # the folder
+
 _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")
 _ARRAYS = {
     "token_ids": np.int32,
@@ -82,12 +84,12 @@ class LoopState(ExportableState):
 def journal_file(run_dir: Path, iteration: int) -> Path:
     """The journal of an iteration; the first is 1. Each of several processes has one, of the trees that it grows."""
     part = f"-rank-{ranks.own()}-of-{ranks.count()}" if ranks.count() > 1 else ""
-    return run_dir / "journal" / f"iteration-{iteration:05d}{part}.jsonl"
+    return run_dir / JOURNAL / f"iteration-{iteration:05d}{part}.jsonl"
 
 
 def journals(run_dir: Path, last: int | None = None) -> list[Path]:
     """The journals of all processes; those up to iteration `last`."""
-    found = sorted((run_dir / "journal").glob("iteration-*.jsonl"))
+    found = sorted((run_dir / JOURNAL).glob("iteration-*.jsonl"))
     return [path for path in found if last is None or int(path.stem.split("-")[1]) <= last]
 
 

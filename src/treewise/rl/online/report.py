@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from treewise.errors import DataError, duration
+from treewise.errors import DataError, duration, num
 from treewise.objectives import PolicyGradient
 from treewise.rl.branching import PROMPT
 from treewise.rl.online.growing import GrowingTree
@@ -19,14 +19,14 @@ from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import Update
 from treewise.tree.trajectory import Trajectory
 
-# What the line shows, in this order, with its format.
+# What the line shows, in this order, with its format, or the noun of a count.
 _LINE = (
     ("reward", "reward {:.3f}"),
     ("success", "success {:.3f}"),
     ("eval_pass@1", "held-out pass@1 {:.3f}"),
     ("eval_reward", "held-out reward {:.3f}"),
-    ("sampled_tokens", "{:,.0f} tokens"),
-    ("num_rollouts", "{:.0f} rollouts"),
+    ("sampled_tokens", "token"),
+    ("num_rollouts", "rollout"),
     ("share_ratio", "share {:.2f}"),
     ("logprob_gap", "logprob gap {:.4f}"),
     ("loss", "loss {:.4g}"),
@@ -140,7 +140,7 @@ def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objecti
     if not rewards:
         return "no rollout has a reward, so nothing was learned."
     if len(set(rewards)) == 1:
-        return f"the rewards of all {len(rewards)} rollouts are {rewards[0]:g}, so nothing was learned."
+        return f"every reward ({num(len(rewards), 'rollout')}) is {rewards[0]:g}, so nothing was learned."
     return (
         f"no rollout has an advantage, as the {len(rewards)} rewards differ between trees and not within one, so "
         "nothing was learned."
@@ -181,5 +181,6 @@ class PrintedLine(TrainerCallback):
             done = state.global_step - self._first
             left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else 0.0
             named = [each for each in _LINE if each[0] in logs and (logs[each[0]] or each[0] != "failed_rollouts")]
-            shown = [text.format(logs[name]) for name, text in named] + [f"ETA {duration(left)}"] * bool(left)
+            shown = [text.format(logs[name]) if "{" in text else num(round(logs[name]), text) for name, text in named]
+            shown += [f"ETA {duration(left)}"] * bool(left)
             self.write(f"iteration {logs['iteration']:.0f}/{state.max_steps}: {', '.join(shown)}\n")

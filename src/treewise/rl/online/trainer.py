@@ -44,7 +44,7 @@ from treewise.rl.online.collecting import Collected, Collector, Sampled, token_p
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import begin_curriculum
 from treewise.rl.online.growing import check_failures
-from treewise.rl.online.journal import Journal, LoopState, journal_file, journals
+from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, account_of, few_recorded, figures, nothing_learned, staleness_of
 from treewise.rl.online.settings import OnlineSettings, checked_objective
 from treewise.rl.samplers import Sampler, TransformersSampler
@@ -165,7 +165,8 @@ class OnlineTrainer(TreeTrainer):
         """
         logs: dict[str, float] = {}
         with ExitStack() as stack:
-            stack.enter_context(entered_run(self.args, self._signals))
+            folders = (JOURNAL, records.ROLLOUTS, records.EVALUATIONS, records.DRAWS)
+            stack.enter_context(entered_run(self.args, self._signals, *folders))
             stack.callback(self.sampler.close)
             stack.callback(self.rewards.close)
             stack.callback(lambda: self._ahead and self._ahead.close())

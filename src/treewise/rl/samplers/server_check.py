@@ -35,7 +35,7 @@ class Finding:
     way_out: str = ""
 
     def as_line(self) -> str:
-        """A line for people, and a second one with the way out."""
+        """A line for people, and a second one with what to do."""
         mark = {True: "ok", False: "FAILED", None: ""}[self.passed]
         return f"  {mark:6} {self.name:12} {self.text}" + (f"\n{'':22}{self.way_out}" if self.way_out else "")
 
