@@ -46,6 +46,7 @@ _QFORMER = "its Q-Former reads the image together with an instruction, so featur
 _ORDER = "its tower gives an image other features when it comes after another in the same call"
 # What families do that trees cannot, or what a small model of them lacks, where others' exceptions do not tell.
 SENTENCES = {
+    "apertus1p5": "turns images into tokens of its vocabulary, so no gradient reaches its tower",
     "blip-2": _WHOLE,
     "chameleon": _CODES,
     "deepseek_ocr2": "transformers builds no small model of it without the parts of its tower's configuration",

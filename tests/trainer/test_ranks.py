@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SGD = {"optim": "sgd", "learning_rate": 0.5}
-EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 5}
+EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 3}  # before each checkpoint
 CUT = {"max_tokens": 14}  # trunks that are computed twice, trunks that are held, and pieces
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
 RECOMPUTE = "activation_checkpointing"
@@ -41,6 +41,11 @@ NESTED = {"weighting": "once", "merge_across_trees": False, **CUT}
 TWO = {
     "ddp": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {}, {}),
     "sharded": ({**SGD, **CUT, **EVALUATED, **CHECKPOINTS}, {"sharded": True}, {}),
+    "kept whole": (  # layers, from forward to backward
+        {**SGD, **CUT, **EVALUATED, **CHECKPOINTS},
+        {"sharded": True, "shard_config": {"reshard_after_forward": False}},
+        {},
+    ),
     "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
     "routers": ({**SGD, **ROUTERS}, {}, {}),
@@ -73,7 +78,7 @@ DISKS = {
     "late sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "late", "sharded": True}, {}),
 }
 # What `make test` runs of these: the representatives of the tests below.
-COMMON = ("ddp", "sharded", "routers sharded", "full sharded")
+COMMON = ("ddp", "sharded", "kept whole", "routers sharded", "full sharded")
 
 
 def batch_of(trees_per_step, num_ranks, settings):
@@ -169,8 +174,8 @@ def test_four_processes_go_on_where_two_stopped(of_four, of_one, name):
     assert of_four[1][name]["kinds"] == (["Tensor"] if name in ("ddp", "to ddp") else ["DTensor"])
 
 
-@pytest.mark.representatives("sharded")
-@pytest.mark.parametrize("name", ["ddp", "sharded", "adapters"])
+@pytest.mark.representatives("sharded", "kept whole")
+@pytest.mark.parametrize("name", ["ddp", "sharded", "kept whole", "adapters"])
 def test_one_process_goes_on_where_two_stopped(of_two, of_one, tmp_path, name):
     both = TWO[name][0]
     expected = of_one({**both, **batch_of(4, 1, both), "save_strategy": "no"})

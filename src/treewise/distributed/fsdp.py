@@ -315,6 +315,15 @@ def gradient_norm(parameters: list[nn.Parameter], max_norm: float, device: torch
     return norm
 
 
+def reshard(model: nn.Module) -> None:
+    """Leaves no layer whole. With `reshard_after_forward=False` one is until its backward, which an evaluation does not
+    have; the model's parameters, which are saved and which an optimizer gets, would not be its shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def like_shard(whole: torch.Tensor, shard: DTensor) -> DTensor:
     """A tensor that every rank has whole, sharded like another one, without communication."""
     sharded: Any = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)

@@ -148,6 +148,8 @@ def _layer_reaches(config: PreTrainedConfig) -> list[LayerReach]:
     if getattr(config, "num_attention_heads", None) is None:
         return []
     kinds = getattr(config, "layer_types", None)
+    if config.model_type == "dory":  # the layers between its first and its last ones run in a loop
+        kinds = kinds + kinds[config.n_input_layers :][: config.n_recurrent_layers] * (config.n_recurrent_loops - 1)
     if kinds is None:
         uses_window = getattr(config, "use_sliding_window", True)
         window = getattr(config, "sliding_window", None) if uses_window else None

@@ -95,6 +95,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         _ALTERNATING,
     ),
+    "apertus1p5": {
+        **{"image_token_offset": 32, "audio_token_offset": 40},  # where the tokens of each start
+        "vision_config": {
+            **{"codebook_size": 8, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1]},
+            **{"num_res_blocks": 1, "attn_resolutions": [8], "resolution": 16},
+        },
+        "audio_config": {"codebook_size": 8, "codebook_dim": 32, "num_filters": 4},
+    },
     "codegen": {"rotary_dim": 4},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -106,6 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {**_BOTH_KINDS, "n_input_layers": 1, "n_output_layers": 1},  # the layer between runs twice
     "electra": {**_IS_DECODER, "embedding_size": 32},
     "falcon_h1": {"mamba_d_ssm": 64},
     "ernie4_5_vl_moe_text": {
@@ -137,7 +146,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
             }
         }
     },
-    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "hy_v4_vl": {"text_config": _MROPE_2, "vision_config": {"max_image_size": 32}},
+    **{key: {"vision_config": {"text_hidden_size": 32}} for key in ("inkling2", "inkling2_loop")},
+    "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
     "lfm2": _SHORT_CONVOLUTIONS,
     "lfm2_moe": _SHORT_CONVOLUTIONS,
     "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"]},

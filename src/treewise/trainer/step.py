@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from treewise.distributed import ranks
 from treewise.distributed.ends import Ends
-from treewise.distributed.fsdp import ShardSettings, gradient_norm, shard
+from treewise.distributed.fsdp import ShardSettings, gradient_norm, reshard, shard
 from treewise.distributed.mesh import context_group, mesh_of, sum_gradients
 from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
@@ -318,6 +318,8 @@ class StepRunner:
             with nullcontext() if self._ends is None else self._ends.whole(trains):
                 yield
                 self.engine.drain()
+            if self.is_sharded and not trains:
+                reshard(self.model)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise
