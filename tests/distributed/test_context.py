@@ -67,7 +67,7 @@ def spread_model(case):
     """The model of a case, which trains what the case names."""
     model = model_of(case).train()
     if case.checkpoints:
-        model.activation_checkpointing_enable()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if case.trained == "lora":
         model = with_adapters(model)
     if case.trained == "head":

@@ -73,6 +73,7 @@ TWO = [
     Case("qwen3", tp=2, budgets=(16,)),
     Case("qwen3_moe", ep=2, objective="router", budgets=(16,)),
     Case("llama", tp=2, lora=True, budgets=(16,)),
+    Case("apertus", tp=2, objective="policy", budgets=(16,)),  # parameters in its activation function
 ]
 FOUR = [
     Case("qwen3", tp=2, budgets=(16,), sharded=True),

@@ -27,6 +27,8 @@ from treewise.shapes import Context
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
 _MODULE = "transformers.distributed.tensor_parallel"
 _PARTIAL_GRADIENTS = "replicated_with_grad_allreduce"  # transformers' name of the style
+# Activation functions with parameters, which no plan names (Apertus): they see the columns of their rank alone.
+_LEARNED_ACTIVATIONS = {"XIELUActivation"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ def repair_tensor_parallel(base: PreTrainedModel) -> None:
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
             # transformers' forward reads the whole layer's sizes there, and PEFT's adapters have those of a part.
             module.out_features, module.in_features = module.weight.shape
-        if with_wildcards(name) in names and _is_of_transformers(module):
+        has_hook = with_wildcards(name) in names and _is_of_transformers(module)
+        if has_hook or type(module).__name__ in _LEARNED_ACTIVATIONS:
             module.forward = _SummedParameters(module, type(module).forward, mesh)
             _remove_hooks_of_transformers(module)
 
