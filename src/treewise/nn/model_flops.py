@@ -148,7 +148,7 @@ def _layer_reaches(config: PreTrainedConfig) -> list[LayerReach]:
     if getattr(config, "num_attention_heads", None) is None:
         return []
     kinds = getattr(config, "layer_types", None)
-    if config.model_type == "dory":  # the layers between its first and its last ones run in a loop
+    if kinds is not None and config.model_type == "dory":  # its middle layers run in a loop
         kinds = kinds + kinds[config.n_input_layers :][: config.n_recurrent_layers] * (config.n_recurrent_loops - 1)
     if kinds is None:
         uses_window = getattr(config, "use_sliding_window", True)
