@@ -138,10 +138,10 @@ def test_a_run_enters_no_folder_that_leads_out_of_its_own(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rollouts").symlink_to(tmp_path / "outside")
-    args = TreeTrainingArguments(output_dir=str(tmp_path / "run"), report_to="none")
-    with pytest.raises(ConfigError, match="rollouts is a link"), entered_run(args, StopSignals(may_abandon=False), "rollouts"):
+    args, signals = TreeTrainingArguments(output_dir=str(tmp_path / "run")), StopSignals(may_abandon=False)
+    with pytest.raises(ConfigError, match="rollouts is a link"), entered_run(args, signals, "rollouts"):
         pass
-    with entered_run(args, StopSignals(may_abandon=False), "journal"):
+    with entered_run(args, signals, "journal"):
         pass
 
 

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.utils import initialize_distributed_mesh
 
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
 from treewise.nn.model import base_model
+from treewise.nn.tensor_parallel import key_heads_per_rank
 from treewise.planning.planner import Plan
 from treewise.tree.trajectory import update_with_content
 
@@ -153,6 +153,9 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     Raises:
         ConfigError: sizes that do not fit the processes, or a model without a plan for them; says which to change.
     """
+    key_heads_per_rank({}, ranks.count(), 1)  # an older transformers is refused here
+    from transformers.distributed.utils import initialize_distributed_mesh
+
     config = mesh_config(tp_size, ep_size, ranks.count())
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(loaded), None)

@@ -64,7 +64,7 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def zero_gradients(model: nn.Module) -> None:
-    """Zeros that are allocated and written, for trained parameters: so that no timed step touches memory for the first time."""
+    """Zeros for trained parameters, allocated and written, so that no timed step touches memory for the first time."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:

@@ -19,9 +19,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-from treewise.errors import UnsupportedModelError
+from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.shapes import Context
 
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
@@ -112,6 +111,20 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     return None
 
 
+def key_heads_per_rank(plan: Any, num_heads: int, num_ranks: int) -> int | None:
+    """Heads of keys of each rank under a plan of transformers; None where ranks cannot share them evenly.
+
+    Raises:
+        ConfigError: a transformers before 5.20, whose meshes are others.
+    """
+    try:
+        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+    except ImportError:
+        raise ConfigError(f"meshes (tp, ep) need {pip_install('transformers>=5.20')}.") from None
+    heads: int | None = get_kv_heads_per_rank(plan, num_heads, num_ranks)
+    return heads
+
+
 def repair_tensor_parallel(base: PreTrainedModel) -> None:
     """Makes sizes of adapters, and gradients of parameters that see this rank's heads alone, right.
 
@@ -125,7 +138,7 @@ def repair_tensor_parallel(base: PreTrainedModel) -> None:
         return
     config = base.config.get_text_config()
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if get_kv_heads_per_rank(plan, num_heads, mesh.size()) is None:
+    if key_heads_per_rank(plan, num_heads, mesh.size()) is None:
         raise UnsupportedModelError(
             f"{type(base).__name__} has {num_heads} heads of keys, which {mesh.size()} ranks cannot share evenly; "
             "choose a tp_size that divides them."

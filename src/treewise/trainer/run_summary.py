@@ -38,8 +38,8 @@ def length_warning(config: object, facts: DataFacts) -> str | None:
     if not limit or facts.num_longest_tokens <= limit:
         return None
     return (
-        f"{facts.longest_source or 'the longest trajectory'} has {num(facts.num_longest_tokens, 'token')}, the model was made "
-        f"for {limit} (max_position_embeddings); nothing is cut"
+        f"{facts.longest_source or 'the longest trajectory'} has {num(facts.num_longest_tokens, 'token')}, the model "
+        f"was made for {limit} (max_position_embeddings); nothing is cut"
     )
 
 

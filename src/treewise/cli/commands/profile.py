@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         f"{forest.num_tokens:,} tree tokens of {forest.num_flat_tokens:,} flat ones; mean of {num(args.steps, 'step')}"
     )
     if args.max_tokens == AUTO:
-        console.print(f"max_tokens: auto chose {num(engine.max_tokens, 'token')} by the memory that is free here")
+        console.print(f"max_tokens: auto chose {num(engine.max_tokens or 0, 'token')} by the memory that is free here")
     console.print(_view(profiles))
     if trace is not None:
         console.print(f"trace written to {trace}", highlight=False)

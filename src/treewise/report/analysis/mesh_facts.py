@@ -16,6 +16,7 @@ from treewise.distributed.mesh import mesh_config
 from treewise.errors import ConfigError
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.model_flops import flop_model
+from treewise.nn.tensor_parallel import key_heads_per_rank
 from treewise.report.analysis.plan_facts import ADAMW_VALUES, USABLE
 
 AXES = ("tp", "ep", "fsdp", "dp")
@@ -107,7 +108,6 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         ConfigError: the family has no plan for tensor or expert parallelism, or heads that ranks cannot share.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -131,7 +131,7 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
             all_sizes += sum(parameter.shape[-2:])
             split_sizes += sizes
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    local_heads = heads if mesh["tp"] == 1 else get_kv_heads_per_rank(model.tp_plan, heads, mesh["tp"])
+    local_heads = heads if mesh["tp"] == 1 else key_heads_per_rank(model.tp_plan, heads, mesh["tp"])
     if local_heads is None:
         raise ConfigError(f"{heads} heads of keys cannot be shared by tp={mesh['tp']} processes; give a divisor.")
     flops = flop_model(model)
