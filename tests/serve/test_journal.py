@@ -129,15 +129,15 @@ def test_what_runs_again_after_a_restart(tmp_path):
     journal.answer("m:0", "application/json", b"0")
     journal.answer("m:1", "application/json", b"1")
     journal.answer("m:1", "application/json", b"again")
-    journal.group(["m:1", "m:2"], 1)
+    journal.begin(journal.works()[1:3])
     journal.snapshot("m", 0)
     journal.close()
     journal = Journal(tmp_path / "journal.sqlite")
-    assert journal.answered("m:1") == ("application/json", b"1")
+    assert journal.find("m:1") == ("optim_step", "application/json", b"1")
     assert journal.body("m:1") == b"{}"
-    assert [(work.seq, work.batch, work.is_answered) for work in journal.works()] == [
-        (1, 1, True),
-        (2, 1, False),
-        (3, None, False),
+    assert [(work.seq, work.batch, work.is_answered, work.begun) for work in journal.works()] == [
+        (1, 1, True, 0),
+        (2, 1, False, 1),
+        (3, None, False, 0),
     ]
     journal.close()

@@ -14,8 +14,9 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tests.serve.servers import KEY, running, tree_of_data
 from treewise.errors import SamplerError
+from treewise.rl.samplers.protocol import TextStops
 from treewise.serve.journal import FAILED, REFUSED, Journal, Work
-from treewise.serve.sampling import TextStops, answers
+from treewise.serve.sampling import answers
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import Place, Store
 from treewise.serve.weights import ServedModel
@@ -97,8 +98,9 @@ class Served:
         self.folder, self.settings = folder, settings
         chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
         self.model = ServedModel(chosen, tiny_model("llama"))
-        self.store, self.journal = Store(folder, self.model, "tiny"), Journal(folder / "journal.sqlite")
-        self.worker = Worker(chosen, self.journal, self.model, self.store, lambda name: None)
+        self.journal = Journal(folder / "journal.sqlite")
+        self.store = Store(folder, self.model, "tiny", self.journal)
+        self.worker = Worker(chosen, self.journal, self.model, self.store, lambda: None)
 
     def died(self):
         self.journal.close()
@@ -121,7 +123,7 @@ class Served:
         """JSON of the answer, with `error` where it failed."""
         self.send(name, seq, kind, body)
         self.work()
-        media, content = self.journal.answered(f"{name}:{seq}")
+        _, media, content = self.journal.find(f"{name}:{seq}")
         return json.loads(content) if media in (FAILED, "application/json") else content
 
     def values(self, name):
@@ -249,7 +251,7 @@ def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
     for index, body in enumerate((good, odd, good)):
         served.send("s:sample:0", index, "sample", body)
     served.work()
-    found = [served.journal.answered(f"s:sample:0:{index}")[0] for index in range(3)]
+    found = [served.journal.find(f"s:sample:0:{index}").media for index in range(3)]
     assert (found[0], found[2]) == ("application/x-protobuf",) * 2
 
 
@@ -280,7 +282,7 @@ def test_a_server_that_is_away_is_waited_for_once(tmp_path, monkeypatch):
         served.send("s:sample:0", index, "sample", body)
     served.work()
     assert calls == [3]
-    assert all("no answer" in json.loads(served.journal.answered(f"s:sample:0:{i}")[1])["error"] for i in range(3))
+    assert all("no answer" in json.loads(served.journal.find(f"s:sample:0:{i}").answer)["error"] for i in range(3))
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "sample"])
@@ -316,9 +318,9 @@ def test_a_request_that_ends_the_process_is_refused_after_some_starts(kind, tmp_
         if kind == "sample":
             served.work()
     served.work()
-    media, content = served.journal.answered(f"{owner}:1")
+    _, media, content = served.journal.find(f"{owner}:1")
     assert (media, "max_starts" in json.loads(content)["error"]) == (REFUSED, True)
-    assert served.journal.answered(f"{owner}:2")[0] not in (FAILED, REFUSED)
+    assert served.journal.find(f"{owner}:2").media not in (FAILED, REFUSED)
 
 
 def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
@@ -331,7 +333,7 @@ def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
     assert served.worker.num_waiting == 2
     served.worker._tidy(101.0 + GAP_SECONDS)
     assert served.worker.num_waiting == 0
-    assert "never came" in json.loads(served.journal.answered("a:train:0:3")[1])["error"]
+    assert "never came" in json.loads(served.journal.find("a:train:0:3").answer)["error"]
     served.ask("a:train:0", 1, "forward_backward", call())
     served.ask("a:train:0", 2, "forward_backward", call(2))
     served.ask("a:train:0", 5, "forward_backward", call(1))

@@ -9,9 +9,10 @@ import torch
 
 from tests.serve.servers import flat_losses, tree_of_data
 from treewise.errors import DataError
-from treewise.serve.losses import make_row
+from treewise.nn.adapter_slots import Shape
+from treewise.objectives.rows_loss import make_row
 from treewise.serve.settings import ServeSettings
-from treewise.serve.weights import ServedModel, Shape
+from treewise.serve.weights import ServedModel
 from treewise.serve.wire import read_rows
 from treewise.testing.families import tiny_model
 
@@ -151,8 +152,6 @@ def test_what_is_trained(shape):
 @pytest.mark.parametrize(
     ("loss", "inputs", "settings", "says"),
     [
-        ("stable_reinforce", {}, {}, "not published"),
-        ("custom", {}, {}, "at the client"),
         ("pppo", {}, {}, "Did you mean 'ppo'"),
         ("ppo", {"advantages": np.zeros(3)}, {}, "lacks loss_fn_inputs logprobs"),
         ("cross_entropy", {"weights": np.zeros(3), "mask": np.zeros(3)}, {}, "has loss_fn_inputs mask"),
@@ -164,7 +163,7 @@ def test_what_is_trained(shape):
 )
 def test_wrong_data_are_named(loss, inputs, settings, says):
     with pytest.raises(DataError, match=says):
-        make_row(np.arange(3), {"target_tokens": np.arange(3), **inputs}, loss, settings, "data[7]")
+        make_row(np.arange(3), {"target_tokens": np.arange(3), **inputs}, loss, settings)
 
 
 def test_clients_on_one_model_are_apart():
