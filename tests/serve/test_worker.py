@@ -100,7 +100,7 @@ class Served:
         self.model = ServedModel(chosen, tiny_model("llama"))
         self.journal = Journal(folder / "journal.sqlite")
         self.store = Store(folder, self.model, "tiny", self.journal)
-        self.worker = Worker(chosen, self.journal, self.model, self.store, lambda: None)
+        self.worker = Worker(self.store, lambda: None)
 
     def died(self):
         self.journal.close()

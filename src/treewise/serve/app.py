@@ -51,9 +51,9 @@ class Api(Catalog):
     paths, and those of other servers of this API (projects, publishing, billing), are 404.
     """
 
-    def __init__(self, settings: ServeSettings, worker: Worker) -> None:
+    def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self.settings = settings
+        self.settings = worker.settings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answered = asyncio.Event()  # a new one after each time that something was
 
@@ -92,7 +92,7 @@ class Api(Catalog):
             ("load_weights", self.load_weights, types.LoadWeightsRequest),
             ("get_info", self.get_info, types.GetInfoRequest),
             ("weights_info", self.weights_info, None),
-            ("forward_backward", self.call, None),
+            ("forward_backward", self.change, None),
             ("optim_step", self.change, types.OptimStepRequest),
             ("save_weights", self.change, types.SaveWeightsRequest),
             ("save_weights_for_sampler", self.change, types.SaveWeightsForSamplerRequest),
@@ -159,13 +159,12 @@ class Api(Catalog):
             raise HTTPException(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
         return bytes(body)
 
-    async def _submit(self, owner: str, seq: int | None, kind: str, body: Any) -> dict[str, Any]:
-        """A future. body: of the SDK's type, or as it came."""
+    async def _submit(self, owner: str, seq: int | None, kind: str, body: bytes) -> dict[str, Any]:
+        """A future."""
         if seq is None or not (kind in ("create", "sample") or seq > 0) or not 0 <= seq < MAX_SEQ:
             raise DataError(f"seq_id must be 1 to {MAX_SEQ - 1}.")
-        content = body if isinstance(body, bytes) else orjson.dumps(body.model_dump(mode="json"))
         name = f"{owner}:{seq}"
-        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), content)
+        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), body)
         return {"request_id": name, "model_id": owner}
 
     # -- clients ------------------------------------------------------------------------------------------------------
@@ -183,8 +182,8 @@ class Api(Catalog):
 
     async def finish(self, request: Request, _: object) -> object:
         """A client that ends; its runs stay."""
-        session, asked = request.path_params["session"], json_of(request)
-        self.journal.put("session", session, "", {"finished": asked, **self.facts("session", session)})
+        session = request.path_params["session"]
+        self.journal.put("session", session, "", {**self.facts("session", session), "finished": True})
         return Response(status_code=204)
 
     async def health(self, *_: object) -> object:
@@ -217,13 +216,13 @@ class Api(Catalog):
         seed = secrets.randbits(48) if lora is None or lora.seed is None else lora.seed
         return await self._new_run(asked, {"shape": asdict(shape), "seed": seed, "path": None})
 
-    async def load_weights(self, _: Request, asked: Any) -> object:
+    async def load_weights(self, request: Request, asked: Any) -> object:
         """Into a model, or into a new run."""
         if asked.weights_access_token is not None:
             raise DataError("weights_access_token: this server has no other accounts.")
         self._check_optimizer(asked.optimizer_config)
         if asked.model_id is not None:
-            return await self._change("load_weights", asked)
+            return await self.change(request, asked)
         place = Place.parsed(asked.path)
         facts = {"shape": asdict(self.store.shape(place)), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
         return await self._new_run(asked, facts)
@@ -237,7 +236,7 @@ class Api(Catalog):
         if self.journal.get("model", name) is None:
             facts |= {"user_metadata": asked.user_metadata, "created": time.time()}
             self.journal.put("model", name, asked.session_id, facts)
-        return await self._submit(name, 0, "create", asked)
+        return await self._submit(name, 0, "create", asked.model_dump_json().encode())
 
     async def get_info(self, _: Request, asked: Any) -> object:
         shape, folder = Shape(**self.facts("model", asked.model_id)["shape"]), self.store.runs.parent / "tokenizer"
@@ -252,18 +251,16 @@ class Api(Catalog):
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
-    async def call(self, request: Request, _: object) -> object:
-        """forward, forward_backward."""
-        call = read_call(request.state.body)
-        return await self._change("forward" if call.forward_only else "forward_backward", call, request.state.body)
-
     async def change(self, request: Request, asked: Any) -> object:
-        """Every other request that names a model and its sequence number."""
-        return await self._change(request.url.path.rpartition("/")[2], asked)
-
-    async def _change(self, kind: str, asked: Any, body: bytes | None = None) -> object:
+        """A request that names a model and its sequence number. Calls, forward or forward_backward, are in protobuf."""
+        kind = request.url.path.rpartition("/")[2]
+        if asked is None:
+            asked, body = read_call(request.state.body), request.state.body
+            kind = "forward" if asked.forward_only else kind
+        else:
+            body = asked.model_dump_json().encode()  # with the defaults
         self.facts("model", asked.model_id)
-        return await self._submit(asked.model_id, asked.seq_id, kind, asked if body is None else body)
+        return await self._submit(asked.model_id, asked.seq_id, kind, body)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -326,12 +323,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content, default=_plain), status, headers, JSON)
-
-
-def _plain(model: BaseModel) -> Any:
-    """Of the SDK's types."""
-    return model.model_dump()
+    return Response(orjson.dumps(content, default=BaseModel.model_dump), status, headers, JSON)
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -350,9 +342,8 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
     journal = Journal(folder / "journal.sqlite")
-    store = Store(folder, served, settings.names[0], journal)
-    worker = Worker(settings, journal, served, store, lambda: api.on_answers())
-    api = Api(settings, worker)
+    worker = Worker(Store(folder, served, settings.names[0], journal), lambda: api.on_answers())
+    api = Api(worker)
     return api.app()
 
 

@@ -71,14 +71,15 @@ class Store:
             for inner in [each] if each.name == "snapshots" else each.iterdir():
                 store.recover(inner)
 
-    def _folder(self, place: Place) -> Path:
+    def folder(self, place: Place) -> Path:
+        """Where it stands."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
     def facts(self, place: Place) -> dict[str, Any]:
         """What was written down with a checkpoint, its `folder`, and when it `expires`, in seconds since 1970 or None.
         Raises `DataError` where it is not there or has expired.
         """
-        folder, expires = self._folder(place) / "checkpoint-1", self.journal.get("expires", str(place))
+        folder, expires = self.folder(place) / "checkpoint-1", self.journal.get("expires", str(place))
         if not (folder / MANIFEST).is_file() or (expires is not None and expires < time.time()):
             raise DataError(f"{place}: no such checkpoint.")
         return {**_facts(folder), "folder": folder, "expires": expires}
@@ -95,7 +96,7 @@ class Store:
             CheckpointError: it could not be written whole; what was there is untouched. DataError: a wrong `life`.
         """
         expires = _end_of(life)
-        self._write(self._folder(place), 1, weights, facts, with_optimizer=place.kind == "weights")
+        self._write(self.folder(place), 1, weights, facts, with_optimizer=place.kind == "weights")
         self.journal.put("expires", str(place), place.run, expires)
 
     def forget(self) -> None:
@@ -111,7 +112,7 @@ class Store:
         self._remove(place)
 
     def _remove(self, place: Place) -> None:
-        shutil.rmtree(self._folder(place), ignore_errors=True)  # two may do so at once
+        shutil.rmtree(self.folder(place), ignore_errors=True)  # two may do so at once
         self.journal.remove("expires", str(place))
 
     def places(self, run: str | None = None) -> dict[Place, dict[str, Any]]:

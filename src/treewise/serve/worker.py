@@ -16,11 +16,10 @@ from tinker import types
 
 from treewise.errors import ConfigError, DataError, SamplerError, TreewiseError, UnsupportedModelError
 from treewise.nn.adapter_slots import Shape, Weights
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work
+from treewise.serve.journal import FAILED, REFUSED, Work
 from treewise.serve.sampling import Sampling, answers, read_request
-from treewise.serve.settings import ServeSettings
 from treewise.serve.store import KINDS, Place, Store, size_of
-from treewise.serve.weights import COUNTS, ServedModel
+from treewise.serve.weights import COUNTS
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
 logger = logging.getLogger("treewise")
@@ -58,22 +57,10 @@ class Worker(threading.Thread):
     by kind of request.
     """
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        journal: Journal,
-        model: ServedModel,
-        store: Store,
-        on_answers: Callable[[], None],
-    ) -> None:
+    def __init__(self, store: Store, on_answers: Callable[[], None]) -> None:
         super().__init__(name="treewise-serve", daemon=True)
-        self.settings, self.journal, self.model, self.store, self.on_answers = (
-            settings,
-            journal,
-            model,
-            store,
-            on_answers,
-        )
+        self.store, self.journal, self.model, self.settings = store, store.journal, store.model, store.model.settings
+        self.on_answers = on_answers
         self.figures: dict[str, Any] = {"started": time.time(), "seconds": {}, "now": "", "samples": []}
         self.figures |= dict.fromkeys((*COUNTS, "sampled_tokens", "failures"), 0)
         self._changed = threading.Condition()
@@ -83,7 +70,7 @@ class Worker(threading.Thread):
         self._drawn: set[str] = set()  # samples that have begun and were not cancelled
         self._gaps: dict[str, float] = {}  # since when a model's requests wait for one that did not come
         self._is_stopping = self._was_sample = False
-        self._enqueue(journal.works())
+        self._enqueue(self.journal.works())
 
     # -- the queue, from any thread -----------------------------------------------------------------------------------
 
@@ -182,9 +169,8 @@ class Worker(threading.Thread):
         """One client's failure is no other's: samples that fail together, or ended the process, run one by one. A
         request that ended the process at too many starts is refused; others run.
         """
-        for work in (
-            spent := [each for each in works if each.begun >= self.settings.max_starts and not each.is_answered]
-        ):
+        spent = [work for work in works if work.begun >= self.settings.max_starts and not work.is_answered]
+        for work in spent:
             error = DataError(f"the server ended {work.begun} times while this request ran (max_starts).")
             self._fail(work, error, REFUSED)
         works = [work for work in works if work not in spent and not work.is_done]
@@ -352,9 +338,8 @@ class Worker(threading.Thread):
         sums, run.sums = run.sums, [0.0] * 5
         norm = self.model.optimize(run.weights, adam)
         run.steps += 1
-        curve = [
-            point for point in self.journal.get("curve", work.owner) or [] if point[0] < run.steps
-        ]  # it ran before
+        before = self.journal.get("curve", work.owner) or []
+        curve = [point for point in before if point[0] < run.steps]  # the others ran before the server was killed
         self.journal.put("curve", work.owner, work.owner, [*curve, [float(run.steps), *sums]][-_CURVE:])
         share = {"share_ratio:mean": sums[1] / sums[2]} if sums[2] else {}
         return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share}}
@@ -378,7 +363,7 @@ class Worker(threading.Thread):
             facts = {"request": work.id, "steps": run.steps, "user_metadata": asked.get("user_metadata")}
             self.store.save(place, run.weights, facts, life)
         if not is_unnamed:
-            return {"path": str(place), "size_bytes": size_of(self.store.facts(place)["folder"])}
+            return {"path": str(place), "size_bytes": size_of(self.store.folder(place))}
         session = work.owner.split(":")[0]
         sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
         self.journal.put("sampler", sampler, session, {"base_model": self.store.base_name, "model_path": str(place)})
