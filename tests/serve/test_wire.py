@@ -90,6 +90,25 @@ def test_equal_to_rows_alone(loss, max_tokens, share):
     assert found.num_new.sum() == facts["tree_tokens"]
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_after_a_step_are_those_of_rows_alone(loss):
+    """An optimizer of torch on gradients of each row alone, in float64."""
+    model, settings, data = served(max_tokens="16"), LOSSES[loss], tree_of_data(loss)
+    weights = noisy(model)
+    before = {name: each.detach().clone() for name, each in weights.parameters.items()}
+    _, _, gradients = flat(model, weights, data, loss, settings, torch.float64)
+    alone = {name: torch.nn.Parameter(each.double()) for name, each in before.items()}
+    for name, each in alone.items():
+        each.grad = gradients[name]
+    torch.nn.utils.clip_grad_norm_(alone.values(), 1.0)
+    torch.optim.AdamW(alone.values(), lr=0.05, eps=1e-2, weight_decay=0.1).step()
+    model.compute(weights, rows_of(data, loss, settings), gradients=True)
+    model.optimize(weights, ADAM.model_copy(update={"learning_rate": 0.05, "eps": 1e-2}))
+    for name, each in weights.parameters.items():
+        assert (each.double() - alone[name]).abs().max() < 1e-5, name
+    assert any((each.detach() - before[name]).abs().max() > 1e-2 for name, each in weights.parameters.items())
+
+
 def test_targets_that_are_not_the_next_tokens():
     """Two columns of any tokens, dense and sparse, and -1 for none."""
     model, rng = served(max_tokens="12"), np.random.default_rng(3)

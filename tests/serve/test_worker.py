@@ -8,25 +8,20 @@ import threading
 import numpy as np
 import pytest
 import tinker
-import torch
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.serve.servers import KEY, running, tree_of_data
+from tests.serve.servers import KEY, RATE, Served, call, running, same, tree_of_data
 from treewise.errors import SamplerError
 from treewise.rl.samplers.protocol import TextStops
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work
+from treewise.serve.journal import FAILED, REFUSED
 from treewise.serve.sampling import answers
-from treewise.serve.settings import ServeSettings
-from treewise.serve.store import Place, Store
-from treewise.serve.weights import ServedModel
-from treewise.serve.worker import GAP_SECONDS, Worker
+from treewise.serve.store import Place
+from treewise.serve.worker import GAP_SECONDS
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_worker")
 ADAM = types.AdamParams(learning_rate=2e-2)
-FACTS = {"shape": {"rank": 2, "mlp": True, "attn": True, "unembed": True}, "seed": 1, "path": None}
-RATE = {"adam_params": {"learning_rate": 0.05}}
 
 
 def train(address, number, seen):
@@ -90,68 +85,12 @@ def test_a_full_queue_is_an_answer_and_what_it_waits_for_is_taken(tmp_path):
         client.close("success").result()
 
 
-class Served:
-    """A worker that runs in the test's thread; `died` gives one that begins where a kill leaves it."""
-
-    def __init__(self, folder, **settings):
-        folder.mkdir(exist_ok=True)
-        self.folder, self.settings = folder, settings
-        chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
-        self.model = ServedModel(chosen, tiny_model("llama"))
-        self.journal = Journal(folder / "journal.sqlite")
-        self.store = Store(folder, self.model, "tiny", self.journal)
-        self.worker = Worker(self.store, lambda: None)
-
-    def died(self):
-        self.journal.close()
-        return Served(self.folder, **self.settings)
-
-    def run(self, name, **facts):
-        if self.journal.get("model", name) is None:
-            self.journal.put("model", name, "s", {**FACTS, **facts})
-        return self.ask(name, 0, "create", {})
-
-    def send(self, name, seq, kind, body):
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.worker.submit(Work(f"{name}:{seq}", name, seq, kind), content)
-
-    def work(self):
-        while works := self.worker._take():
-            self.worker._begin(works)
-
-    def ask(self, name, seq, kind, body):
-        """JSON of the answer, with `error` where it failed."""
-        self.send(name, seq, kind, body)
-        self.work()
-        _, media, content = self.journal.find(f"{name}:{seq}")
-        return json.loads(content) if media in (FAILED, "application/json") else content
-
-    def values(self, name):
-        return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]
-
-
 class Killed(BaseException):
     """What no handler of errors stops."""
 
 
 def killed(*_, **__):
     raise Killed
-
-
-def call(seed=0, **inputs):
-    rng, loss = np.random.default_rng(seed), "importance_sampling" if "advantages" in inputs else "cross_entropy"
-    message = pb.ForwardBackwardRequest(loss_fn=loss)
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = rng.integers(0, 64, 3).astype(np.int32).tobytes()
-    for key, array in {"target_tokens": rng.integers(0, 64, 3), **inputs}.items():
-        tensor = datum.loss_fn_inputs[key]
-        tensor.dtype = pb.DTYPE_INT64 if key == "target_tokens" else pb.DTYPE_FLOAT32
-        tensor.dense = np.asarray(array, dtype=np.int64 if key == "target_tokens" else np.float32).tobytes()
-    return message.SerializeToString()
-
-
-def same(first, second):
-    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_a_restart_runs_again_what_trained_and_nothing_else(tmp_path):
@@ -344,13 +283,56 @@ def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
     assert same(served.values("a:train:0"), wanted)
 
 
-def test_what_expired_is_removed(tmp_path):
+def test_calls_before_a_step_are_one_forest(tmp_path):
+    """A token that two of them hold is computed once, and counted with the first."""
     served = Served(tmp_path)
     served.run("a:train:0")
-    for seq, (name, life) in enumerate((("short", 0), ("long", 3600), ("kept", None)), start=1):
-        assert "path" in served.ask("a:train:0", seq, "save_weights", {"path": name, "ttl_seconds": life})
-    served.worker._tidy(0.0)
-    assert sorted(path.name for path in tmp_path.glob("runs/*/weights/*")) == ["kept", "long"]
+    for seq in (1, 2, 3):
+        served.send("a:train:0", seq, "forward_backward", call(seed=seq // 3))
+    served.work()
+    counts = []
+    for seq in (1, 2, 3):
+        output = pb.ForwardBackwardOutput.FromString(served.journal.find(f"a:train:0:{seq}").answer)
+        counts.append([output.metrics[f"{name}:sum"] for name in ("flat_tokens", "tree_tokens")])
+    assert counts == [[4, 4], [4, 0], [4, 4]]
+    share = served.ask("a:train:0", 4, "optim_step", RATE)["metrics"]["share_ratio:mean"]
+    assert share == 12 / 8
+
+
+def test_a_request_that_was_answered_at_last_runs_again(tmp_path, monkeypatch):
+    """However often the server ended before: its effect belongs to the model. `max_starts` ends what has no answer."""
+    served = Served(tmp_path, max_starts=2)
+    served.run("a:train:0")
+    served.send("a:train:0", 1, "forward_backward", call())
+    with monkeypatch.context() as patch:
+        patch.setattr("treewise.serve.weights.TreeEngine.step", killed)
+        with pytest.raises(Killed):
+            served.work()
+    served = served.died()
+    assert served.ask("a:train:0", 2, "optim_step", RATE)["metrics"]["grad_norm:mean"] > 0
+    assert [work.begun for work in served.journal.works() if not work.is_done] == [2, 1]
+    wanted = served.values("a:train:0")
+    served = served.died()
+    served.ask("a:train:0", 3, "save_weights", {"path": "one"})
+    assert same(served.values("a:train:0"), wanted)
+
+
+def test_a_run_that_goes_on_goes_on_with_its_curve(tmp_path):
+    """Steps that run again after a kill are in it once."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    for number in range(3):
+        served.ask("a:train:0", 1 + 2 * number, "forward_backward", call(number))
+        served.ask("a:train:0", 2 + 2 * number, "optim_step", RATE)
+    before = served.journal.get("curve", "a:train:0")
+    assert [point[0] for point in before] == [1, 2, 3]
+    served = served.died()
+    assert served.journal.get("curve", "a:train:0") == before
+    served.ask("a:train:0", 7, "forward_backward", call(3))
+    served.ask("a:train:0", 8, "optim_step", RATE)
+    after = served.journal.get("curve", "a:train:0")
+    assert [point[:5] for point in after[:3]] == [point[:5] for point in before]
+    assert [point[0] for point in after] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
