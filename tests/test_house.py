@@ -76,7 +76,7 @@ WHOLE_PACKAGE = {
 CROSS_CUTTING_FOLDERS = {
     "crossings": "settings drawn together",
     "documents": "pages",
-    "engines": "servers of other projects",
+    "engines": "servers and clients of other projects",
     "examples": "examples/",
 }
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from tests.serve.servers import flat_losses, tree_of_data
-from treewise.errors import DataError
 from treewise.nn.adapter_slots import Shape
-from treewise.objectives.rows_loss import make_row
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import read_rows
@@ -166,23 +164,6 @@ def test_what_is_trained(shape):
     gradients = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
     assert set(gradients) == set(weights.parameters)
     assert all(relative(each.grad, gradients[name]) < 1e-5 for name, each in weights.parameters.items())
-
-
-@pytest.mark.parametrize(
-    ("loss", "inputs", "settings", "says"),
-    [
-        ("pppo", {}, {}, "Did you mean 'ppo'"),
-        ("ppo", {"advantages": np.zeros(3)}, {}, "lacks loss_fn_inputs logprobs"),
-        ("cross_entropy", {"weights": np.zeros(3), "mask": np.zeros(3)}, {}, "has loss_fn_inputs mask"),
-        ("cross_entropy", {"weights": np.zeros(2)}, {}, "weights has shape"),
-        ("cross_entropy", {"weights": np.array([1, np.nan, 0])}, {}, "not finite"),
-        ("dro", {"logprobs": np.zeros(3), "advantages": np.zeros(3)}, {"bta": 1.0}, "Did you mean 'beta'"),
-        ("cross_entropy", {"target_tokens": np.array([1.5, np.nan, 2])}, {}, "target_tokens holds float64"),
-    ],
-)
-def test_wrong_data_are_named(loss, inputs, settings, says):
-    with pytest.raises(DataError, match=says):
-        make_row(np.arange(3), {"target_tokens": np.arange(3), **inputs}, loss, settings)
 
 
 def test_clients_on_one_model_are_apart():
