@@ -1,4 +1,4 @@
-"""Who may reach a server: hosts and tokens."""
+"""Who may reach a server: hosts, tokens and sessions."""
 
 import pytest
 
@@ -42,3 +42,14 @@ def test_who_may_call(tmp_path):
         assert address.ask("/api/v1/healthz", **{"X-API-Key": ""})[0] == 401
         assert address.ask("/api/v1/healthz", **{"Host": "example.org"})[0] == 400
         assert address.ask("/")[0] == 200
+
+
+def test_a_session_that_has_ended_is_gone(tmp_path):
+    """As is one that never was: the SDK then tells its user."""
+    with running(tmp_path, tiny_model("llama")) as address:
+        made = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+        session = address.ask("/api/v1/create_session", made)[1]["session_id"]
+        assert address.ask("/api/v1/session_heartbeat", {"session_id": session})[0] == 200
+        assert address.ask(f"/api/v1/sessions/{session}/finish", b"")[0] == 204
+        assert address.ask("/api/v1/session_heartbeat", {"session_id": session})[0] == 410
+        assert address.ask("/api/v1/session_heartbeat", {"session_id": "none"})[0] == 410
