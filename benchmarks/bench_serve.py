@@ -29,12 +29,13 @@ from common import paired_seconds, save
 from transformers import LlamaConfig, LlamaForCausalLM
 from tree_shapes import recorded
 
+from treewise.nn.adapter_slots import Shape, Weights
 from treewise.nn.load_model import load_weights
 from treewise.nn.model_flops import flop_model
+from treewise.objectives.rows_loss import make_row
 from treewise.serve.app import make_app
-from treewise.serve.losses import make_row
 from treewise.serve.settings import ServeSettings
-from treewise.serve.weights import ServedModel, Shape, Weights
+from treewise.serve.weights import ServedModel
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -47,7 +48,7 @@ def rows_of(sequences: list[list[int]]) -> list[Any]:
     for ids in sequences:
         given = {"target_tokens": np.array(ids[1:]), "advantages": np.ones(len(ids) - 1)}
         given["logprobs"] = np.full(len(ids) - 1, -9.0)
-        rows.append(make_row(np.array(ids[:-1]), given, "importance_sampling", {}, "row"))
+        rows.append(make_row(np.array(ids[:-1]), given, "importance_sampling", {}))
     return rows
 
 

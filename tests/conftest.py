@@ -31,7 +31,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Parameters that `representatives` leaves out are exhaustive; skips `gpu` where there is no CUDA device; leaves
-    `engines` out unless they are asked for (`make engines`)."""
+    `engines` out unless they are asked for (`make engines`, `make serve-recipes`)."""
     if "engines" not in (config.option.markexpr or ""):
         items[:] = [item for item in items if not item.get_closest_marker("engines")]
     parameters: dict[tuple[str, ...], set[str]] = {}

@@ -58,6 +58,7 @@ WHOLE_PACKAGE = {
     "objectives/test_objectives_contract": "what every objective keeps",
     "objectives/test_objectives_trl": "losses against TRL's own",
     "serve/test_browser": "the page of the server in a browser",
+    "serve/test_crowd": "20 clients, malformed requests and kills at once",
     "rl/online/test_ranks": "several processes against one",
     "rl/branching/test_policies": "branching policies on simulated rollouts",
     "report/analysis/test_verdict": "the three lines of `treewise inspect`",
@@ -75,7 +76,7 @@ WHOLE_PACKAGE = {
 CROSS_CUTTING_FOLDERS = {
     "crossings": "settings drawn together",
     "documents": "pages",
-    "engines": "servers of other projects",
+    "engines": "servers and clients of other projects",
     "examples": "examples/",
 }
 

@@ -1,6 +1,7 @@
 """A process that has imported everything, and forks a server at each line that it reads: `python forked_servers.py
-FOLDER PORT`. It prints the server's process id; the caller kills it."""
+FOLDER PORT SETTINGS`, the last as JSON. It prints the server's process id; the caller kills it."""
 
+import json
 import os
 import sys
 
@@ -15,9 +16,10 @@ from treewise.serve.settings import ServeSettings  # noqa: E402
 from treewise.testing.families import tiny_model  # noqa: E402
 
 
-def main(folder: str, port: int) -> None:
+def main(folder: str, port: int, chosen: str) -> None:
     torch.set_num_threads(1)
-    settings = ServeSettings(model="tiny", max_starts=1000, folder=folder, port=port, max_tokens="24", snapshot_every=3)
+    more = {"max_tokens": "24", "snapshot_every": 3, **json.loads(chosen)}
+    settings = ServeSettings(model="tiny", folder=folder, port=port, **more)
     for _ in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -29,4 +31,4 @@ def main(folder: str, port: int) -> None:
         print("ended", flush=True)  # noqa: T201
 
 
-main(sys.argv[1], int(sys.argv[2]))
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,4 +1,4 @@
-"""Servers in a thread of the test, and a flat loop to hold their losses and steps against."""
+"""Servers in a thread of the test, workers in the test's own, and a flat loop to hold losses and steps against."""
 
 import gc
 import json
@@ -15,11 +15,19 @@ import numpy as np
 import torch
 import uvicorn
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from treewise.serve.app import make_app
+from treewise.serve.journal import FAILED, Journal, Work
 from treewise.serve.settings import ServeSettings
+from treewise.serve.store import Store
+from treewise.serve.weights import ServedModel
+from treewise.serve.worker import Worker
+from treewise.testing.families import tiny_model
 
 KEY = "tml-test"
+FACTS = {"shape": {"rank": 2, "mlp": True, "attn": True, "unembed": True}, "seed": 1, "path": None}
+RATE = {"adam_params": {"learning_rate": 0.05}}
 
 
 @dataclass(frozen=True)
@@ -129,3 +137,59 @@ def flat_losses(model: Any, datum: types.Datum, loss: str, settings: Mapping[str
         return -(ratios.clamp(low, high).detach() * logprobs * advantages).sum(), logprobs
     assert loss == "dro"
     return -(logprobs * advantages - settings["beta"] / 2 * gap**2).sum(), logprobs
+
+
+class Served:
+    """A worker that runs in the test's thread; `died` gives one that begins where a kill leaves it."""
+
+    def __init__(self, folder, **settings):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.settings = folder, settings
+        chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
+        self.model = ServedModel(chosen, tiny_model("llama"))
+        self.journal = Journal(folder / "journal.sqlite")
+        self.store = Store(folder, self.model, "tiny", self.journal)
+        self.worker = Worker(self.store, lambda: None)
+
+    def died(self):
+        self.journal.close()
+        return Served(self.folder, **self.settings)
+
+    def run(self, name, **facts):
+        if self.journal.get("model", name) is None:
+            self.journal.put("model", name, "s", {**FACTS, **facts})
+        return self.ask(name, 0, "create", {})
+
+    def send(self, name, seq, kind, body):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.worker.submit(Work(f"{name}:{seq}", name, seq, kind), content)
+
+    def work(self):
+        while works := self.worker._take():
+            self.worker._begin(works)
+
+    def ask(self, name, seq, kind, body):
+        """JSON of the answer, with `error` where it failed."""
+        self.send(name, seq, kind, body)
+        self.work()
+        _, media, content = self.journal.find(f"{name}:{seq}")
+        return json.loads(content) if media in (FAILED, "application/json") else content
+
+    def values(self, name):
+        return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]
+
+
+def call(seed=0, **inputs):
+    rng, loss = np.random.default_rng(seed), "importance_sampling" if "advantages" in inputs else "cross_entropy"
+    message = pb.ForwardBackwardRequest(loss_fn=loss)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = rng.integers(0, 64, 3).astype(np.int32).tobytes()
+    for key, array in {"target_tokens": rng.integers(0, 64, 3), **inputs}.items():
+        tensor = datum.loss_fn_inputs[key]
+        tensor.dtype = pb.DTYPE_INT64 if key == "target_tokens" else pb.DTYPE_FLOAT32
+        tensor.dense = np.asarray(array, dtype=np.int64 if key == "target_tokens" else np.float32).tobytes()
+    return message.SerializeToString()
+
+
+def same(first, second):
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))

@@ -1,5 +1,6 @@
 """Servers that are killed: nothing that was acknowledged is lost, nothing is trained twice, and clients go on."""
 
+import json
 import os
 import random
 import signal
@@ -39,14 +40,20 @@ def train(client, num_steps, begins=lambda number: None):
     return run, seen, logprobs
 
 
-class Killer(threading.Thread):
-    """Starts a server again each time that it kills it, after a random part of a second of its life."""
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
-    def __init__(self, folder, port, num_kills):
+
+class Killer(threading.Thread):
+    """Starts a server again each time that it kills it, after so many seconds of its life."""
+
+    def __init__(self, folder, port, num_kills, seconds=(0.05, 1.5), **settings):
         super().__init__(daemon=True)
-        self.folder, self.port, self.num_kills, self.num_killed = folder, port, num_kills, 0
+        self.port, self.num_kills, self.num_killed, self.seconds = port, num_kills, 0, seconds
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", SERVERS, str(folder), str(port)],
+            [sys.executable, "-W", "ignore", SERVERS, str(folder), str(port), json.dumps(settings)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.is_done, self.may_kill, self.has_killed = (threading.Event() for _ in range(3))
@@ -66,7 +73,7 @@ class Killer(threading.Thread):
             while not self.is_up():
                 self.is_done.wait(0.02)
             self.may_kill.wait()
-            self.is_done.wait(self.draw.uniform(0.05, 1.5) if self.num_killed < self.num_kills else None)
+            self.is_done.wait(self.draw.uniform(*self.seconds) if self.num_killed < self.num_kills else None)
             os.kill(pid, signal.SIGKILL)
             self.process.stdout.readline()
             if self.is_done.is_set():
@@ -90,10 +97,8 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_pa
         client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
         _, wanted, logprobs = train(client, 4 if num_kills < 10 else 24)
         client.close("success").result()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    killer = Killer(tmp_path / "killed", port, num_kills)
+    port = free_port()
+    killer = Killer(tmp_path / "killed", port, num_kills, max_starts=1000)
     killer.start()
 
     def begins(number):
@@ -129,15 +134,15 @@ def test_what_runs_again_after_a_restart(tmp_path):
     journal.answer("m:0", "application/json", b"0")
     journal.answer("m:1", "application/json", b"1")
     journal.answer("m:1", "application/json", b"again")
-    journal.group(["m:1", "m:2"], 1)
+    journal.begin(journal.works()[1:3])
     journal.snapshot("m", 0)
     journal.close()
     journal = Journal(tmp_path / "journal.sqlite")
-    assert journal.answered("m:1") == ("application/json", b"1")
+    assert journal.find("m:1") == ("optim_step", "application/json", b"1")
     assert journal.body("m:1") == b"{}"
-    assert [(work.seq, work.batch, work.is_answered) for work in journal.works()] == [
-        (1, 1, True),
-        (2, 1, False),
-        (3, None, False),
+    assert [(work.seq, work.batch, work.is_answered, work.begun) for work in journal.works()] == [
+        (1, 1, True, 0),
+        (2, 1, False, 1),
+        (3, None, False, 0),
     ]
     journal.close()

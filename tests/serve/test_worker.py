@@ -8,24 +8,20 @@ import threading
 import numpy as np
 import pytest
 import tinker
-import torch
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.serve.servers import KEY, running, tree_of_data
+from tests.serve.servers import KEY, RATE, Served, call, running, same, tree_of_data
 from treewise.errors import SamplerError
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work
-from treewise.serve.sampling import TextStops, answers
-from treewise.serve.settings import ServeSettings
-from treewise.serve.store import Place, Store
-from treewise.serve.weights import ServedModel
-from treewise.serve.worker import GAP_SECONDS, Worker
+from treewise.rl.samplers.protocol import TextStops
+from treewise.serve.journal import FAILED, REFUSED
+from treewise.serve.sampling import answers
+from treewise.serve.store import Place
+from treewise.serve.worker import GAP_SECONDS
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_worker")
 ADAM = types.AdamParams(learning_rate=2e-2)
-FACTS = {"shape": {"rank": 2, "mlp": True, "attn": True, "unembed": True}, "seed": 1, "path": None}
-RATE = {"adam_params": {"learning_rate": 0.05}}
 
 
 def train(address, number, seen):
@@ -89,67 +85,12 @@ def test_a_full_queue_is_an_answer_and_what_it_waits_for_is_taken(tmp_path):
         client.close("success").result()
 
 
-class Served:
-    """A worker that runs in the test's thread; `died` gives one that begins where a kill leaves it."""
-
-    def __init__(self, folder, **settings):
-        folder.mkdir(exist_ok=True)
-        self.folder, self.settings = folder, settings
-        chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
-        self.model = ServedModel(chosen, tiny_model("llama"))
-        self.store, self.journal = Store(folder, self.model, "tiny"), Journal(folder / "journal.sqlite")
-        self.worker = Worker(chosen, self.journal, self.model, self.store, lambda name: None)
-
-    def died(self):
-        self.journal.close()
-        return Served(self.folder, **self.settings)
-
-    def run(self, name, **facts):
-        if self.journal.get("model", name) is None:
-            self.journal.put("model", name, "s", {**FACTS, **facts})
-        return self.ask(name, 0, "create", {})
-
-    def send(self, name, seq, kind, body):
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.worker.submit(Work(f"{name}:{seq}", name, seq, kind), content)
-
-    def work(self):
-        while works := self.worker._take():
-            self.worker._begin(works)
-
-    def ask(self, name, seq, kind, body):
-        """JSON of the answer, with `error` where it failed."""
-        self.send(name, seq, kind, body)
-        self.work()
-        media, content = self.journal.answered(f"{name}:{seq}")
-        return json.loads(content) if media in (FAILED, "application/json") else content
-
-    def values(self, name):
-        return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]
-
-
 class Killed(BaseException):
     """What no handler of errors stops."""
 
 
 def killed(*_, **__):
     raise Killed
-
-
-def call(seed=0, **inputs):
-    rng, loss = np.random.default_rng(seed), "importance_sampling" if "advantages" in inputs else "cross_entropy"
-    message = pb.ForwardBackwardRequest(loss_fn=loss)
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = rng.integers(0, 64, 3).astype(np.int32).tobytes()
-    for key, array in {"target_tokens": rng.integers(0, 64, 3), **inputs}.items():
-        tensor = datum.loss_fn_inputs[key]
-        tensor.dtype = pb.DTYPE_INT64 if key == "target_tokens" else pb.DTYPE_FLOAT32
-        tensor.dense = np.asarray(array, dtype=np.int64 if key == "target_tokens" else np.float32).tobytes()
-    return message.SerializeToString()
-
-
-def same(first, second):
-    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_a_restart_runs_again_what_trained_and_nothing_else(tmp_path):
@@ -249,7 +190,7 @@ def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
     for index, body in enumerate((good, odd, good)):
         served.send("s:sample:0", index, "sample", body)
     served.work()
-    found = [served.journal.answered(f"s:sample:0:{index}")[0] for index in range(3)]
+    found = [served.journal.find(f"s:sample:0:{index}").media for index in range(3)]
     assert (found[0], found[2]) == ("application/x-protobuf",) * 2
 
 
@@ -280,7 +221,7 @@ def test_a_server_that_is_away_is_waited_for_once(tmp_path, monkeypatch):
         served.send("s:sample:0", index, "sample", body)
     served.work()
     assert calls == [3]
-    assert all("no answer" in json.loads(served.journal.answered(f"s:sample:0:{i}")[1])["error"] for i in range(3))
+    assert all("no answer" in json.loads(served.journal.find(f"s:sample:0:{i}").answer)["error"] for i in range(3))
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "sample"])
@@ -316,9 +257,9 @@ def test_a_request_that_ends_the_process_is_refused_after_some_starts(kind, tmp_
         if kind == "sample":
             served.work()
     served.work()
-    media, content = served.journal.answered(f"{owner}:1")
+    _, media, content = served.journal.find(f"{owner}:1")
     assert (media, "max_starts" in json.loads(content)["error"]) == (REFUSED, True)
-    assert served.journal.answered(f"{owner}:2")[0] not in (FAILED, REFUSED)
+    assert served.journal.find(f"{owner}:2").media not in (FAILED, REFUSED)
 
 
 def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
@@ -331,7 +272,7 @@ def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
     assert served.worker.num_waiting == 2
     served.worker._tidy(101.0 + GAP_SECONDS)
     assert served.worker.num_waiting == 0
-    assert "never came" in json.loads(served.journal.answered("a:train:0:3")[1])["error"]
+    assert "never came" in json.loads(served.journal.find("a:train:0:3").answer)["error"]
     served.ask("a:train:0", 1, "forward_backward", call())
     served.ask("a:train:0", 2, "forward_backward", call(2))
     served.ask("a:train:0", 5, "forward_backward", call(1))
@@ -342,13 +283,56 @@ def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
     assert same(served.values("a:train:0"), wanted)
 
 
-def test_what_expired_is_removed(tmp_path):
+def test_calls_before_a_step_are_one_forest(tmp_path):
+    """A token that two of them hold is computed once, and counted with the first."""
     served = Served(tmp_path)
     served.run("a:train:0")
-    for seq, (name, life) in enumerate((("short", 0), ("long", 3600), ("kept", None)), start=1):
-        assert "path" in served.ask("a:train:0", seq, "save_weights", {"path": name, "ttl_seconds": life})
-    served.worker._tidy(0.0)
-    assert sorted(path.name for path in tmp_path.glob("runs/*/weights/*")) == ["kept", "long"]
+    for seq in (1, 2, 3):
+        served.send("a:train:0", seq, "forward_backward", call(seed=seq // 3))
+    served.work()
+    counts = []
+    for seq in (1, 2, 3):
+        output = pb.ForwardBackwardOutput.FromString(served.journal.find(f"a:train:0:{seq}").answer)
+        counts.append([output.metrics[f"{name}:sum"] for name in ("flat_tokens", "tree_tokens")])
+    assert counts == [[4, 4], [4, 0], [4, 4]]
+    share = served.ask("a:train:0", 4, "optim_step", RATE)["metrics"]["share_ratio:mean"]
+    assert share == 12 / 8
+
+
+def test_a_request_that_was_answered_at_last_runs_again(tmp_path, monkeypatch):
+    """However often the server ended before: its effect belongs to the model. `max_starts` ends what has no answer."""
+    served = Served(tmp_path, max_starts=2)
+    served.run("a:train:0")
+    served.send("a:train:0", 1, "forward_backward", call())
+    with monkeypatch.context() as patch:
+        patch.setattr("treewise.serve.weights.TreeEngine.step", killed)
+        with pytest.raises(Killed):
+            served.work()
+    served = served.died()
+    assert served.ask("a:train:0", 2, "optim_step", RATE)["metrics"]["grad_norm:mean"] > 0
+    assert [work.begun for work in served.journal.works() if not work.is_done] == [2, 1]
+    wanted = served.values("a:train:0")
+    served = served.died()
+    served.ask("a:train:0", 3, "save_weights", {"path": "one"})
+    assert same(served.values("a:train:0"), wanted)
+
+
+def test_a_run_that_goes_on_goes_on_with_its_curve(tmp_path):
+    """Steps that run again after a kill are in it once."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    for number in range(3):
+        served.ask("a:train:0", 1 + 2 * number, "forward_backward", call(number))
+        served.ask("a:train:0", 2 + 2 * number, "optim_step", RATE)
+    before = served.journal.get("curve", "a:train:0")
+    assert [point[0] for point in before] == [1, 2, 3]
+    served = served.died()
+    assert served.journal.get("curve", "a:train:0") == before
+    served.ask("a:train:0", 7, "forward_backward", call(3))
+    served.ask("a:train:0", 8, "optim_step", RATE)
+    after = served.journal.get("curve", "a:train:0")
+    assert [point[:5] for point in after[:3]] == [point[:5] for point in before]
+    assert [point[0] for point in after] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 import uvicorn
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -28,13 +29,13 @@ from starlette.routing import Route
 from tinker import types
 
 from treewise.errors import DataError, TreewiseError
+from treewise.nn.adapter_slots import Shape
 from treewise.serve.catalog import Catalog, json_of, lora_facts
 from treewise.serve.journal import FAILED, REFUSED, Journal, Work
-from treewise.serve.losses import UNPUBLISHED
 from treewise.serve.settings import LOOPBACK, ServeSettings
 from treewise.serve.store import Place, Store
-from treewise.serve.weights import ServedModel, Shape
-from treewise.serve.wire import read_call
+from treewise.serve.weights import ServedModel
+from treewise.serve.wire import UNPUBLISHED, read_call
 from treewise.serve.worker import JSON, QueueFullError, Worker
 from treewise.trainer.run_context import RunLock
 
@@ -50,20 +51,20 @@ class Api(Catalog):
     paths, and those of other servers of this API (projects, publishing, billing), are 404.
     """
 
-    def __init__(self, settings: ServeSettings, worker: Worker) -> None:
+    def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self.settings = settings
+        self.settings = worker.settings
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._events: dict[str, asyncio.Event] = {}
+        self._answered = asyncio.Event()  # a new one after each time that something was
 
-    def on_answer(self, name: str) -> None:
-        """Wakes who waits for a request; the worker's thread calls this."""
+    def on_answers(self) -> None:
+        """Wakes who waits for answers; from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake, name)
+            self._loop.call_soon_threadsafe(self._wake)
 
-    def _wake(self, name: str) -> None:
-        if event := self._events.pop(name, None):
-            event.set()
+    def _wake(self) -> None:
+        self._answered.set()
+        self._answered = asyncio.Event()
 
     def app(self) -> Starlette:
         """The application; its worker runs while it does."""
@@ -91,17 +92,15 @@ class Api(Catalog):
             ("load_weights", self.load_weights, types.LoadWeightsRequest),
             ("get_info", self.get_info, types.GetInfoRequest),
             ("weights_info", self.weights_info, None),
-            ("forward_backward", self.call, None),
+            ("forward_backward", self.change, None),
             ("optim_step", self.change, types.OptimStepRequest),
             ("save_weights", self.change, types.SaveWeightsRequest),
             ("save_weights_for_sampler", self.change, types.SaveWeightsForSamplerRequest),
             ("save_weights_external", self.change, types.SaveWeightsExternalRequest),
             ("create_sampling_session", self.create_sampling_session, types.CreateSamplingSessionRequest),
-            ("join_sampling_session", self.join_sampling_session, types.JoinSamplingSessionRequest),
             ("asample", self.sample, types.SampleRequest),
             ("retrieve_future", self.retrieve, types.FutureRetrieveRequest),
             ("cancel_future", self.cancel, types.FutureRetrieveRequest),
-            ("create_custom_loss", self.custom_loss, None),
         ]
         others = [
             ("GET", "healthz", self.health),
@@ -151,27 +150,21 @@ class Api(Catalog):
             raise HTTPException(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
 
     async def _body(self, request: Request) -> bytes:
-        limit = self.settings.max_request_mb << 20
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HTTPException(415, "compressed requests are not taken.")
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= limit:
-                parts.append(part)
-            elif size > 4 * limit:  # what is a little larger is read to its end, or its sender would not hear why
-                break
-        if size > limit:
+        body, limit = bytearray(), self.settings.max_request_mb << 20
+        async for part in request.stream():  # what is too large is read to its end, or its sender would not hear why
+            body += part[: limit + 1 - len(body)]
+        if len(body) > limit:
             raise HTTPException(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
-        return b"".join(parts)
+        return bytes(body)
 
-    async def _submit(self, owner: str, seq: int | None, kind: str, body: Any) -> dict[str, Any]:
-        """A future. body: of the SDK's type, or as it came."""
+    async def _submit(self, owner: str, seq: int | None, kind: str, body: bytes) -> dict[str, Any]:
+        """A future."""
         if seq is None or not (kind in ("create", "sample") or seq > 0) or not 0 <= seq < MAX_SEQ:
             raise DataError(f"seq_id must be 1 to {MAX_SEQ - 1}.")
-        content = body if isinstance(body, bytes) else orjson.dumps(body.model_dump(mode="json"))
         name = f"{owner}:{seq}"
-        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), content)
+        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), body)
         return {"request_id": name, "model_id": owner}
 
     # -- clients ------------------------------------------------------------------------------------------------------
@@ -189,8 +182,8 @@ class Api(Catalog):
 
     async def finish(self, request: Request, _: object) -> object:
         """A client that ends; its runs stay."""
-        session, asked = request.path_params["session"], json_of(request)
-        self.journal.put("session", session, "", {"finished": asked, **self.facts("session", session)})
+        session = request.path_params["session"]
+        self.journal.put("session", session, "", {**self.facts("session", session), "finished": True})
         return Response(status_code=204)
 
     async def health(self, *_: object) -> object:
@@ -223,13 +216,13 @@ class Api(Catalog):
         seed = secrets.randbits(48) if lora is None or lora.seed is None else lora.seed
         return await self._new_run(asked, {"shape": asdict(shape), "seed": seed, "path": None})
 
-    async def load_weights(self, _: Request, asked: Any) -> object:
+    async def load_weights(self, request: Request, asked: Any) -> object:
         """Into a model, or into a new run."""
         if asked.weights_access_token is not None:
             raise DataError("weights_access_token: this server has no other accounts.")
         self._check_optimizer(asked.optimizer_config)
         if asked.model_id is not None:
-            return await self._change("load_weights", asked)
+            return await self.change(request, asked)
         place = Place.parsed(asked.path)
         facts = {"shape": asdict(self.store.shape(place)), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
         return await self._new_run(asked, facts)
@@ -243,7 +236,7 @@ class Api(Catalog):
         if self.journal.get("model", name) is None:
             facts |= {"user_metadata": asked.user_metadata, "created": time.time()}
             self.journal.put("model", name, asked.session_id, facts)
-        return await self._submit(name, 0, "create", asked)
+        return await self._submit(name, 0, "create", asked.model_dump_json().encode())
 
     async def get_info(self, _: Request, asked: Any) -> object:
         shape, folder = Shape(**self.facts("model", asked.model_id)["shape"]), self.store.runs.parent / "tokenizer"
@@ -258,22 +251,16 @@ class Api(Catalog):
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
-    async def call(self, request: Request, _: object) -> object:
-        """forward, forward_backward."""
-        call = read_call(request.state.body)
-        return await self._change("forward" if call.forward_only else "forward_backward", call, request.state.body)
-
     async def change(self, request: Request, asked: Any) -> object:
-        """Every other request that names a model and its sequence number."""
-        return await self._change(request.url.path.rpartition("/")[2], asked)
-
-    async def _change(self, kind: str, asked: Any, body: bytes | None = None) -> object:
+        """A request that names a model and its sequence number. Calls, forward or forward_backward, are in protobuf."""
+        kind = request.url.path.rpartition("/")[2]
+        if asked is None:
+            asked, body = read_call(request.state.body), request.state.body
+            kind = "forward" if asked.forward_only else kind
+        else:
+            body = asked.model_dump_json().encode()  # with the defaults
         self.facts("model", asked.model_id)
-        return await self._submit(asked.model_id, asked.seq_id, kind, asked if body is None else body)
-
-    async def custom_loss(self, *_: object) -> object:
-        """Refused: no code or graph of a client runs here. The SDK computes custom losses itself."""
-        raise DataError("custom losses are computed at the client (custom_loss_server_side is off).")
+        return await self._submit(asked.model_id, asked.seq_id, kind, body)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -282,21 +269,11 @@ class Api(Catalog):
         self.facts("session", asked.session_id)
         self._check_base(asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self._put_sampler(name, asked.session_id, asked.model_path)
+        if asked.model_path is not None:
+            self.store.facts(Place.parsed(asked.model_path))
+        facts = {"base_model": self.store.base_name, "model_path": asked.model_path}
+        self.journal.put("sampler", name, asked.session_id, facts)
         return {"type": "create_sampling_session", "sampling_session_id": name}
-
-    def _put_sampler(self, name: str, session: str, path: str | None) -> None:
-        if path is not None:
-            self.store.find(Place.parsed(path))
-        self.journal.put("sampler", name, session, {"base_model": self.store.base_name, "model_path": path})
-
-    async def join_sampling_session(self, _: Request, asked: Any) -> object:
-        """A number for another client of a sampling session."""
-        name = asked.sampling_session_id
-        facts = self.facts("sampler", name)
-        count = int(facts.get("clients", 0)) + 1
-        self.journal.put("sampler", name, name.split(":")[0], {**facts, "clients": count})
-        return {"type": "join_sampling_session", "client_counter": count}
 
     async def sample(self, request: Request, asked: Any) -> object:
         if not 1 <= asked.num_samples <= self.settings.max_queue:
@@ -305,14 +282,10 @@ class Api(Catalog):
             raise DataError(f"record_stability_info, for stable_reinforce: {UNPUBLISHED['stable_reinforce']}.")
         if unknown := set(json_of(request)["sampling_params"]) - set(types.SamplingParams.model_fields):
             raise DataError(f"sampling_params has fields that this server does not know: {sorted(unknown)}.")
-        owner, seq = asked.sampling_session_id, asked.seq_id
-        if owner is not None and seq is not None:
-            self.facts("sampler", owner)
-        else:  # without a session; a request that is sent again is another one
-            self._check_base(asked.base_model)
-            owner, seq = f"direct:{asked.model_path or ''}", secrets.randbelow(MAX_SEQ)
-            self._put_sampler(owner, "", asked.model_path)
-        promised = await self._submit(owner, seq, "sample", request.state.body)
+        if asked.sampling_session_id is None:
+            raise DataError("sampling_session_id is missing; create_sampling_session gives one.")
+        self.facts("sampler", asked.sampling_session_id)
+        promised = await self._submit(asked.sampling_session_id, asked.seq_id, "sample", request.state.body)
         names = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": names}
 
@@ -323,21 +296,17 @@ class Api(Catalog):
 
     async def retrieve(self, _: Request, asked: Any) -> object:
         """An answer, or 408 after `WAIT_SECONDS`: ask again."""
-        name = asked.request_id
-        if self.journal.kind_of(name) is None:
-            raise HTTPException(410, f"request {name} is unknown or forgotten.")
-        event = self._events.setdefault(name, asyncio.Event())
-        found = self.journal.answered(name)
-        if found is None:
+        name, ends = asked.request_id, time.monotonic() + WAIT_SECONDS
+        while True:
+            answered = self._answered  # of what is answered after this look
+            if (found := self.journal.find(name)) is None:
+                raise HTTPException(410, f"request {name} is unknown or forgotten.")
+            if found.answer is not None:
+                return Response(found.answer, media_type=JSON if found.media in (FAILED, REFUSED) else found.media)
             try:
-                await asyncio.wait_for(event.wait(), WAIT_SECONDS)
+                await asyncio.wait_for(answered.wait(), ends - time.monotonic())
             except TimeoutError:
                 return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
-            found = self.journal.answered(name)
-        self._wake(name)  # others that wait for it
-        assert found is not None
-        media, content = found
-        return Response(content, media_type=JSON if media in (FAILED, REFUSED) else media)
 
 
 async def _page(_: Request) -> Response:
@@ -354,7 +323,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status, headers, JSON)
+    return Response(orjson.dumps(content, default=BaseModel.model_dump), status, headers, JSON)
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -372,10 +341,9 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     served = ServedModel(settings, model, tokenizer)
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
-    store = Store(folder, served, settings.names[0])
     journal = Journal(folder / "journal.sqlite")
-    worker = Worker(settings, journal, served, store, lambda name: api.on_answer(name))
-    api = Api(settings, worker)
+    worker = Worker(Store(folder, served, settings.names[0], journal), lambda: api.on_answers())
+    api = Api(worker)
     return api.app()
 
 

@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -9,11 +10,12 @@ import psutil
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
+from tinker import types
 
 from treewise.errors import DataError
-from treewise.serve.store import TYPES, Place
-from treewise.serve.weights import Shape
+from treewise.nn.adapter_slots import Shape
+from treewise.serve.store import TYPES, Place, size_of
 from treewise.serve.worker import Worker
 
 
@@ -57,40 +59,28 @@ class Catalog:
     async def run(self, request: Request, _: object) -> object:
         return self._run(request.path_params["run"])
 
-    def _run(self, name: str) -> dict[str, Any]:
-        facts = self.facts("model", name)
-        shape, places = Shape(**facts["shape"]), self.store.places(name)
-        last = {place.kind: self._checkpoint(place) for place in places}
-        return {
-            "training_run_id": name,
-            "base_model": self.store.base_name,
-            "model_owner": "local",
-            **lora_facts(shape),
-            "last_request_time": _time(max([facts["created"], *(self.store.facts(place)["time"] for place in places)])),
-            "last_checkpoint": last.get("weights"),
-            "last_sampler_checkpoint": last.get("sampler_weights"),
-            "user_metadata": facts.get("user_metadata"),
-        }
+    def _run(self, name: str) -> types.TrainingRun:
+        facts, places = self.facts("model", name), self.store.places(name)
+        last = {place.kind: _checkpoint(place, own) for place, own in places.items()}
+        return types.TrainingRun(
+            training_run_id=name,
+            base_model=self.store.base_name,
+            model_owner="local",
+            **lora_facts(Shape(**facts["shape"])),
+            last_request_time=max([facts["created"], *(own["time"] for own in places.values())]),
+            last_checkpoint=last.get("weights"),
+            last_sampler_checkpoint=last.get("sampler_weights"),
+            user_metadata=facts.get("user_metadata"),
+        )
 
     async def run_checkpoints(self, request: Request, _: object) -> object:
         self.facts("model", request.path_params["run"])
-        return {"checkpoints": [self._checkpoint(place) for place in self.store.places(request.path_params["run"])]}
+        places = self.store.places(request.path_params["run"])
+        return {"checkpoints": [_checkpoint(*item) for item in places.items()]}
 
     async def checkpoints(self, request: Request, _: object) -> object:
-        places, cursor = _page(request, self.store.places(), 100)
-        return {"checkpoints": list(map(self._checkpoint, places)), "cursor": cursor}
-
-    def _checkpoint(self, place: Place) -> dict[str, Any]:
-        facts, ends = self.store.facts(place), self.store.ends(place)
-        return {
-            "checkpoint_id": f"{place.kind}/{place.name}",
-            "checkpoint_type": TYPES[place.kind],
-            "time": _time(facts["time"]),
-            "tinker_path": str(place),
-            "size_bytes": self.store.size(place),
-            "user_metadata": facts.get("user_metadata"),
-            "expires_at": None if ends is None else _time(ends),
-        }
+        items, cursor = _page(request, list(self.store.places().items()), 100)
+        return {"checkpoints": [_checkpoint(*item) for item in items], "cursor": cursor}
 
     async def delete(self, request: Request, _: object) -> object:
         await run_in_threadpool(self.store.delete, _place(request))
@@ -103,29 +93,34 @@ class Catalog:
     async def urls(self, request: Request, _: object) -> object:
         """Where the files of an export are fetched, by whoever may ask here."""
         base, key = str(request.url).removesuffix("external_weights_urls"), request.headers.get("x-api-key", "")
-        names = sorted(path.name for path in self.store.find(_place(request)).iterdir() if path.is_file())
-        return {"urls": {each: f"{base}files/{each}?key={key}" for each in names}, "expires": _time(time.time() + 3600)}
+        expires = datetime.fromtimestamp(time.time() + 3600, UTC)
+        return {
+            "urls": {each: f"{base}files/{each}?key={key}" for each in sorted(self._files(request))},
+            "expires": expires,
+        }
+
+    def _files(self, request: Request) -> dict[str, Path]:
+        return {path.name: path for path in self.store.facts(_place(request))["folder"].iterdir() if path.is_file()}
 
     async def file(self, request: Request, _: object) -> object:
         """One file of a checkpoint, by its plain name."""
-        files = {path.name: path for path in self.store.find(_place(request)).iterdir() if path.is_file()}
-        if request.path_params["file"] not in files:
+        if (found := self._files(request).get(request.path_params["file"])) is None:
             raise HTTPException(404, "no such file in the checkpoint.")
-        content = await run_in_threadpool(files[request.path_params["file"]].read_bytes)
-        return Response(content, media_type="application/octet-stream")
+        return FileResponse(found, media_type="application/octet-stream")
 
     async def status(self, *_: object) -> object:
         """What the page shows."""
-        statistics, settings = self.worker.statistics, self.worker.settings
+        names = self.journal.names("model")[:50]
         return {
-            **{name: getattr(statistics, name) for name in statistics.__slots__},
+            **self.worker.figures,
+            "curves": {name: self.journal.get("curve", name) or [] for name in names},
             "model": self.store.base_name,
-            "share": settings.share,
+            "share": self.worker.settings.share,
             "waiting": self.worker.num_waiting,
-            "max_queue": settings.max_queue,
+            "max_queue": self.worker.settings.max_queue,
             "memory_bytes": psutil.Process().memory_info().rss,
             "clients": sum(time.time() - seen < 60 for seen in self.beats.values()),
-            "runs": [{"id": name, **self.facts("model", name)} for name in self.journal.names("model")[:50]],
+            "runs": [{"id": name, **self.facts("model", name)} for name in names],
         }
 
 
@@ -146,8 +141,16 @@ def _place(request: Request) -> Place:
     return Place.parsed("tinker://{run}/{kind}/{name}".format(**request.path_params))
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+def _checkpoint(place: Place, facts: dict[str, Any]) -> types.Checkpoint:
+    return types.Checkpoint(
+        checkpoint_id=f"{place.kind}/{place.name}",
+        checkpoint_type=TYPES[place.kind],
+        time=facts["time"],
+        tinker_path=str(place),
+        size_bytes=size_of(facts["folder"]),
+        user_metadata=facts.get("user_metadata"),
+        expires_at=facts["expires"],
+    )
 
 
 def _page(request: Request, items: list[Any], default: int = 20) -> tuple[list[Any], dict[str, int]]:

@@ -10,9 +10,10 @@ import json
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from treewise.errors import ConfigError
 
@@ -43,6 +44,14 @@ class Work:
     begun: int = 0
 
 
+class Found(NamedTuple):
+    """A request: what was asked, and the media and content of its answer, None while there is none."""
+
+    kind: str
+    media: str | None
+    answer: bytes | None
+
+
 class Journal:
     """Opens or makes the file; any thread may call."""
 
@@ -63,17 +72,21 @@ class Journal:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
-    # -- sessions, models, samplers -----------------------------------------------------------------------------------
+    # -- facts of sessions, models, samplers, checkpoints -------------------------------------------------------------
 
-    def put(self, kind: str, name: str, owner: str, content: dict[str, Any], number: int = -1) -> None:
-        """Writes what is known of a session, model or sampler."""
-        row = (kind, name, owner, number, json.dumps(content), time.time())
+    def put(self, kind: str, name: str, owner: str, content: Any) -> None:
+        """Writes what is known of something, in place of what was."""
+        row = (kind, name, owner, -1, json.dumps(content), time.time())
         self._all("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?)", *row)
 
-    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+    def get(self, kind: str, name: str) -> Any:
         """The content; None where there is none of this name."""
         found = self._all("SELECT content FROM facts WHERE kind = ? AND id = ?", kind, name)
         return json.loads(found[0][0]) if found else None
+
+    def remove(self, kind: str, name: str) -> None:
+        """Forgets it."""
+        self._all("DELETE FROM facts WHERE kind = ? AND id = ?", kind, name)
 
     def names(self, kind: str, owner: str | None = None) -> list[str]:
         """Names of a kind, the newest first; of one owner."""
@@ -89,10 +102,10 @@ class Journal:
             *(work.id, work.owner, work.seq, work.kind, body, time.time()),
         )
 
-    def kind_of(self, name: str) -> str | None:
-        """Of a request; None where there is none of this id."""
-        found = self._all("SELECT kind FROM requests WHERE id = ?", name)
-        return found[0][0] if found else None
+    def find(self, name: str) -> Found | None:
+        """A request; None where there is none of this id."""
+        found = self._all("SELECT kind, media, answer FROM requests WHERE id = ?", name)
+        return Found(*found[0]) if found else None
 
     def body(self, name: str) -> bytes:
         """Of a request that has not run."""
@@ -105,23 +118,13 @@ class Journal:
             *(content, media, time.time(), name),
         )
 
-    def answered(self, name: str) -> tuple[str, bytes] | None:
-        """Media and content of an answer; None while there is none."""
-        found = self._all("SELECT media, answer FROM requests WHERE id = ? AND answer IS NOT NULL", name)
-        return (found[0][0], bytes(found[0][1])) if found else None
-
-    def _each(self, query: str, rows: list[tuple[Any, ...]]) -> None:
+    def begin(self, works: Sequence[Work]) -> None:
+        """Marks requests as one group, and counts that those without an answer begin: one that ends the process does so
+        again at each start."""
+        query = "UPDATE requests SET batch = IFNULL(batch, ?), begun = begun + (answer IS NULL) WHERE id = ?"
         with self._lock, self._db:
             self._db.execute("BEGIN")
-            self._db.executemany(query, rows)
-
-    def group(self, names: list[str], batch: int) -> None:
-        """Marks requests as one group."""
-        self._each("UPDATE requests SET batch = ? WHERE id = ?", [(batch, name) for name in names])
-
-    def begin(self, names: list[str]) -> None:
-        """Counts that requests without an answer begin: one that ends the process does so again at each start."""
-        self._each("UPDATE requests SET begun = begun + 1 WHERE id = ? AND answer IS NULL", [(name,) for name in names])
+            self._db.executemany(query, [(works[0].seq, work.id) for work in works])
 
     def works(self, owner: str | None = None) -> list[Work]:
         """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""

@@ -12,19 +12,21 @@ import json
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
-from treewise.errors import CheckpointError, DataError
+from treewise.errors import DataError
+from treewise.nn.adapter_slots import Shape, Weights
 from treewise.rl.samplers.server_weights import save_adapter
-from treewise.serve.weights import ServedModel, Shape, Weights
+from treewise.serve.journal import Journal
+from treewise.serve.weights import ServedModel
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, load_optimizer, optimizer_state, save_optimizer
-from treewise.trainer.checkpoint.store import MANIFEST, listed_files, read_manifest, write_atomically
+from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimizer_state, save_optimizer
+from treewise.trainer.checkpoint.store import MANIFEST, listed_files, read_manifest
+from treewise.trainer.checkpoint.weights import load_weights
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 KINDS = {  # what each request saves
@@ -38,7 +40,6 @@ _PATH = re.compile(
 )
 _KEPT = 4  # weights to sample from that stay in memory
 _LONGEST_LIFE = 10**10
-_LIFE = "life.json"  # beside a checkpoint: when it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,85 +62,69 @@ class Place:
 
 
 class Store:
-    """The checkpoints below a folder."""
+    """The checkpoints below a folder. The journal has when they expire."""
 
-    def __init__(self, folder: Path, model: ServedModel, base_name: str) -> None:
-        self.runs, self.model, self.base_name = folder / "runs", model, base_name
+    def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: Journal) -> None:
+        self.runs, self.model, self.base_name, self.journal = folder / "runs", model, base_name, journal
         self._loaded = lru_cache(_KEPT)(self._load_sampler)
         for each in self.runs.glob("*/*"):  # what a killed server left
             for inner in [each] if each.name == "snapshots" else each.iterdir():
                 store.recover(inner)
 
-    def _folder(self, place: Place) -> Path:
+    def folder(self, place: Place) -> Path:
+        """Where it stands."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
-    def find(self, place: Place) -> Path:
-        """The folder of a checkpoint. Raises `DataError` where it is not there or has expired."""
-        found, ends = self._folder(place) / "checkpoint-1", self.ends(place)
-        if not (found / MANIFEST).is_file() or (ends is not None and ends < time.time()):
-            raise DataError(f"{place}: no such checkpoint.")
-        return found
-
-    def exists(self, place: Place) -> bool:
-        """Whether it is there."""
-        try:
-            return self.find(place) is not None
-        except DataError:
-            return False
-
     def facts(self, place: Place) -> dict[str, Any]:
-        """What was written down with it."""
-        return facts_of(self.find(place))
+        """What was written down with a checkpoint, its `folder`, and when it `expires`, in seconds since 1970 or None.
+        Raises `DataError` where it is not there or has expired.
+        """
+        folder, expires = self.folder(place) / "checkpoint-1", self.journal.get("expires", str(place))
+        if not (folder / MANIFEST).is_file() or (expires is not None and expires < time.time()):
+            raise DataError(f"{place}: no such checkpoint.")
+        return {**_facts(folder), "folder": folder, "expires": expires}
 
-    def ends(self, place: Place) -> float | None:
-        """When it expires, in seconds since 1970."""
-        return _ends(self._folder(place) / _LIFE)
-
-    def set_life(self, place: Place, seconds: float | None) -> None:
+    def set_life(self, place: Place, seconds: Any) -> None:
         """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
-        self.find(place)
-        _check_life(seconds)
-        ends = None if seconds is None else time.time() + seconds
-        write_atomically(self._folder(place) / _LIFE, json.dumps({"ends": ends}))
+        self.facts(place)
+        self.journal.put("expires", str(place), place.run, _end_of(seconds))
 
-    def save(self, place: Place, weights: Weights, facts: dict[str, Any], life: float | None = None) -> Place:
+    def save(self, place: Place, weights: Weights, facts: dict[str, Any], life: Any = None) -> None:
         """Writes a checkpoint; the optimizer's state, too, where it is one of training.
 
         Raises:
             CheckpointError: it could not be written whole; what was there is untouched. DataError: a wrong `life`.
         """
-        _check_life(life)
-        self._write(self._folder(place), 1, weights, facts, with_optimizer=place.kind == "weights")
-        if life is not None:
-            self.set_life(place, life)
-        return place
+        expires = _end_of(life)
+        self._write(self.folder(place), 1, weights, facts, with_optimizer=place.kind == "weights")
+        self.journal.put("expires", str(place), place.run, expires)
 
     def forget(self) -> None:
         """Removes what has expired."""
-        for each in self.runs.glob(f"*/*/*/{_LIFE}"):
-            ends = _ends(each)
-            if ends is not None and ends < time.time():
-                shutil.rmtree(each.parent, ignore_errors=True)  # a client may delete it, too
+        for name in self.journal.names("expires"):
+            expires = self.journal.get("expires", name)
+            if expires is not None and expires < time.time():
+                self._remove(Place.parsed(name))
 
     def delete(self, place: Place) -> None:
         """Raises `DataError` where there is none."""
-        self.find(place)
-        shutil.rmtree(self._folder(place))
+        self.facts(place)
+        self._remove(place)
 
-    def places(self, run: str | None = None) -> list[Place]:
-        """All checkpoints, or those of a run, the oldest first; files that a killed server left are none."""
-        pattern = "*" if run is None else run.replace(":", ".")
-        found = [
-            Place(each.parents[1].name.replace(".", ":"), each.parent.name, each.name)
-            for kind in TYPES
-            for each in self.runs.glob(f"{pattern}/{kind}/*")
-            if each.is_dir()
-        ]
-        return sorted((place for place in found if self.exists(place)), key=lambda place: self.facts(place)["time"])
+    def _remove(self, place: Place) -> None:
+        shutil.rmtree(self.folder(place), ignore_errors=True)  # two may do so at once
+        self.journal.remove("expires", str(place))
 
-    def size(self, place: Place) -> int:
-        """Bytes of its files."""
-        return sum(path.stat().st_size for path in self.find(place).rglob("*") if path.is_file())
+    def places(self, run: str | None = None) -> dict[Place, dict[str, Any]]:
+        """All checkpoints, or those of a run, the oldest first, with their facts; files that a killed server left are
+        none."""
+        found = {}
+        for each in self.runs.glob(f"{'*' if run is None else run.replace(':', '.')}/*/*/checkpoint-1/{MANIFEST}"):
+            run_folder, kind, name, _, _ = each.relative_to(self.runs).parts
+            place = Place(run_folder.replace(".", ":"), kind, name)
+            with suppress(DataError, OSError):  # it has expired, or goes at this moment
+                found[place] = self.facts(place)
+        return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -156,9 +141,7 @@ class Store:
         for each in store.checkpoints(parent):
             if store.step_of(each) > seq:
                 shutil.rmtree(each)
-        folder = parent / f"checkpoint-{seq}"
-        self._read(folder, weights, with_optimizer=True)
-        return facts_of(folder)
+        return self._read(parent / f"checkpoint-{seq}", weights, with_optimizer=True)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -185,7 +168,7 @@ class Store:
         Raises:
             DataError: it is not there, of another shape, or without the optimizer's state. CheckpointError: damaged.
         """
-        folder = self.find(place)
+        folder = self.facts(place)["folder"]
         if with_optimizer and place.kind != "weights":
             raise DataError(f"{place} holds no optimizer's state; load a checkpoint of save_state, or weights alone.")
         self._read(folder, weights, with_optimizer=with_optimizer)
@@ -204,48 +187,34 @@ class Store:
         """What the checkpoint's weights are."""
         return Shape(**self.facts(place)["shape"])
 
-    def _read(self, folder: Path, weights: Weights, *, with_optimizer: bool) -> None:
+    def _read(self, folder: Path, weights: Weights, *, with_optimizer: bool) -> dict[str, Any]:
         read_manifest(folder)  # compares every file with its checksum
-        shape = Shape(**facts_of(folder)["shape"])
+        facts = _facts(folder)
+        shape = Shape(**facts["shape"])
         if shape != weights.shape:
             raise DataError(f"{folder.parent.name} is of shape {shape.name}, the model of {weights.shape.name}.")
-        with self.model.using(weights), listed_files(folder) as listed:
-            if shape.rank:
-                from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-                stored = load_file(listed / "adapter_model.safetensors")
-                name = shape.name
-                wanted = get_peft_model_state_dict(self.model.model, adapter_name=name, save_embedding_layers=False)
-                if {key: each.shape for key, each in wanted.items()} != {
-                    key: each.shape for key, each in stored.items()
-                }:
-                    raise CheckpointError(f"{folder}: its adapters are not those of this base model.")
-                set_peft_model_state_dict(self.model.model, stored, adapter_name=name)
-            else:
-                parameters = dict(self.model.base.named_parameters())
-                for file in sorted(listed.glob("*.safetensors")):
-                    for key, each in load_file(file).items() if not file.name.startswith(OPTIMIZER) else ():
-                        parameters.pop(key).data.copy_(each)
-                if parameters:
-                    raise CheckpointError(f"{folder}: {len(parameters)} weights are missing, as {min(parameters)}.")
+        with self.model.using(weights):
+            load_weights(self.model.model, folder, shape.name if shape.rank else None)
             if with_optimizer:
                 assert weights.optimizer is not None
-                load_optimizer(listed, weights.optimizer, self.model.model)
+                with listed_files(folder) as listed:
+                    load_optimizer(listed, weights.optimizer, self.model.model)
+        return facts
 
 
-def _ends(file: Path) -> float | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))["ends"]
-    except (OSError, ValueError, KeyError):
-        return None
+def size_of(folder: Path) -> int:
+    """Bytes of a folder's files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _check_life(seconds: Any) -> None:
+def _end_of(seconds: Any) -> float | None:
+    """When a life of so many seconds ends."""
     if seconds is not None and not (isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST_LIFE):
         raise DataError(f"ttl_seconds={seconds!r} must be null or 0 to {_LONGEST_LIFE} seconds.")
+    return None if seconds is None else time.time() + seconds
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
+def _facts(folder: Path) -> dict[str, Any]:
     """What was written into the manifest of a checkpoint."""
     found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["serve"]
     return found

@@ -9,16 +9,22 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
+from tinker.types import TensorData
 
 from treewise.errors import DataError
+from treewise.objectives.rows_loss import Row, RowsLoss, make_row
 from treewise.rl.samplers.protocol import Completion
-from treewise.serve.losses import Row, make_row
 from treewise.serve.weights import ServedModel
 from treewise.tree.images import ImageSpan
 
 PROTOBUF = "application/x-protobuf"
-MASK_LOGPROB = -99999.0  # of a place in a table of top log-probs that holds none
-_DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+UNPUBLISHED = {
+    "stable_reinforce": "its formula is not published; give the recipe loss_fn=importance_sampling, or the server "
+    "--stable_reinforce importance_sampling (ppo, cispo), which then stands in for it",
+    "custom": "a loss that was sent as a graph is not run here; the SDK then computes custom losses at the client",
+}
+_MASK_LOGPROB = -99999.0  # of a place in a table of top log-probs that holds none
+_DTYPES = {pb.DTYPE_FLOAT32: ("float32", np.float32), pb.DTYPE_INT64: ("int64", np.int64)}
 _MAX_CELLS = 1 << 24  # of what a request makes the server lay out beyond its own size
 
 
@@ -39,6 +45,8 @@ def read_rows(body: bytes, model: ServedModel) -> list[Row]:
     if any(len(UnknownFieldSet(each)) for each in (message, *message.data)):
         raise DataError("the request has fields that this server does not know; its SDK is newer.")
     loss = stand_in if message.loss_fn == "stable_reinforce" and stand_in != "refused" else message.loss_fn
+    if loss in UNPUBLISHED:
+        raise DataError(f"loss_fn={loss!r}: {UNPUBLISHED[loss]}.")
     settings = {name: float(value) for name, value in message.loss_fn_config.items()}
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -47,17 +55,19 @@ def read_rows(body: bytes, model: ServedModel) -> list[Row]:
     if not message.data:
         raise DataError("data: no datum given.")
     tensors = (each for datum in message.data for each in datum.loss_fn_inputs.values())
-    check_cells(abs(math.prod(each.shape)) for each in tensors if each.WhichOneof("encoding") == "sparse_csr")
+    check_cells(abs(math.prod(each.shape)) for each in tensors if each.HasField("sparse_csr"))
     rows = []
     for index, datum in enumerate(message.data):
-        location = f"data[{index}]"
-        ids, images = read_prompt(datum.model_input, model, f"{location}.model_input")
-        given = {name: _tensor(each, f"{location}.{name}") for name, each in datum.loss_fn_inputs.items()}
-        row = replace(make_row(ids, given, loss, settings, location), images=images)
-        check_ids(row.token_ids, model.vocabulary, location)
+        try:
+            ids, images = read_prompt(datum.model_input, model, "model_input")
+            given = {name: _tensor(each, name) for name, each in datum.loss_fn_inputs.items()}
+            row = replace(make_row(ids, given, loss, settings), images=images)
+            check_ids(row.token_ids, model.vocabulary, "target_tokens")
+            check_ids(row.targets[row.targets >= 0], model.vocabulary, "target_tokens")
+        except ValueError as error:
+            raise DataError(f"data[{index}]: {error}") from None
         if row.token_ids[-1] == model.image_token:  # a target, of which no image is there
             row.token_ids[-1] = 0
-        check_ids(row.targets[row.targets >= 0], model.vocabulary, f"{location}.target_tokens")
         rows.append(row)
     return rows
 
@@ -78,11 +88,11 @@ def read_prompt(chunks: Sequence[Any], model: ServedModel, location: str) -> tup
         kind = chunk.type if hasattr(chunk, "type") else chunk.WhichOneof("chunk")
         own = getattr(chunk, str(kind), chunk)
         if kind == "encoded_text":
-            ids = _numbers(own.tokens, np.int32, location) if isinstance(own.tokens, bytes) else np.array(own.tokens)
+            ids = np.frombuffer(own.tokens, np.int32) if isinstance(own.tokens, bytes) else np.array(own.tokens)
             check_ids(ids, model.vocabulary, location)
         elif kind != "image" or model.image_token is None:
             raise DataError(f"{location}: chunks of type {kind} are not taken by this model; send encoded_text.")
-        elif not 1 <= (own.expected_tokens or 0) <= _MAX_CELLS or _has(own, "override_dimensions"):
+        elif not 1 <= (own.expected_tokens or 0) <= _MAX_CELLS or str(getattr(own, "override_dimensions", "")):
             raise DataError(f"{location}: an image needs expected_tokens, and takes no override_dimensions.")
         else:
             ids = np.full(own.expected_tokens, model.image_token)
@@ -94,30 +104,23 @@ def read_prompt(chunks: Sequence[Any], model: ServedModel, location: str) -> tup
     return np.concatenate(parts), tuple(images)
 
 
-def _has(message: Any, name: str) -> bool:
-    return hasattr(message, "HasField") and message.HasField(name)
-
-
-def _numbers(raw: bytes, dtype: Any, location: str) -> np.ndarray:
-    if len(raw) % np.dtype(dtype).itemsize:
-        raise DataError(f"{location}: {len(raw)} bytes are no whole number of {np.dtype(dtype).name}.")
-    return np.frombuffer(raw, dtype=dtype)
-
-
 def _tensor(message: Any, location: str) -> np.ndarray:
-    """Dense, [T] or [T, K]; what a sparse tensor does not list is 0."""
-    dtype, shape = _DTYPES.get(message.dtype), tuple(message.shape)
-    if dtype is None or len(shape) > 2 or any(size < 0 for size in shape):
-        raise DataError(f"{location}: a tensor of dtype {message.dtype} and shape {shape} is not taken.")
-    if message.WhichOneof("encoding") != "sparse_csr":
-        dense = _numbers(message.dense, dtype, location)
-        if dense.size != math.prod(shape or (dense.size,)):
-            raise DataError(f"{location}: {dense.size} numbers for shape {shape}.")
-        return dense.reshape(shape or (dense.size,))
-    csr = message.sparse_csr
-    values = _numbers(csr.values, dtype, location)
-    ends, columns = (_numbers(each, np.int64, location) for each in (csr.crow_indices, csr.col_indices))
-    return from_csr(shape, ends, columns, values, location)
+    """Dense, [T] or [T, K]; what a sparse tensor does not list is 0. Raises `ValueError`."""
+    if message.dtype not in _DTYPES:
+        raise DataError(f"{location}: a tensor of dtype {message.dtype} is not taken.")
+    (name, dtype), csr, shape = _DTYPES[message.dtype], message.sparse_csr, list(message.shape)
+    if not message.HasField("sparse_csr"):
+        return dense(TensorData(np.frombuffer(message.dense, dtype), name, shape or None), location)
+    ends, columns = (np.frombuffer(each, np.int64).tolist() for each in (csr.crow_indices, csr.col_indices))
+    return dense(TensorData(np.frombuffer(csr.values, dtype), name, shape, ends, columns), location)
+
+
+def dense(tensor: TensorData, location: str, fill: int = 0) -> np.ndarray:
+    """What a sparse tensor does not list is `fill`. Raises `DataError` for indices that do not fit its shape."""
+    try:
+        return tensor.to_numpy(fill)
+    except (RuntimeError, TypeError, AssertionError) as error:  # of torch, and of the SDK for what is missing
+        raise DataError(f"{location}: {str(error).splitlines()[0]}") from None
 
 
 def check_cells(counts: Iterable[int]) -> None:
@@ -126,49 +129,32 @@ def check_cells(counts: Iterable[int]) -> None:
         raise DataError(f"sparse tensors or tables of {cells:,} cells in a request; at most {_MAX_CELLS:,} are taken.")
 
 
-def from_csr(
-    shape: tuple[int, ...], ends: np.ndarray, columns: np.ndarray, values: np.ndarray, location: str, fill: int = 0
-) -> np.ndarray:
-    """[shape] of compressed rows. Raises `DataError` for indices that do not fit."""
-    counts = np.diff(ends)
-    is_whole = len(shape) == 2 and len(ends) == shape[0] + 1 and ends[0] == 0 and (counts >= 0).all()
-    if not is_whole or not ends[-1] == len(columns) == len(values) or ((columns < 0) | (columns >= shape[1])).any():
-        raise DataError(f"{location}: a sparse tensor of shape {shape} whose indices do not fit it.")
-    whole = np.full(shape, fill, dtype=values.dtype)
-    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return whole
-
-
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def call_answer(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Of a forward or forward_backward. logprobs: of each datum, in the shape of its targets."""
+def call_answer(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float]) -> bytes:
+    """Of a forward or forward_backward with the rows low..high. Clients add up the metrics that end in `:sum` over the
+    parts of a call.
+
+    facts: `tree_tokens`, `computed_tokens` and `flat_tokens` of the forest that the rows were computed in.
+    """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    for name, value in metrics.items():
-        message.metrics[name] = value
-    low = 0
-    while low < len(logprobs):  # one record for data of one width
-        width = logprobs[low].shape[1:]
-        high = next((i for i in range(low, len(logprobs)) if logprobs[i].shape[1:] != width), len(logprobs))
-        arrays = [np.ascontiguousarray(each, dtype=np.float32) for each in logprobs[low:high]]
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
-        field = record.fields["logprobs"]
-        field.dtype = pb.DTYPE_FLOAT32
-        field.data = b"".join(each.tobytes() for each in arrays)
-        field.offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype(np.int64).tobytes()
-        field.trailing_shape.extend(width)
-        low = high
+    new = int(loss.num_new[low:high].sum())
+    message.metrics["loss:sum"] = float(loss.losses[loss.bounds[low] : loss.bounds[high]].sum())
+    message.metrics["flat_tokens:sum"] = sum(len(row.token_ids) for row in loss.rows[low:high])
+    message.metrics["tree_tokens:sum"] = new
+    message.metrics["computed_tokens:sum"] = facts["computed_tokens"] * new / facts["tree_tokens"]
+    message.metrics["share_ratio:mean"] = facts["flat_tokens"] / facts["tree_tokens"]
+    for index in range(low, high):
+        found = loss.logprobs[loss.bounds[index] : loss.bounds[index + 1]].astype(np.float32).tobytes()
+        array = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1).fields["logprobs"]
+        array.dtype, array.data, array.offsets = pb.DTYPE_FLOAT32, found, np.array([0, len(found)]).tobytes()
+        array.trailing_shape.extend(loss.rows[index].shape[1:])
     return message.SerializeToString()
 
 
-# What was asked about a prompt of n tokens, by name: `logprobs` ([n],), NaN where none is known; `top`, ids and
-# log-probs [n, k]; `targets` ([n - 1, K],); `drawn`, ids and log-probs [n - 1, k].
-PromptScores = dict[str, tuple[np.ndarray, ...]]
-
-
-def sample_answer(completions: Sequence[Completion], scores: PromptScores) -> bytes:
-    """Of a sampling request."""
+def sample_answer(asked: Any, completions: Sequence[Completion], scores: Mapping[str, np.ndarray]) -> bytes:
+    """Of a sampling request of the SDK's type. scores: of `prompt_scores`, where any were asked for."""
     message = pb.SampleResponse()
     for each in completions:
         sequence = message.sequences.add(
@@ -178,15 +164,15 @@ def sample_answer(completions: Sequence[Completion], scores: PromptScores) -> by
         )
         if each.top_ids is not None and each.top_logprobs is not None:
             _write_top(sequence.topk_sampled_logprobs, each.top_ids, each.top_logprobs)
-    if "logprobs" in scores:
-        message.prompt_logprobs = scores["logprobs"][0].astype(np.float32).tobytes()
-    if "top" in scores:
-        _write_top(message.topk_prompt_logprobs, *scores["top"])
-    if "targets" in scores:
-        _write_tensor(message.target_prompt_logprobs, scores["targets"][0].astype(np.float32))
-    if "drawn" in scores:
-        _write_tensor(message.prompt_alt_tokens.tokens, scores["drawn"][0].astype(np.int64))
-        _write_tensor(message.prompt_alt_tokens.logprobs, scores["drawn"][1].astype(np.float32))
+    if asked.prompt_logprobs:
+        message.prompt_logprobs = scores["own"].astype(np.float32).tobytes()
+    if asked.topk_prompt_logprobs:
+        _write_top(message.topk_prompt_logprobs, scores["top_ids"], scores["top"])
+    if asked.target_prompt_logprobs is not None:
+        _write_tensor(message.target_prompt_logprobs, scores["targets"])
+    if asked.prompt_alt_tokens_k:
+        _write_tensor(message.prompt_alt_tokens.tokens, scores["drawn_ids"])
+        _write_tensor(message.prompt_alt_tokens.logprobs, scores["drawn"])
     return message.SerializeToString()
 
 
@@ -194,10 +180,11 @@ def _write_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
     is_there = np.isfinite(logprobs)
     message.length, message.k = ids.shape
     message.token_ids = np.where(is_there, ids, 0).astype(np.int32).tobytes()
-    message.logprobs = np.where(is_there, logprobs, MASK_LOGPROB).astype(np.float32).tobytes()
+    message.logprobs = np.where(is_there, logprobs, _MASK_LOGPROB).astype(np.float32).tobytes()
 
 
 def _write_tensor(message: Any, array: np.ndarray) -> None:
+    """array: int64 or float32."""
     message.dtype = pb.DTYPE_INT64 if array.dtype == np.int64 else pb.DTYPE_FLOAT32
     message.shape.extend(array.shape)
-    message.dense = np.ascontiguousarray(array).tobytes()
+    message.dense = array.tobytes()

@@ -10,18 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from tinker import types
 
 from treewise.errors import ConfigError, DataError, SamplerError, TreewiseError, UnsupportedModelError
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work
-from treewise.serve.losses import metrics_of
-from treewise.serve.sampling import answers, read_request
-from treewise.serve.settings import ServeSettings
-from treewise.serve.store import KINDS, Place, Store
-from treewise.serve.weights import ServedModel, Shape, Weights
+from treewise.nn.adapter_slots import Shape, Weights
+from treewise.serve.journal import FAILED, REFUSED, Work
+from treewise.serve.sampling import Sampling, answers, read_request
+from treewise.serve.store import KINDS, Place, Store, size_of
+from treewise.serve.weights import COUNTS
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
 logger = logging.getLogger("treewise")
@@ -40,7 +38,7 @@ class QueueFullError(TreewiseError, BlockingIOError):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A client's model in memory. sums: since its last optimizer step, see `Statistics.curves`."""
+    """A client's model in memory. sums: loss, flat, tree and computed tokens, seconds since its last optimizer step."""
 
     weights: Weights
     facts: dict[str, Any]
@@ -54,46 +52,25 @@ class Run:
         return any(each.grad is not None for each in self.weights.parameters.values())
 
 
-@dataclass(slots=True)
-class Statistics:
-    """What the page shows. seconds: of work, by kind of request. curves: by run, [step, loss, flat, tree, computed,
-    seconds] of each optimizer step."""
-
-    started: float = field(default_factory=time.time)
-    flat_tokens: int = 0
-    tree_tokens: int = 0
-    computed_tokens: int = 0
-    sampled_tokens: int = 0
-    failures: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    now: str = ""
-    curves: dict[str, list[list[float]]] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-
-
 class Worker(threading.Thread):
-    """on_answer: called with the id of each request that was answered, from this thread."""
+    """on_answers: called when requests were answered. figures: what the page shows, since the start; `seconds` of work
+    by kind of request.
+    """
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        journal: Journal,
-        model: ServedModel,
-        store: Store,
-        on_answer: Callable[[str], None],
-    ) -> None:
+    def __init__(self, store: Store, on_answers: Callable[[], None]) -> None:
         super().__init__(name="treewise-serve", daemon=True)
-        self.settings, self.journal, self.model, self.store, self.on_answer = settings, journal, model, store, on_answer
-        self.statistics = Statistics()
+        self.store, self.journal, self.model, self.settings = store, store.journal, store.model, store.model.settings
+        self.on_answers = on_answers
+        self.figures: dict[str, Any] = {"started": time.time(), "seconds": {}, "now": "", "samples": []}
+        self.figures |= dict.fromkeys((*COUNTS, "sampled_tokens", "failures"), 0)
         self._changed = threading.Condition()
         self._queue: dict[str, Work] = {}  # in the order of arrival; what has its answer waits to run again
         self._next: dict[str, int] = {}
         self._runs: dict[str, Run] = {}
-        self._drawn: set[str] = set()  # samples that have begun
-        self._cancelled: set[str] = set()
+        self._drawn: set[str] = set()  # samples that have begun and were not cancelled
         self._gaps: dict[str, float] = {}  # since when a model's requests wait for one that did not come
         self._is_stopping = self._was_sample = False
-        self._enqueue(journal.works())
+        self._enqueue(self.journal.works())
 
     # -- the queue, from any thread -----------------------------------------------------------------------------------
 
@@ -111,10 +88,10 @@ class Worker(threading.Thread):
                 a model waits for is taken nevertheless, because it lets the others go.
         """
         with self._changed:
-            before = self.journal.kind_of(work.id)
+            before = self.journal.find(work.id)
+            if before is not None and before.kind != work.kind:
+                raise DataError(f"request {work.id} was {before.kind}, and is {work.kind} now.")
             if before is not None:
-                if before != work.kind:
-                    raise DataError(f"request {work.id} was {before}, and is {work.kind} now.")
                 return
             is_next = work.kind != "sample" and work.seq == self._next_of(work.owner)
             if not is_next and self.num_waiting >= self.settings.max_queue:
@@ -126,11 +103,12 @@ class Worker(threading.Thread):
     def cancel(self, name: str) -> None:
         """Takes a sampling request out of the queue; one that has begun ends at its next token."""
         with self._changed:
+            self._drawn.discard(name)
             is_waiting = name in self._queue and self._queue[name].kind == "sample"
             work = self._queue.pop(name) if is_waiting else None
-            self._cancelled |= {name} & self._drawn
         if work is not None:
             self._fail(work, CANCELLED)
+            self.on_answers()
 
     def stop(self) -> None:
         """Lets the request at hand end, and saves what can be."""
@@ -158,16 +136,17 @@ class Worker(threading.Thread):
                 tidied = time.monotonic()
             with self._changed:
                 if not (works := self._take()) and not self._is_stopping:
-                    self.statistics.now = ""
+                    self.figures["now"] = ""
                     self._changed.wait(TIDY_SECONDS)
                 if self._is_stopping:
                     break
             if works:
                 begun = time.monotonic()
-                self.statistics.now = f"{works[0].kind} of {works[0].owner}"
+                self.figures["now"] = f"{works[0].kind} of {works[0].owner}"
                 self._begin(works)
-                spent = self.statistics.seconds.get(works[0].kind, 0.0) + time.monotonic() - begun
-                self.statistics.seconds = {**self.statistics.seconds, works[0].kind: spent}
+                spent = self.figures["seconds"].get(works[0].kind, 0.0) + time.monotonic() - begun
+                self.figures["seconds"] = {**self.figures["seconds"], works[0].kind: spent}
+            self.on_answers()
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
         self.model.close()
@@ -187,33 +166,32 @@ class Worker(threading.Thread):
             self._fail(work, error, REFUSED)
 
     def _begin(self, works: Sequence[Work]) -> None:
-        """Works that ended the process at too many starts are refused; others run."""
-        for work in (spent := [work for work in works if work.begun >= self.settings.max_starts]):
-            self._fail(
-                work, DataError(f"the server ended {work.begun} times while this request ran (max_starts)."), REFUSED
-            )
-        works = [work for work in works if work not in spent]
-        apart = works and works[0].kind == "sample" and any(work.begun for work in works)  # which of them it is
-        for group in ([work] for work in works) if apart else [works] * bool(works):
-            self.journal.begin([work.id for work in group])
-            self._attempt(group)
-
-    def _attempt(self, works: Sequence[Work]) -> None:
-        """One client's failure is no other's; the server goes on."""
+        """One client's failure is no other's: samples that fail together, or ended the process, run one by one. A
+        request that ended the process at too many starts is refused; others run.
+        """
+        spent = [work for work in works if work.begun >= self.settings.max_starts and not work.is_answered]
+        for work in spent:
+            error = DataError(f"the server ended {work.begun} times while this request ran (max_starts).")
+            self._fail(work, error, REFUSED)
+        works = [work for work in works if work not in spent and not work.is_done]
+        if not works:
+            return
+        kind = works[0].kind
+        apart = kind == "sample" and len(works) > 1 and any(work.begun for work in works)
         try:
-            self._run(works)
+            if not apart:
+                self.journal.begin(works)
+                self._run(works)
         except Exception as error:
-            is_away = isinstance(error, SamplerError) and error.is_away
-            if works[0].kind == "sample" and len(works) > 1 and not is_away:  # of several clients; which of them it was
-                for work in works:
-                    self._attempt([work])
-                return
-            if not isinstance(error, TreewiseError):
-                logger.exception("%s %s failed", works[0].kind, works[0].id)
-            for work in works:
+            apart = kind == "sample" and len(works) > 1 and not (isinstance(error, SamplerError) and error.is_away)
+            if not apart and not isinstance(error, TreewiseError):
+                logger.exception("%s %s failed", kind, works[0].id)
+            for work in works if not apart else ():
                 self._fail(work, error)
-            if works[0].kind in ("load_weights", "create") and not isinstance(error, DataError):
+            if kind in ("load_weights", "create") and not isinstance(error, DataError):
                 self._run_again(works[0].owner)  # it may be half loaded
+        for work in works if apart else ():  # which of them it was
+            self._begin([work])
 
     def _take(self) -> list[Work]:
         """The next group: the oldest request that can run, and those that run with it."""
@@ -225,7 +203,7 @@ class Worker(threading.Thread):
         if self._was_sample:
             paths = {owner: self._path_of(owner) for owner in {work.owner for work in samples}}
             works = [work for work in samples if paths[work.owner] == paths[samples[0].owner]][:MAX_GROUP_SAMPLES]
-            self._drawn, self._cancelled = {work.id for work in works}, set()
+            self._drawn = {work.id for work in works}
         elif heads:
             works = [head := min(heads, key=self._precedence)]
             while head.kind in CALLS and (work := self._queue.get(f"{head.owner}:{works[-1].seq + 1}")):
@@ -249,11 +227,7 @@ class Worker(threading.Thread):
         return None if facts is None else facts.get("model_path")
 
     def _run(self, works: Sequence[Work]) -> None:
-        works = [work for work in works if not work.is_done]
-        if not works:
-            return
-        work = works[0]
-        if work.kind == "sample":
+        if (work := works[0]).kind == "sample":
             self._sample(works)
             return
         run = self._run_of(work.owner)
@@ -261,23 +235,20 @@ class Worker(threading.Thread):
             self._call(run, works)
             return
         body = self.journal.body(work.id)
-        answer = json.dumps(getattr(self, f"_{work.kind}")(run, work, json.loads(body))).encode()
+        found = getattr(self, f"_{work.kind}")(run, work, json.loads(body))
+        answer = json.dumps({"type": work.kind, **found}).encode()
         if work.kind == "load_weights" or (work.kind == "create" and run.facts["path"]):
             self._save_snapshot(work.owner, run, (work.id, JSON, answer))  # the checkpoint may be deleted one day
-        self._answer(work, JSON, answer)
+        self.journal.answer(work.id, JSON, answer)
         if work.kind == "optim_step" and run.steps % self.settings.snapshot_every == 0:
             self._save_snapshot(work.owner, run)
 
-    def _answer(self, work: Work, media: str, content: bytes) -> None:
-        self.journal.answer(work.id, media, content)
-        self.on_answer(work.id)
-
     def _fail(self, work: Work, error: Exception, media: str = FAILED) -> None:
         is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError)
-        self.statistics.failures += 1
+        self.figures["failures"] += 1
         text = str(error) or type(error).__name__
         content = {"error": text, "category": types.RequestErrorCategory.User if is_users else "server"}
-        self._answer(work, media, json.dumps(content).encode())
+        self.journal.answer(work.id, media, json.dumps(content).encode())
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -323,41 +294,38 @@ class Worker(threading.Thread):
         self.store.snapshot(name, seq, run.weights, run.steps)
         self.journal.snapshot(name, seq, answer)
 
+    def _read(self, works: Sequence[Work], read: Callable[[Work, bytes], Any]) -> dict[Work, Any]:
+        """What requests ask. One that is wrong is answered, and leaves the others as they are."""
+        found = {}
+        for work in works:
+            try:
+                found[work] = read(work, self.journal.body(work.id))
+            except (TreewiseError, ValueError, TypeError, OverflowError) as error:
+                self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
+        return found
+
+    def _call(self, run: Run, works: Sequence[Work]) -> None:
+        """All calls of a group as one forest."""
+        calls = self._read(works, lambda _, body: read_rows(body, self.model))
+        if not calls:
+            return
+        begun, trains = time.monotonic(), works[0].kind == "forward_backward"
+        rows = [row for own in calls.values() for row in own]
+        loss, counted = self.model.compute(run.weights, rows, gradients=trains)
+        for name, value in counted.items():
+            self.figures[name] += value
+        if trains:
+            new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
+            run.sums = [before + each for before, each in zip(run.sums, new, strict=True)]
+        low = 0
+        for work, own in calls.items():
+            self.journal.answer(work.id, PROTOBUF, call_answer(loss, low, low + len(own), counted))
+            low += len(own)
+
     # -- requests: (run, work, the request as JSON) to the answer as JSON ---------------------------------------------
 
     def _create(self, _: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked.get("type") == "load_weights":
-            return {"path": asked["path"], "model_id": work.owner, "type": "load_weights"}
-        return {"model_id": work.owner, "type": "create_model"}
-
-    def _call(self, run: Run, works: Sequence[Work]) -> None:
-        """All calls of a group as one forest. One that is wrong leaves the others as they are."""
-        rows, bounds, taken = [], [0], []
-        for work in works:
-            try:
-                own = read_rows(self.journal.body(work.id), self.model)
-            except TreewiseError as error:
-                self._fail(work, error)
-            else:
-                rows += own
-                bounds.append(len(rows))
-                taken.append(work)
-        if not taken:
-            return
-        if works[0].batch is None:
-            self.journal.group([work.id for work in works], works[0].seq)
-        begun = time.monotonic()
-        loss, counted = self.model.compute(run.weights, rows, gradients=works[0].kind == "forward_backward")
-        for name, value in counted.items():
-            setattr(self.statistics, name, getattr(self.statistics, name) + value)
-        if works[0].kind == "forward_backward":
-            new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
-            run.sums = [before + each for before, each in zip(run.sums, new, strict=True)]
-        for work, low, high in zip(taken, bounds[:-1], bounds[1:], strict=True):
-            parts = [
-                loss.logprobs[loss.bounds[i] : loss.bounds[i + 1]].reshape(rows[i].shape) for i in range(low, high)
-            ]
-            self._answer(work, PROTOBUF, call_answer(parts, metrics_of(loss, low, high, counted)))
+        return {"type": asked.get("type"), "path": asked.get("path"), "model_id": work.owner}
 
     def _optim_step(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         if "optimizer_params" in asked:
@@ -370,13 +338,11 @@ class Worker(threading.Thread):
         sums, run.sums = run.sums, [0.0] * 5
         norm = self.model.optimize(run.weights, adam)
         run.steps += 1
-        curve = self.statistics.curves.setdefault(work.owner, [])
-        curve.append([float(run.steps), *sums])
-        del curve[:-_CURVE]
-        metrics = {"grad_norm:mean": norm, "step:max": float(run.steps)}
-        if sums[2]:
-            metrics["share_ratio:mean"] = sums[1] / sums[2]
-        return {"metrics": metrics, "type": "optim_step"}
+        before = self.journal.get("curve", work.owner) or []
+        curve = [point for point in before if point[0] < run.steps]  # the others ran before the server was killed
+        self.journal.put("curve", work.owner, work.owner, [*curve, [float(run.steps), *sums]][-_CURVE:])
+        share = {"share_ratio:mean": sums[1] / sums[2]} if sums[2] else {}
+        return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share}}
 
     def _save(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint by its name; one for a sampler without a name, which a sampling session then has."""
@@ -388,22 +354,23 @@ class Worker(threading.Thread):
             overwrite = asked.get("kind") == "inflight"
             name = "inflight" if overwrite else f"unnamed-{work.seq:08d}"
         place = Place.parsed(f"tinker://{work.owner}/{kind}/" + (name or f"{work.seq:08d}"))
-        is_there = self.store.exists(place)
-        if not is_there or self.store.facts(place)["request"] != work.id:  # else saved before the server was killed
-            if is_there and not overwrite:
-                raise DataError(f"{place} is there already; choose another name, or overwrite=True.")
+        there, life = self.store.places(work.owner), asked.get("ttl_seconds")
+        if place in there and there[place]["request"] == work.id:  # saved before the server was killed
+            self.store.set_life(place, life)
+        elif place in there and not overwrite:
+            raise DataError(f"{place} is there already; choose another name, or overwrite=True.")
+        else:
             facts = {"request": work.id, "steps": run.steps, "user_metadata": asked.get("user_metadata")}
-            self.store.save(place, run.weights, facts, asked.get("ttl_seconds"))
+            self.store.save(place, run.weights, facts, life)
         if not is_unnamed:
-            size = {"size_bytes": self.store.size(place)} if kind == "external_weights" else {}
-            return {"path": str(place), "type": work.kind, **size}
+            return {"path": str(place), "size_bytes": size_of(self.store.folder(place))}
         session = work.owner.split(":")[0]
         sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
         self.journal.put("sampler", sampler, session, {"base_model": self.store.base_name, "model_path": str(place)})
         unnamed = [each for each in self.store.places(work.owner) if each.name.startswith("unnamed-")]
         for each in sorted(unnamed, key=lambda each: each.name)[: -self.settings.keep_samplers]:
             self.store.delete(each)
-        return {"sampling_session_id": sampler, "type": work.kind}
+        return {"sampling_session_id": sampler}
 
     _save_weights = _save_weights_external = _save_weights_for_sampler = _save
 
@@ -411,32 +378,28 @@ class Worker(threading.Thread):
         place = Place.parsed(asked["path"])
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"])
         run.weights.forget(with_moments=not asked["optimizer"])
-        return {"path": str(place), "model_id": work.owner, "type": "load_weights"}
+        return {"path": str(place), "model_id": work.owner}
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def _sample(self, works: Sequence[Work]) -> None:
-        requests, taken = [], []
-        for work in works:
-            try:
-                asked = types.SampleRequest.model_validate_json(self.journal.body(work.id))
-                requests.append(
-                    read_request(asked, work.id, self.model, partial(self._cancelled.__contains__, work.id))
-                )
-                taken.append(work)
-            except (TreewiseError, ValueError, TypeError, OverflowError) as error:
-                self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
-        if not taken:
+        def read(work: Work, body: bytes) -> Sampling:
+            asked = types.SampleRequest.model_validate_json(body)
+            return read_request(asked, work.id, self.model, lambda: work.id not in self._drawn)
+
+        requests = self._read(works, read)
+        if not requests:
             return
-        path = self._path_of(taken[0].owner)
+        path = self._path_of(works[0].owner)
         weights = None if path is None else self.store.weights_of(Place.parsed(path))
         decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
-        for work, (content, drawn) in zip(taken, answers(self.model, weights, requests), strict=True):
-            if work.id in self._cancelled:
+        found = answers(self.model, weights, list(requests.values()))
+        for work, (content, drawn) in zip(requests, found, strict=True):
+            if work.id not in self._drawn:
                 self._fail(work, CANCELLED)
                 continue
-            self._answer(work, PROTOBUF, content)
-            self.statistics.sampled_tokens += sum(each.num_tokens for each in drawn)
+            self.journal.answer(work.id, PROTOBUF, content)
+            self.figures["sampled_tokens"] += sum(each.num_tokens for each in drawn)
             shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
-            self.statistics.samples.append({**shown, "tokens": drawn[0].num_tokens})
-        del self.statistics.samples[:-_KEPT_SAMPLES]
+            self.figures["samples"].append({**shown, "tokens": drawn[0].num_tokens})
+        del self.figures["samples"][:-_KEPT_SAMPLES]

@@ -11,7 +11,7 @@ the log-probs belong to is fixed here, for every sampler:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -70,6 +70,25 @@ class SampleRequest:
     def is_stopped(self, token_ids: Sequence[int]) -> bool:
         """Whether these sampled ids end the continuation."""
         return token_ids[-1] in self.stop_ids
+
+
+@dataclass(frozen=True, slots=True)
+class TextStops(SampleRequest):
+    """Also ends where the text of the continuation, of which `decode` makes one, holds one of `stop_texts`; and once
+    nobody waits for it."""
+
+    stop_texts: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] = field(default=str, compare=False)
+    is_cancelled: Callable[[], bool] = field(default=bool, compare=False)
+
+    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+        """See `SampleRequest`."""
+        if self.is_cancelled() or SampleRequest.is_stopped(self, token_ids):
+            return True
+        if not self.stop_texts:
+            return False
+        tail = self.decode(token_ids[-max(len(text.encode()) for text in self.stop_texts) - 4 :])
+        return any(text in tail for text in self.stop_texts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

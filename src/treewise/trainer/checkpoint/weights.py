@@ -137,18 +137,22 @@ def refuse_unsaved(model: PreTrainedModel) -> None:
         )
 
 
-def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Loads the weights of a verified checkpoint into a model, from the files that its manifest lists.
+def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None = None) -> None:
+    """Loads the weights of a verified checkpoint into a model, from the files that its manifest lists. adapter: the one
+    of the model whose weights the checkpoint holds, whatever it was called when they were saved; None: all of them.
 
     Raises:
-        CheckpointError: a parameter, or a weight of an adapter, is missing from the checkpoint.
+        CheckpointError: a parameter, or a weight of an adapter, is missing from the checkpoint, or of another shape.
     """
     with listed_files(checkpoint) as folder:
         try:
             if (folder / SHARDS).is_dir():
                 load_shards(folder / SHARDS, sharded_weights(model))
             elif hasattr(model, "peft_config"):
-                _load_adapters(model, folder)
+                names = model.peft_config if adapter is None else [adapter]
+                _load_adapters(
+                    model, {each: folder if each in ("default", adapter) else folder / each for each in names}
+                )
             else:
                 _load_whole(model, folder)
         except CheckpointError as error:
@@ -206,16 +210,18 @@ def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return like_shard(whole_tensor(loaded), value)
 
 
-def _load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Every adapter of a PEFT model, which saves all but the one named `default` in folders of their own."""
+def _load_adapters(model: PreTrainedModel, folders: dict[str, Path]) -> None:
+    """Adapters of a PEFT model by name, which saves all but the one named `default` in folders of their own."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    for name in model.peft_config:
-        own = folder if name == "default" else folder / name
+    for name, own in folders.items():
         if not (own / "adapter_model.safetensors").is_file():
             raise CheckpointError(f"holds no adapter {name!r}.")
         state = load_peft_weights(str(own), device="cpu")
-        _check_complete(sorted(set(get_peft_model_state_dict(model, adapter_name=name)) - set(state)))
+        wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        _check_complete(
+            sorted(key for key, each in wanted.items() if key not in state or state[key].shape != each.shape)
+        )
         set_peft_model_state_dict(model, state, adapter_name=name)
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tests.serve.servers import flat_losses, tree_of_data
-from treewise.errors import DataError
-from treewise.serve.losses import make_row
+from treewise.nn.adapter_slots import Shape
 from treewise.serve.settings import ServeSettings
-from treewise.serve.weights import ServedModel, Shape
+from treewise.serve.weights import ServedModel
 from treewise.serve.wire import read_rows
 from treewise.testing.families import tiny_model
 
@@ -89,6 +88,25 @@ def test_equal_to_rows_alone(loss, max_tokens, share):
     assert found.num_new.sum() == facts["tree_tokens"]
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_after_a_step_are_those_of_rows_alone(loss):
+    """An optimizer of torch on gradients of each row alone, in float64."""
+    model, settings, data = served(max_tokens="16"), LOSSES[loss], tree_of_data(loss)
+    weights = noisy(model)
+    before = {name: each.detach().clone() for name, each in weights.parameters.items()}
+    _, _, gradients = flat(model, weights, data, loss, settings, torch.float64)
+    alone = {name: torch.nn.Parameter(each.double()) for name, each in before.items()}
+    for name, each in alone.items():
+        each.grad = gradients[name]
+    torch.nn.utils.clip_grad_norm_(alone.values(), 1.0)
+    torch.optim.AdamW(alone.values(), lr=0.05, eps=1e-2, weight_decay=0.1).step()
+    model.compute(weights, rows_of(data, loss, settings), gradients=True)
+    model.optimize(weights, ADAM.model_copy(update={"learning_rate": 0.05, "eps": 1e-2}))
+    for name, each in weights.parameters.items():
+        assert (each.double() - alone[name]).abs().max() < 1e-5, name
+    assert any((each.detach() - before[name]).abs().max() > 1e-2 for name, each in weights.parameters.items())
+
+
 def test_targets_that_are_not_the_next_tokens():
     """Two columns of any tokens, dense and sparse, and -1 for none."""
     model, rng = served(max_tokens="12"), np.random.default_rng(3)
@@ -146,25 +164,6 @@ def test_what_is_trained(shape):
     gradients = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
     assert set(gradients) == set(weights.parameters)
     assert all(relative(each.grad, gradients[name]) < 1e-5 for name, each in weights.parameters.items())
-
-
-@pytest.mark.parametrize(
-    ("loss", "inputs", "settings", "says"),
-    [
-        ("stable_reinforce", {}, {}, "not published"),
-        ("custom", {}, {}, "at the client"),
-        ("pppo", {}, {}, "Did you mean 'ppo'"),
-        ("ppo", {"advantages": np.zeros(3)}, {}, "lacks loss_fn_inputs logprobs"),
-        ("cross_entropy", {"weights": np.zeros(3), "mask": np.zeros(3)}, {}, "has loss_fn_inputs mask"),
-        ("cross_entropy", {"weights": np.zeros(2)}, {}, "weights has shape"),
-        ("cross_entropy", {"weights": np.array([1, np.nan, 0])}, {}, "not finite"),
-        ("dro", {"logprobs": np.zeros(3), "advantages": np.zeros(3)}, {"bta": 1.0}, "Did you mean 'beta'"),
-        ("cross_entropy", {"target_tokens": np.array([1.5, np.nan, 2])}, {}, "target_tokens holds float64"),
-    ],
-)
-def test_wrong_data_are_named(loss, inputs, settings, says):
-    with pytest.raises(DataError, match=says):
-        make_row(np.arange(3), {"target_tokens": np.arange(3), **inputs}, loss, settings, "data[7]")
 
 
 def test_clients_on_one_model_are_apart():

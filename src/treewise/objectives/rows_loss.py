@@ -1,7 +1,7 @@
-"""The losses of the API on a forest, each the sum over a datum's targets that the API's documentation has.
+"""Losses of rows that share prefixes, each row with a loss, targets and coefficients of its own, as one objective.
 
-With p the log-prob of a target under the model, q the one that the client sent (`logprobs`), A the advantage, r =
-exp(p - q), and r' = r within [clip_low_threshold, clip_high_threshold]:
+Each is a sum over a row's targets. With p the log-prob of a target under the model, q the one that is given
+(`logprobs`), A the advantage, r = exp(p - q), and r' = r within [clip_low_threshold, clip_high_threshold]:
 
     cross_entropy           -w p
     importance_sampling     -r A
@@ -10,10 +10,12 @@ exp(p - q), and r' = r within [clip_low_threshold, clip_high_threshold]:
     dro                     -(A p - beta/2 (p - q)^2)
     gspo                    ppo with r = sg(s) p / sg(p), s the geometric mean of r over `sequence_ratio_mask`
 
-Letters: T tokens of a datum's input, K targets of a token, F targets of all data, U distinct (token, target) pairs.
+Targets may be any tokens, several of one position, and the same token may be in many rows with other coefficients;
+where coefficients belong to trajectories and targets are their own tokens, the objectives by name do (`registry.py`).
+
+Letters: T tokens of a row's input, K targets of a token, F targets of all rows, U distinct (token, target) pairs.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,27 +32,23 @@ from treewise.tree.prefix_merge import concatenated_ranges
 
 _RATIO = ("logprobs", "advantages")
 _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-INPUTS: Mapping[str, tuple[str, ...]] = {
-    "cross_entropy": ("weights",),
-    "importance_sampling": _RATIO,
-    "ppo": _RATIO,
-    "cispo": _RATIO,
-    "dro": _RATIO,
+INPUTS: Mapping[str, tuple[str, ...]] = {  # what each loss reads beside its settings
+    "cross_entropy": (),
+    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro"), _RATIO),
     "gspo": (*_RATIO, "sequence_ratio_mask"),
 }
-SETTINGS: Mapping[str, Mapping[str, float]] = {"ppo": _CLIPS, "cispo": _CLIPS, "gspo": _CLIPS, "dro": {"beta": 0.05}}
-UNPUBLISHED = {
-    "stable_reinforce": "its formula is not published; give the recipe loss_fn=importance_sampling, or the server "
-    "--stable_reinforce importance_sampling (ppo, cispo), which then stands in for it",
-    "custom": "a loss that was sent as a graph is not run here; the SDK then computes custom losses at the client",
+SETTINGS: Mapping[str, Mapping[str, float]] = {  # numbers, or arrays as the inputs, with their defaults
+    "cross_entropy": {"weights": 1.0},
+    **dict.fromkeys(("ppo", "cispo", "gspo"), _CLIPS),
+    "dro": {"beta": 0.05},
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A datum. token_ids: int32 [T + 1], its input and one token more, to predict which the last one is there.
-    targets: int64 [T, K], -1 where there is none. inputs: float64 [T, K] each, what its loss reads. shape: of targets
-    and log-probs for the client. images: what their placeholders among the tokens stand for.
+    """One of them. token_ids: int32 [T + 1], its input and one token more, to predict which the last one is there.
+    targets: int64 [T, K], -1 where there is none. inputs: float64 [T, K] each, what its loss reads. shape: of the given
+    targets. images: what their placeholders among the tokens stand for.
     """
 
     token_ids: np.ndarray
@@ -61,45 +59,39 @@ class Row:
     images: tuple[ImageSpan, ...] = ()
 
 
-def make_row(
-    input_ids: np.ndarray, given: Mapping[str, np.ndarray], loss: str, settings: Mapping[str, float], location: str
-) -> Row:
-    """Checks a datum. input_ids: [T]. given: the arrays of `loss_fn_inputs`, [T] or [T, K] each.
+def make_row(input_ids: np.ndarray, given: Mapping[str, np.ndarray], loss: str, settings: Mapping[str, float]) -> Row:
+    """Checks a row. input_ids: [T]. given: targets, inputs and settings of the loss, [T] or [T, K] each. settings: of
+    the loss, as numbers.
 
     Raises:
         DataError: an unknown loss or setting, an input that is missing, unknown, of another shape or not finite.
     """
-    if loss in UNPUBLISHED:
-        raise DataError(f"loss_fn={loss!r}: {UNPUBLISHED[loss]}.")
     check_choice("loss_fn", loss, INPUTS, DataError)
-    defaults, needed = SETTINGS.get(loss, {}), INPUTS[loss]
+    defaults, needed = SETTINGS.get(loss, {}), ("target_tokens", *INPUTS[loss])
     for name in settings:
         check_choice(f"a setting of {loss}", name, defaults, DataError)
-    unknown = set(given) - {"target_tokens", *needed, *defaults}
-    lacking = {"target_tokens", *needed} - set(given) - ({"weights"} if loss == "cross_entropy" else set())
-    if unknown or lacking:
-        what, names = ("lacks", lacking) if lacking else ("has", unknown)
-        takes = ", ".join(("target_tokens", *needed, *defaults))
-        raise DataError(f"{location} {what} loss_fn_inputs {', '.join(sorted(names))}; {loss} takes {takes}.")
-    targets = given["target_tokens"]
+    lacking, unknown = set(needed) - set(given), set(given) - {*needed, *defaults}
+    if names := lacking or unknown:
+        what, takes = "lacks" if lacking else "has", ", ".join((*needed, *defaults))
+        raise DataError(f"the datum {what} loss_fn_inputs {', '.join(sorted(names))}; {loss} takes {takes}.")
+    targets, inputs = given["target_tokens"], dict[str, np.ndarray]()
     if targets.shape[:1] != input_ids.shape or targets.ndim not in (1, 2) or not targets.size:
-        raise DataError(f"{location}: target_tokens has shape {targets.shape} for {len(input_ids)} input tokens.")
+        raise DataError(f"target_tokens has shape {targets.shape} for {len(input_ids)} input tokens.")
     if targets.dtype.kind != "i":
-        raise DataError(f"{location}: target_tokens holds {targets.dtype}; send token ids as int64.")
-    inputs = {name: np.full(targets.shape, settings.get(name, value)) for name, value in defaults.items()}
-    if loss == "cross_entropy":
-        inputs["weights"] = np.ones(targets.shape)
-    for name in set(given) - {"target_tokens"}:
-        if given[name].shape != targets.shape:
-            raise DataError(f"{location}: {name} has shape {given[name].shape}, target_tokens {targets.shape}.")
-        inputs[name] = given[name].astype(np.float64)
-    for name, values in inputs.items():
-        if not np.isfinite(values).all():
-            raise DataError(f"{location}: {name} holds numbers that are not finite.")
+        raise DataError(f"target_tokens holds {targets.dtype}; send token ids as int64.")
     wide = targets.reshape(len(targets), -1).astype(np.int64)
+    parts: dict[str, float | np.ndarray] = {**defaults, **settings, **given}
+    for name, value in parts.items():
+        values = np.full(targets.shape, value) if np.ndim(value) == 0 else np.asarray(value)
+        if values.shape != targets.shape:
+            raise DataError(f"{name} has shape {values.shape}, target_tokens {targets.shape}.")
+        if not np.isfinite(values).all():
+            raise DataError(f"{name} holds numbers that are not finite.")
+        inputs[name] = values.reshape(wide.shape).astype(np.float64)
+    del inputs["target_tokens"]
     last = int(wide[-1].max())
     ids = np.append(input_ids, last if last >= 0 else int(input_ids[-1])).astype(np.int32)
-    return Row(ids, wide, loss, {name: each.reshape(wide.shape) for name, each in inputs.items()}, targets.shape)
+    return Row(ids, wide, loss, inputs, targets.shape)
 
 
 class RowsLoss:
@@ -206,20 +198,3 @@ FORMULAS: Mapping[str, _Formula] = {
     "dro": lambda p, given, _: -(p * given["advantages"] - given["beta"] / 2 * (p - given["logprobs"]) ** 2),
     "gspo": _gspo,
 }
-
-
-def metrics_of(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of rows low..high for the client, which adds up those that end in `:sum` over the parts of a call.
-
-    facts: `tree_tokens`, `computed_tokens` and `flat_tokens` of the forest that the rows were computed in.
-    """
-    flat = sum(len(row.token_ids) for row in loss.rows[low:high])
-    new = int(loss.num_new[low:high].sum())
-    total = float(loss.losses[loss.bounds[low] : loss.bounds[high]].sum())
-    return {
-        "loss:sum": total if math.isfinite(total) else math.nan,
-        "flat_tokens:sum": float(flat),
-        "tree_tokens:sum": float(new),
-        "computed_tokens:sum": facts["computed_tokens"] * new / facts["tree_tokens"],
-        "share_ratio:mean": facts["flat_tokens"] / facts["tree_tokens"],
-    }

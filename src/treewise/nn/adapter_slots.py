@@ -1,0 +1,163 @@
+"""The weights of many on one model: each has parameters and an optimizer of its own, which take turns in it.
+
+A slot is a place for adapters of one shape (rank, kinds of layers) in the model, or for all of its weights. The modules
+stay the same whoever's parameters stand in them, so what was checked of the model holds for all.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from treewise.errors import ConfigError, UnsupportedModelError
+
+ALPHA = 32  # of every adapter: learning rates do not depend on the rank
+_MIXERS = ("attn", "attention", "mixer", "mamba", "conv", "rwkv", "delta")  # parts of a layer that mix tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is trained: adapters of a rank on the kinds of linear layers, see `Slots`. rank 0: all weights."""
+
+    rank: int
+    mlp: bool = True
+    attn: bool = True
+    unembed: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of its slot."""
+        parts = [part for part in ("mlp", "attn", "unembed") if getattr(self, part)]
+        return "_".join([f"r{self.rank}", *parts]) if self.rank else "full"
+
+
+@dataclass(slots=True, eq=False)
+class Weights:
+    """Somebody's parameters by name, and the optimizer that trains them (None: they are only sampled from)."""
+
+    shape: Shape
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.AdamW | None = None
+
+    def forget(self, *, with_moments: bool) -> None:
+        """Drops gradients, and what the optimizer remembers, too."""
+        for each in self.parameters.values():
+            each.grad = None
+        if with_moments:
+            self.optimizer = torch.optim.AdamW(self.parameters.values())
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Parameters as they were made, and every module and attribute where each of them stands."""
+
+    blank: dict[str, nn.Parameter]
+    places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+
+
+class Slots:
+    """A model with places for weights. Kinds of linear layers: of the decoder's, those of modules that mix tokens are
+    `attn`, all others `mlp`; the head is `unembed`.
+
+    model: the base model, from the first adapter on within PEFT's.
+    """
+
+    def __init__(self, base: Any, *, trains_all: bool) -> None:
+        self.base, self.trains_all = base.requires_grad_(trains_all), trains_all
+        self.model: Any = base
+        self._layers = _layers(base)  # before adapters stand around them
+        self._slots = {"full": _slot_of(base, set(base.parameters()))} if trains_all else {}
+
+    def new_weights(self, shape: Shape, seed: int) -> Weights:
+        """Adapters that change nothing yet, A drawn from the seed; or a copy of the base model's weights.
+
+        Raises:
+            ConfigError: adapters, where all weights are trained. UnsupportedModelError: the model has no such layer.
+        """
+        generator, made = torch.Generator().manual_seed(seed), dict[str, nn.Parameter]()
+        for name, blank in self._slot(shape).blank.items():
+            value = blank.detach().clone() if not shape.rank else torch.zeros_like(blank, device="cpu")
+            if "lora_A" in name or "lora_embedding_A" in name:
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            made[name] = nn.Parameter(value.to(blank.device))
+        return Weights(shape, made, torch.optim.AdamW(made.values()))
+
+    def _slot(self, shape: Shape) -> _Slot:
+        if shape.name not in self._slots:
+            if self.trains_all:
+                raise ConfigError("all weights are trained here; adapters were asked for.")
+            from peft import LoraConfig, get_peft_model
+
+            config = LoraConfig(
+                r=shape.rank, lora_alpha=ALPHA, target_modules=_targets(self._layers, shape), task_type="CAUSAL_LM"
+            )
+            before = {id(each) for each in self.model.parameters()}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of peft about tied heads
+                if self.model is self.base:
+                    self.model = get_peft_model(self.base, config, adapter_name=shape.name)
+                else:
+                    self.model.add_adapter(shape.name, config)
+            self.model.eval()
+            own = {each for each in self.model.parameters() if id(each) not in before}
+            self._slots[shape.name] = _slot_of(self.model, own)
+        return self._slots[shape.name]
+
+    @contextmanager
+    def using(self, weights: Weights | None) -> Iterator[None]:
+        """Inside, the model has these weights; None: it is the base model."""
+        if weights is None and not self.trains_all:
+            with self.model.disable_adapter() if self.model is not self.base else nullcontext(), torch.no_grad():
+                yield
+            return
+        slot = self._slots["full"] if weights is None else self._slot(weights.shape)
+        if weights is not None and weights.shape.rank and self.model.active_adapter != weights.shape.name:
+            self.model.set_adapter(weights.shape.name)
+        _put(slot, slot.blank if weights is None else weights.parameters)
+        try:
+            yield
+        finally:
+            _put(slot, slot.blank)
+
+
+def _slot_of(model: nn.Module, own: set[nn.Parameter]) -> _Slot:
+    ids = {id(each) for each in own}
+    slot, names = _Slot({}), dict[int, str]()
+    for prefix, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in ids:
+                name = names.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+                slot.blank[name] = parameter
+                slot.places.setdefault(name, []).append((module, key))
+    return slot
+
+
+def _put(slot: _Slot, parameters: dict[str, nn.Parameter]) -> None:
+    for name, places in slot.places.items():
+        for module, key in places:
+            setattr(module, key, parameters[name])
+
+
+def _layers(base: Any) -> dict[str, str]:
+    """The linear layers by name, each with its kind; those of no kind (of a tower) have ``."""
+    inner, head = {id(each) for each in (base.get_decoder() or base).modules()}, base.get_output_embeddings()
+    found = {}
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Linear):
+            own = ("attn" if any(part in name.lower() for part in _MIXERS) else "mlp") if id(module) in inner else ""
+            found[name] = "unembed" if module is head else own
+    return found
+
+
+def _targets(layers: dict[str, str], shape: Shape) -> list[str]:
+    """What a shape adapts, as the ends of names where these are the ends of no other layer's."""
+    wanted = {name for name, kind in layers.items() if kind and getattr(shape, kind)}
+    if not wanted:
+        raise UnsupportedModelError("the model has no linear layer of the kinds that were asked for.")
+    ends = {name.rpartition(".")[2] for name in wanted}
+    return sorted(ends if {name for name in layers if name.rpartition(".")[2] in ends} == wanted else wanted)

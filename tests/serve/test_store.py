@@ -1,0 +1,98 @@
+"""Checkpoints: of all weights, of samplers that are kept or replaced, and of those whose time is over."""
+
+import pytest
+import torch
+
+from tests.serve.servers import FACTS, RATE, Served, call, same
+from treewise.serve.store import Place
+
+pytestmark = pytest.mark.xdist_group("test_serve_store")
+
+
+def step(served, name, seq, seed):
+    served.ask(name, seq, "forward_backward", call(seed))
+    assert "error" not in served.ask(name, seq + 1, "optim_step", RATE)
+
+
+def test_all_weights_are_saved_and_go_on_with_their_optimizer(tmp_path):
+    """From a checkpoint and from a snapshot: the step after it is that of the run itself; without the optimizer not."""
+    served = Served(tmp_path, train="full")
+    facts = {"shape": {**FACTS["shape"], "rank": 0}}
+    served.run("a:train:0", **facts)
+    for number in range(3):
+        step(served, "a:train:0", 1 + 2 * number, number)
+    assert "error" not in served.ask("a:train:0", 7, "save_weights", {"path": "one"})
+    path = "tinker://a:train:0/weights/one"
+    for name, optimizer in (("b:train:0", True), ("c:train:0", False)):
+        assert "error" not in served.run(name, path=path, optimizer=optimizer, **facts)
+        assert same(served.values(name), served.values("a:train:0"))
+    served.worker._save_snapshot("a:train:0", served.worker._run_of("a:train:0"))
+    served = served.died()
+    for name, seq in (("a:train:0", 8), ("b:train:0", 1), ("c:train:0", 1)):
+        step(served, name, seq, 9)
+    after = [served.values(name) for name in ("a:train:0", "b:train:0", "c:train:0")]
+    assert same(after[0], after[1])
+    assert not same(after[0], after[2])
+
+
+def test_samplers_without_a_name_are_kept_in_their_number(tmp_path):
+    """The newest of them; one with a name, and one in flight, which is replaced, stay."""
+    served = Served(tmp_path, keep_samplers=2)
+    served.run("a:train:0")
+    named = {"path": "named", "sampling_session_seq_id": 9}
+    assert served.ask("a:train:0", 1, "save_weights_for_sampler", named)["path"].endswith("/sampler_weights/named")
+    for seq, kind in enumerate((None, "inflight", None, None, "inflight"), start=2):
+        asked = {"kind": kind, "sampling_session_seq_id": seq}
+        assert (
+            served.ask("a:train:0", seq, "save_weights_for_sampler", asked)["sampling_session_id"] == f"a:sample:{seq}"
+        )
+    names = sorted(place.name for place in served.store.places("a:train:0"))
+    assert names == ["inflight", "named", "unnamed-00000004", "unnamed-00000005"]
+
+
+def test_a_sampler_in_flight_takes_the_newest_weights(tmp_path):
+    """Also one whose weights before are in memory."""
+    served, place = Served(tmp_path), Place("a:train:0", "sampler_weights", "inflight")
+    served.run("a:train:0")
+    found = []
+    for seq in (1, 4):
+        step(served, "a:train:0", seq, seq)
+        served.ask("a:train:0", seq + 2, "save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0})
+        found.append([each.detach() for each in served.store.weights_of(place).parameters.values()])
+        assert same(found[-1], served.values("a:train:0"))
+    assert not same(*found)
+    assert served.journal.get("sampler", "a:sample:0")["model_path"] == str(place)
+
+
+def test_what_expired_is_removed(tmp_path):
+    """And is saved again under its name by the request after it, whose life is its own."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    for seq, (name, life) in enumerate((("short", 0), ("long", 3600), ("kept", None)), start=1):
+        assert "path" in served.ask("a:train:0", seq, "save_weights", {"path": name, "ttl_seconds": life})
+    assert [place.name for place in served.store.places()] == ["long", "kept"]
+    served.worker._tidy(0.0)
+    assert sorted(path.name for path in tmp_path.glob("runs/*/weights/*")) == ["kept", "long"]
+    assert "path" in served.ask("a:train:0", 4, "save_weights", {"path": "short"})
+    served = served.died()
+    served.worker._tidy(0.0)
+    assert sorted(place.name for place in served.store.places()) == ["kept", "long", "short"]
+
+
+def test_a_checkpoint_that_was_saved_before_a_kill_is_not_saved_twice(tmp_path, monkeypatch):
+    """The request runs again, because its answer was not written; its life begins then."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    with monkeypatch.context() as patch:
+        patch.setattr(served.journal, "answer", lambda *_: None)
+        served.send("a:train:0", 1, "save_weights", {"path": "one", "ttl_seconds": 100})
+        served.work()
+    (before,) = served.store.places().values()
+    served = served.died()
+    monkeypatch.setattr(served.store, "save", lambda *_: pytest.fail("saved again"))
+    served.work()
+    ((place, after),) = served.store.places().items()
+    assert (str(place), after["time"]) == ("tinker://a:train:0/weights/one", before["time"])
+    assert after["expires"] >= before["expires"]
+    assert b"weights/one" in served.journal.find("a:train:0:1").answer
+    assert torch.is_tensor(served.values("a:train:0")[0])
