@@ -18,6 +18,7 @@
 #   make docs     the pages as a site, in build/site
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
+#   make environments  environments of other packages (verifiers, textarena, openenv), in an environment of its own (.venv-environments)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
@@ -27,7 +28,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines release format clean
+.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines environments release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -163,6 +164,17 @@ $(VLLM)/.ready: | $(BIN)/python
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# Packages whose environments are tasks of `treewise rl`.
+ENVIRONMENTS := .venv-environments
+environments: $(ENVIRONMENTS)/.ready
+	$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/rl/tasks/of_others
+
+$(ENVIRONMENTS)/.ready: pyproject.toml
+	$(MAKE) VENV=$(ENVIRONMENTS) $(ENVIRONMENTS)/.torch
+	@echo "== installing treewise and the extra environments in $(ENVIRONMENTS)"
+	@$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[environments,rl,test]'
+	@touch $@
+
 # A release is a commit whose version has a section in the CHANGELOG. Its wheel is tried where nothing else is installed.
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/treewise/__init__.py)
 EMPTY := build/release
@@ -182,7 +194,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PATHS_TO_CHECK)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples $(wildcard benchmarks) -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. Each stamp is one `pip install`, repeated when pyproject.toml changes.

@@ -31,9 +31,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Parameters that `representatives` leaves out are exhaustive; skips `gpu` where there is no CUDA device; leaves
-    `engines` out unless they are asked for (`make engines`, `make serve-recipes`)."""
-    if "engines" not in (config.option.markexpr or ""):
-        items[:] = [item for item in items if not item.get_closest_marker("engines")]
+    `engines` and `environments` out unless they are asked for (`make engines`, `make serve-recipes`,
+    `make environments`)."""
+    for apart in ("engines", "environments"):
+        if apart not in (config.option.markexpr or ""):
+            items[:] = [item for item in items if not item.get_closest_marker(apart)]
     parameters: dict[tuple[str, ...], set[str]] = {}
     for item in items:
         if mark := item.get_closest_marker("representatives"):

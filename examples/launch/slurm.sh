@@ -18,6 +18,7 @@
 #SBATCH --output=treewise-%j.log
 set -euo pipefail
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280  # seconds that torchrun (2.12) waits for an iteration to end; 30 by default
 environment="${TREEWISE_ENV:-$PWD/.venv}"
 first_machine="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 

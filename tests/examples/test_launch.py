@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from torch.distributed.run import get_args_parser
+from torch.distributed.run import config_from_args, get_args_parser
 
 from treewise.cli.parser import COMMANDS
 
@@ -43,6 +43,26 @@ def test_torchrun_takes_the_words(name: str) -> None:
     assert given.training_script == "treewise"
     assert given.training_script_args[0] in COMMANDS
     assert given.training_script_args[-1] == "--resume"
+
+
+def test_torchrun_waits_for_an_iteration_and_the_cluster_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text(encoding="utf-8")))[1]["spec"]["template"][
+        "spec"
+    ]
+    (container,) = pod["containers"]
+    slurm = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
+    sky = yaml.safe_load((FOLDER / "skypilot.yaml").read_text(encoding="utf-8"))["envs"]
+    given = {
+        **{each["name"]: each["value"] for each in container["env"]},
+        "slurm": re.search(r"^export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", slurm, re.MULTILINE)[1],
+        "sky": sky["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
+    }
+    assert set(given.values()) == {"280"}
+    assert pod["terminationGracePeriodSeconds"] > 280
+    assert int(re.search(r"--signal=B:USR1@(\d+)", slurm)[1]) > 280
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given["sky"])
+    config = config_from_args(get_args_parser().parse_args(["--master_port", "0", "script.py"]))[0]
+    assert getattr(config, "shutdown_timeout", 280) == 280  # torchrun of torch 2.11 has 30 in its code
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

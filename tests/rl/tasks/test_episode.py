@@ -125,6 +125,34 @@ class Faulty(Counting):
         return float("nan")
 
 
+class Talker:
+    """Answers whole turns: carries calls out itself, asks on after a turn without one, and ends with "bye"."""
+
+    can_be_copied = False
+    tools = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
+
+    def reset(self, seed: int) -> list[dict[str, Any]]:
+        self.taken: list[Any] = []
+        self.cut_off: Any = None
+        self.done = False
+        return [{"role": "system", "content": "Talk."}, {"role": "user", "content": f"Hello {seed}"}]
+
+    def respond(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        self.taken.append(message)
+        self.done = message["content"] == "bye"
+        if message["content"] == "crash":
+            raise ValueError("no answer")
+        calls = message["tool_calls"]
+        told = [{"role": "tool", "content": str(each["problem"] or sum(each["arguments"].values()))} for each in calls]
+        return [*told, {"role": "user", "content": f"and {len(self.taken)}"}]
+
+    def take_messages(self, messages: Any) -> None:
+        self.cut_off = None if messages[-1] in self.taken else messages[-1].get("num_tokens")
+
+    def get_reward(self) -> float:
+        return len(self.taken) + (sum(self.cut_off) / 1000 if self.cut_off else 0)
+
+
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -355,3 +383,66 @@ def test_tools_are_public_methods() -> None:
     no_hints = type("NoHints", (), {"reset": lambda self: None, "act": lambda self, x: x})
     with pytest.raises(ConfigError, match="tool 'act' has no schema"):
         tool_schemas(no_hints(), "here")
+
+
+# -- environments that answer whole turns -----------------------------------------------------------------------------
+
+
+def test_an_environment_may_answer_whole_turns(chat):
+    episode = begin(chat, Talker)
+    prompt = text_of(episode)
+    assert '"name": "add"' in prompt
+    assert "Hello 6<|im_end|>" in prompt
+    turn = "I add: " + call("add", a=1, b=2) + "<tool_call>{</tool_call>"
+    take_turn(episode, turn)
+    message = episode.environment.taken[0]
+    assert message["content"] == "I add:"
+    assert [each["name"] for each in message["tool_calls"]] == ["add", "unknown"]
+    assert message["num_tokens"] == [len(chat.tokenizer(prompt)["input_ids"]), len(turn) + 1]
+    told = text_of(episode)
+    assert "<tool_response>\n3\n</tool_response>" in told
+    assert told.endswith("<|im_start|>user\nand 1<|im_end|>\n<|im_start|>assistant\n")
+    assert episode.method == "replay"
+    branch = branch_of(episode, 1)
+    assert (branch.token_ids, branch.environment.taken) == (episode.token_ids, [message])
+    take_turn(episode, "well")
+    take_turn(episode, "bye")
+    assert (episode.end_reason, reward_of(episode)) == ("done", 3.0)
+    take_turn(branch, "we", "length")
+    assert branch.end_reason == "length"
+    assert 1.2 < reward_of(branch) < 2  # gets the turn that was cut off
+
+
+def test_whole_turns_that_fail_or_reach_the_limit_end_the_episode(chat):
+    episode = begin(chat, Talker, max_turns=2)
+    branch = branch_of(episode, 0)
+    take_turn(episode, "crash")
+    assert episode.end_reason == "failed"
+    assert "ValueError: no answer" in reward_of(episode).message
+    take_turn(branch, "a")
+    take_turn(branch, "b")
+    assert (branch.end_reason, reward_of(branch)) == ("max_turns", 2.0)
+
+
+def test_whole_turns_are_compared_when_they_are_played_again(chat):
+    class Forgetful(Talker):
+        num_resets = 0
+
+        def respond(self, message):
+            Forgetful.num_resets += 1
+            return [{"role": "user", "content": str(Forgetful.num_resets)}]
+
+    episode = begin(chat, Forgetful)
+    take_turn(episode, "a")
+    with pytest.raises(TaskError, match=r"turn 0: call 0 \(respond\) returns another result than before"):
+        branch_of(episode, 1)
+
+
+@pytest.mark.parametrize(("opening", "text"), [([], "prompt is empty"), ([{"role": "user"}], "no content")])
+def test_prompts_of_whole_turns_are_checked(chat, opening, text):
+    class Silent(Talker):
+        def reset(self, seed):
+            return opening
+
+    with pytest.raises(TaskError, match=text):
+        begin(chat, Silent)

@@ -18,7 +18,7 @@ from treewise.rl.tasks.protocol import SingleTurnTask, Task, TurnTask
 _GYM = "reasoning_gym:"
 _OF_OTHERS = {
     "textarena": "textarena_games:textarena_task",
-    "verifiers": "verifiers_tasksets:verifiers_task",
+    "verifiers": "verifiers_env.tasks:verifiers_task",
     "openenv": "openenv_server:openenv_task",
 }
 FORMS = (

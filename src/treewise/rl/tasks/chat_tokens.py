@@ -169,6 +169,11 @@ def hermes_calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
+def without_calls(text: str, calls: Sequence[ToolCall]) -> str:
+    """The text of a turn without the blocks that held its calls."""
+    return _BLOCK.sub("", text).strip() if calls else text
+
+
 def _checked(call: object) -> ToolCall:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

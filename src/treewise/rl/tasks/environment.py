@@ -6,11 +6,16 @@ returns an independent copy. Without `fork` a deep copy is made. Where that fail
 `can_be_copied = False` (it holds a session elsewhere), an episode is played again from its start and every
 observation is compared with the recorded one. One with `can_be_replayed = False` is branched at its start
 alone. `take_messages(messages)` gets the whole conversation before `get_reward`.
+
+One that answers whole turns has `respond(message)` in place of tools: it gets a sampled turn as a message (`content`,
+`tool_calls`, and in `num_tokens` the tokens before it and of it) and returns the messages that follow. Its `reset`
+returns the messages of the prompt; `tools` are JSON schemas for the chat template.
 """
 
 import asyncio
 import copy
 import inspect
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +29,8 @@ from treewise.rl.tasks.chat_tokens import ToolCall
 from treewise.rl.tasks.protocol import Split, TaskItem, check_held_out, rows_of_split
 from treewise.rl.tasks.reward_functions import number
 
-NOT_TOOLS = ("reset", "get_reward", "fork", "take_messages")
+NOT_TOOLS = ("reset", "get_reward", "fork", "take_messages", "respond")
+RESPOND = "respond"
 StateMethod = Literal["fork", "deepcopy", "replay", "start"]
 
 
@@ -111,7 +117,12 @@ def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
     return {name: getattr(environment, name) for name, _ in members if name[0] != "_" and name not in NOT_TOOLS}
 
 
-def tool_schemas(environment: object, location: str) -> list[dict[str, Any]]:
+def answers_turns(environment: object) -> bool:
+    """Whether it answers whole turns."""
+    return callable(getattr(environment, RESPOND, None))
+
+
+def tool_schemas(environment: Any, location: str) -> list[dict[str, Any]]:
     """JSON schemas for the chat template.
 
     Raises:
@@ -119,7 +130,7 @@ def tool_schemas(environment: object, location: str) -> list[dict[str, Any]]:
     """
     from transformers.utils import get_json_schema
 
-    schemas = []
+    schemas: list[dict[str, Any]] = list(environment.tools) if answers_turns(environment) else []
     for name, tool in tools_of(environment).items():
         try:
             schemas.append(get_json_schema(tool))
@@ -128,9 +139,9 @@ def tool_schemas(environment: object, location: str) -> list[dict[str, Any]]:
     return schemas
 
 
-def opened(factory: Callable[[], Any], item: TaskItem) -> tuple[Any, str | None]:
-    """A new environment at the start of an episode, and the text that joins the prompt: `reset` gets those of the
-    item's columns that it takes.
+def opened(factory: Callable[[], Any], item: TaskItem) -> tuple[Any, Any]:
+    """A new environment at the start of an episode, and what its `reset` returns: the text that joins the prompt, or
+    the prompt's messages of one that answers whole turns. `reset` gets those of the item's columns that it takes.
     """
     environment = factory()
     columns = {"prompt": item.prompt if isinstance(item.prompt, str) else list(item.prompt), **item.extra}
@@ -138,15 +149,19 @@ def opened(factory: Callable[[], Any], item: TaskItem) -> tuple[Any, str | None]
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         columns = {name: value for name, value in columns.items() if name in taken}
     result = awaited(environment.reset(**columns))
+    if answers_turns(environment):
+        return environment, clean_conversation(result, item.key, "prompt").messages
     if result is not None and not isinstance(result, str):
         raise TypeError(f"reset returned {type(result).__name__}; only text or None can join a prompt")
     return environment, result
 
 
-def opening(messages: Sequence[Message], first: str | None) -> list[Message]:
-    """The messages of a prompt with what `reset` returned behind the last: on a line of its own, unless white space
-    already stands between the two.
+def opening(messages: Sequence[Message], first: str | list[Message] | None) -> list[Message]:
+    """The messages of a prompt with the text that `reset` returned behind the last: on a line of its own, unless white
+    space already stands between the two. Messages that it returned are the prompt.
     """
+    if isinstance(first, list):
+        return list(first)
     result = [dict(message) for message in messages]
     if first:
         content = result[-1].get("content") or ""
@@ -170,8 +185,12 @@ def reward_of(environment: Any, messages: Sequence[Message]) -> float | FailedCa
     return number(awaited(environment.get_reward()), "get_reward returned")
 
 
-def answer(environment: object, call: ToolCall) -> str:
-    """The answer of the environment to one call; an error of a tool is returned as text, as in TRL."""
+def answer(environment: Any, call: ToolCall) -> str:
+    """The answer of the environment to one call; an error of a tool is returned as text, as in TRL. To a whole turn:
+    the messages that follow, as JSON.
+    """
+    if answers_turns(environment):
+        return json.dumps(awaited(environment.respond(dict(call.arguments))))
     if call.problem is not None:
         return str({"error": call.problem})
     tool = tools_of(environment).get(call.name)

@@ -4,9 +4,10 @@ What its environment does (`begin_turn`, `begin_branch`) may run in another thre
 else, tokenizing above all, belongs to one thread.
 """
 
+import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, TaskError
 from treewise.rl.tasks import environment as env
 from treewise.rl.tasks.calls import Calls, FailedCall, Job
-from treewise.rl.tasks.chat_tokens import ChatTokens, ToolCall, parse_tool_calls
+from treewise.rl.tasks.chat_tokens import ChatTokens, ToolCall, parse_tool_calls, without_calls
 from treewise.rl.tasks.environment import StateMethod, TurnRecord
 from treewise.rl.tasks.protocol import TaskItem, TurnTask
 
@@ -23,9 +24,13 @@ EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
 
 @dataclass(slots=True)
 class _Turn:
-    """A sampled turn while its environment answers. saved: the environment before it."""
+    """A sampled turn while its environment answers.
+
+    message: as environments get it. saved: the environment before it.
+    """
 
     text: str
+    message: Message
     calls: tuple[ToolCall, ...]
     end_id: int
     finish_reason: str
@@ -47,7 +52,7 @@ class Episode:
     name: str
     environment: Any
     method: StateMethod
-    first: str | None
+    first: str | list[Message] | None
     schemas: list[dict[str, Any]]
     messages: list[Message]
     token_ids: list[int]
@@ -71,10 +76,10 @@ class Episode:
         """Takes a sampled turn; what its environment has to do then, before `end_turn`."""
         assert self.end_reason is None
         ids = [int(i) for i in token_ids]
-        text, calls = self._calls(ids)
+        text, message, calls = self._read(ids, is_cut=finish_reason == "length")
         self.turn_starts.append(len(self.token_ids))
         self.token_ids += ids
-        self._turn = _Turn(text, () if finish_reason == "length" else calls, ids[-1], finish_reason)
+        self._turn = _Turn(text, message, calls, ids[-1], finish_reason)
         return partial(self._carry_out, self._turn)
 
     def end_turn(self) -> None:
@@ -100,7 +105,7 @@ class Episode:
         else:
             self._append(turn)
             return
-        self.last = _message(turn)
+        self.last = turn.message
 
     def begin_branch(self, turn: int) -> "Episode":
         """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Its
@@ -160,12 +165,21 @@ class Episode:
             self.method = "replay"
             return None
 
-    def _calls(self, ids: list[int]) -> tuple[str, tuple[ToolCall, ...]]:
+    def _read(self, ids: list[int], *, is_cut: bool) -> tuple[str, Message, tuple[ToolCall, ...]]:
+        """The text of a turn, the turn as a message, and what the environment is called with."""
         text, calls = parse_tool_calls(self.chat.tokenizer, ids, self.token_ids, self.schemas)
-        if self.task.text_tool is None:
-            return text, calls
-        tool = next(each["function"] for each in self.schemas if each["function"]["name"] == self.task.text_tool)
-        return text, (ToolCall(self.task.text_tool, {next(iter(tool["parameters"]["properties"])): text.strip()}),)
+        if self.task.text_tool is not None:
+            tool = next(each["function"] for each in self.schemas if each["function"]["name"] == self.task.text_tool)
+            calls = (ToolCall(self.task.text_tool, {next(iter(tool["parameters"]["properties"])): text.strip()}),)
+        calls = () if is_cut else calls
+        message: Message = {"role": "assistant", "content": text}
+        if not env.answers_turns(self.environment):
+            given = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+            return text, message | ({"tool_calls": given} if calls else {}), calls
+        message = self.chat.message(ids, self.token_ids) or {**message, "content": without_calls(text, calls)}
+        message["tool_calls"] = [asdict(call) for call in calls]
+        message["num_tokens"] = [len(self.token_ids), len(ids)]
+        return text, message, () if is_cut else (ToolCall(env.RESPOND, message),)
 
     def _carry_out(self, turn: _Turn) -> None:
         turn.saved = self._saved()
@@ -185,6 +199,8 @@ class Episode:
             {"role": role, "content": answer, **({"name": call.name} if role == "tool" else {})}
             for call, answer in zip(turn.calls, turn.answers, strict=True)
         ]
+        if env.answers_turns(self.environment):
+            replies = [message for answer in turn.answers for message in json.loads(answer)]
         location = f"{self.item.key}, episode {self.name}, turn {self.num_turns - 1}"
         shown = self.schemas if self.task.text_tool is None else None
         ids = self.chat.answer_ids(self.messages, turn.text, turn.end_id, replies, shown, location).tolist()
@@ -202,11 +218,6 @@ class Episode:
             own = found.cause if isinstance(found.cause, TaskError) else None
             raise TaskError(str(own) if own else f"{self.item.key}, episode {self.name}: {found.message}")
         return found
-
-
-def _message(turn: _Turn) -> Message:
-    calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
-    return {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
 
 
 def start_episodes(task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> list[Episode]:

@@ -1,6 +1,9 @@
-"""The command `treewise rl --tasks` on a tiny model."""
+"""The command `treewise rl --tasks` on a tiny model, and servers in this process."""
 
 import json
+import socket
+import threading
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -30,3 +33,60 @@ def run_command(tmp_path, capsys):
         return json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"][-1]
 
     return call
+
+
+@contextmanager
+def _served(app):
+    import uvicorn
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    is_ready = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None):
+            await super().startup(sockets)
+            is_ready.set()
+
+    server = Server(uvicorn.Config(app, port=port, log_level="error"))
+    threading.Thread(target=server.run, daemon=True).start()
+    assert is_ready.wait(60)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """Serves an app until the module's tests are over; its address."""
+    with ExitStack() as stack:
+        yield lambda app: stack.enter_context(_served(app))
+
+
+@pytest.fixture(scope="module")
+def echo_url(serve):
+    """A server of OpenEnv: each step is worth a half, three end the episode."""
+    from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+    class Said(Action):
+        message: str
+
+    class Heard(Observation):
+        text: str = ""
+
+    class Echo(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed=None, episode_id=None, **_):
+            self.seed, self.num_steps = seed or 0, 0
+            return Heard(text=f"begin {self.seed}", reward=0.0, done=False)
+
+        def step(self, action, **_):
+            self.num_steps += 1
+            return Heard(text=f"{self.num_steps}: {action.message}", reward=0.5, done=self.num_steps == 3)
+
+        @property
+        def state(self):
+            return State(step_count=self.num_steps)
+
+    return serve(create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=64))

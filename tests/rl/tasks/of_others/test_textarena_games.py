@@ -9,8 +9,7 @@ from treewise.errors import ConfigError
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.tasks.environment import state_method
 
-pytest.importorskip("textarena", reason="pip install 'textarena>=0.7.4' 'nltk>=3.9.2'")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
+pytestmark = [pytest.mark.environments, pytest.mark.filterwarnings("ignore")]  # of the package
 
 NAME = "textarena:GuessTheNumber-v0"
 

@@ -1,4 +1,4 @@
-"""`openenv:URL`: an environment on a server of OpenEnv (`openenv-core` 0.3), by its generic client.
+"""`openenv:URL`: an environment on a server of OpenEnv (`openenv`), by its generic client.
 
 The text of a turn is one field of the action; the observation is shown without the server's bookkeeping, and the reward
 is the sum of the steps'. A session cannot be copied: branches within an episode are played again in a session of their
@@ -63,7 +63,7 @@ def _client(url: str) -> Any:
     try:
         from openenv.core import GenericEnvClient
     except ImportError as error:
-        raise ConfigError(f"openenv:{url} needs {error.name}: {pip_install('openenv-core')}.") from None
+        raise ConfigError(f"openenv:{url} needs {error.name}: {pip_install('openenv')}.") from None
     return GenericEnvClient(base_url=url).sync()
 
 
