@@ -19,9 +19,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from treewise.bench import SHAPES, SIZES, Settings, Workload, measure_workload, random_model, record, save
-from treewise.bench.contestants import AGAINST, twin
+from treewise.bench.contestants import twin
 from treewise.bench.measure import spread
 from treewise.bench.results import row_view
+from treewise.bench.settings import AGAINST
 from treewise.bench.workloads import FIRST_TOKEN, Fields, text_shape, trained_end
 from treewise.engine.vision import processed_by
 from treewise.nn.device import synchronized_clock

@@ -95,6 +95,10 @@ if (rank, attempt) == ("1", "0"):
 if (rank, attempt) == ("0", "1"):
     time.sleep(2)  # the other one comes first, and finds what the attempt before has left in the store
 from treewise.cli.main import main
+from treewise.distributed import watchdog
+if (rank, attempt) == ("1", "1"):  # the processes have just found one another
+    watchdog.begin = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+Path(sys.argv[0]).with_name(f"attempt-{attempt}").touch()
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -103,10 +107,11 @@ def test_processes_that_torchrun_starts_again_find_one_another_and_go_on(folder)
     (folder / "script.py").write_text(RESTARTED)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--master_port", port]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "2", "--master_port", port]
     more = ["--max_steps", "60", "--save_steps", "1", "--ddp_timeout", "60", "--per_device_train_batch_size", "1"]
     words = ["train", str(folder / "run.yaml"), *more, "--resume", "--output_dir", str(folder / "again")]
     ended = launch([*torchrun, str(folder / "script.py"), *words])
     assert ended.returncode == 0, ended.stdout[-4000:]
     assert "resuming from" in ended.stdout
+    assert (folder / "attempt-2").exists()  # one died in a step, then one while it started
     read_manifest(folder / "again" / "checkpoint-60")

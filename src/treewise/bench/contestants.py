@@ -7,7 +7,6 @@ of N tokens, held or recomputed as the planner chooses), `held@N` and `recompute
 """
 
 import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
+from treewise.bench.settings import AGAINST, Settings
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
@@ -29,31 +29,9 @@ from treewise.planning.planner import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-AGAINST = ("flat", "merged", "trl", "tree-recurrence")
 # Tokens of a packed row of flat training, where memory allows: more at a time is no faster.
 ROW_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 ACTIVATION_FRACTION = 0.8  # of the free memory, that the activations of a packed row may take by an estimate
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What is compared, and how it is measured.
-
-    against: out of `AGAINST`. max_tokens: budgets; None: the workload's own, or a quarter of the tree. row_tokens: of a
-    packed row of flat training; None: by the free memory. repetitions: after one to warm up.
-    reference: of the gradient errors: `flat` is the first contestant, `float32` and `float64` a wide copy of the model
-    in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: no repetition begins
-    after them.
-    """
-
-    against: Sequence[str] = AGAINST
-    max_tokens: Sequence[int] | None = None
-    attention: str = "auto"
-    with_checkpointing: bool = False
-    row_tokens: int | None = None
-    repetitions: int = 3
-    reference: str = "auto"
-    max_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from treewise.bench.contestants import Contestant, Settings, builders, plain_parts, prepare, twin
+from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import HALF, FlatRows, kernel, merged_trajectories
 from treewise.bench.results import is_ours
+from treewise.bench.settings import REFERENCES, Settings
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.nn.device import free_bytes, is_out_of_memory, synchronized_clock
@@ -170,7 +171,6 @@ def _release_memory() -> None:
 
 # -- a workload on a model --------------------------------------------------------------------------------------------
 
-REFERENCES = ("auto", "flat", "float32", "float64")
 # Relative difference of a contestant's loss from the first one's beyond which the comparison fails, by dtype.
 LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Row = dict[str, Any]  # of a file of results

@@ -6,16 +6,16 @@ workload exists in three sizes: `tiny` for tests, `cpu` for a small model on two
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text
-from treewise.nn.device import free_bytes
-from treewise.nn.model_flops import auto_class
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 SIZES = ("tiny", "cpu", "full")
 FIRST_TOKEN = 3  # below are padding and the like in most vocabularies
@@ -211,14 +211,18 @@ SHAPES: dict[str, tuple[str, Fields]] = {
 }
 
 
-def random_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
     """A model of a shape with random weights, in training mode; the same at every call.
 
     Raises:
         ConfigError: an unknown shape.
         OutOfMemoryError: weights and gradients that do not fit in the free memory.
     """
+    import torch
     from transformers import AutoConfig
+
+    from treewise.nn.device import free_bytes
+    from treewise.nn.model_flops import auto_class
 
     if name not in SHAPES:
         raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}.")

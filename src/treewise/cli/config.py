@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from treewise.cli.aliases import ALIASES, names_of, train_on_of_roles
-from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, schema
+from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, key_names, schema
 from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, pip_install
@@ -106,10 +106,10 @@ def read_keys(
     checks take a whole configuration.
     """
     in_file = {} if path is None else read_file(Path(path), required)
-    known = schema(more)
+    known = key_names(more or ())  # an unknown key is named before their types are imported
     names, refused = names_of(known, aliases), {**ELSEWHERE, **(elsewhere or {})}
     renamed: list[tuple[str, str]] = []
-    values: dict[str, tuple[Any, str]] = {}
+    given: list[tuple[str, Any, str]] = []
     flags = {key: (value, f"--{key}") for key, value in parse_flags(overrides).items()}
     for source in (in_file, flags):  # flags win
         seen: dict[str, str] = {}
@@ -129,8 +129,13 @@ def read_keys(
                 raise ConfigError(f"{location}: {name} is not a key any more: {advice}; leave it out.")
             if name in refused:
                 raise ConfigError(f"{location}: {name} is not a key of this run; {refused[name]}.")
-            _put(values, name, value, location, known, names)
-    return {key: _checked(key, value, known, location) for key, (value, location) in values.items()}, renamed
+            if name.partition(".")[0] not in known:
+                raise _unknown(name, [*known, *names], location)
+            given.append((name, value, location))
+    types, values = schema(more) if given else {}, dict[str, tuple[Any, str]]()
+    for key, value, location in given:
+        _put(values, key, value, location, types)
+    return {key: _checked(key, value, types, location) for key, (value, location) in values.items()}, renamed
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -195,19 +200,10 @@ def _plain(value: object) -> Any:
 # -- files and keys ---------------------------------------------------------------------------------------------------
 
 
-def _put(
-    values: dict[str, tuple[Any, str]],
-    key: str,
-    value: object,
-    location: str,
-    known: Mapping[str, Any],
-    aliases: Mapping[str, str] | None = None,
-) -> None:
+def _put(values: dict[str, tuple[Any, str]], key: str, value: object, location: str, known: Mapping[str, Any]) -> None:
     """Sets one value in place of an earlier one; a key with a dot goes into a mapping."""
     outer, dot, inner = key.partition(".")
     if not dot:
-        if key not in known:
-            raise _unknown(key, [*known, *(aliases or ())], location)
         values[key] = (value, location)
         return
     if dict not in kinds_of(known.get(outer, str)):

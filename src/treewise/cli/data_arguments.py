@@ -10,6 +10,7 @@ from treewise.cli.keys import RL, help_of
 from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.errors import ConfigError, beyond_limits, num
+from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.load_model import DTYPES, load_processor
 
 
@@ -43,6 +44,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "tokenizer": {"help": "folder or name of a tokenizer; the model's where not given"},
     "dtype": {"choices": DTYPES, "help": "of the model (float32)"},
     "device": {"help": "cpu, cuda, cuda:1, ...; the first GPU where there is one"},
+    "attention": {"choices": ("auto", *IMPLEMENTATIONS)},
     "max_tokens": {"type": int, "help": "budget of a micro-batch"},
     "limit": {"type": int, "default": 32, "help": "the first K trajectories (32; 0 for all)"},
     "json": {"action": "store_true", "help": "print the same facts as JSON"},
@@ -51,10 +53,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 def add_flags(parser: Any, *names: str, **changed: Mapping[str, Any]) -> None:
     """Adds flags that several commands have; `changed` are their names with what is different here."""
-    if "attention" in names:
-        from treewise.nn.attention import IMPLEMENTATIONS  # with torch, which takes seconds
-
-        changed = {"attention": {"choices": ("auto", *IMPLEMENTATIONS)}, **changed}
     for name in dict.fromkeys((*names, *changed)):
         parser.add_argument(f"--{name}", **{**_FLAGS.get(name, {}), **changed.get(name, {})})
 

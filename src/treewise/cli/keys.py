@@ -171,6 +171,7 @@ TRAINING = (
     ("treewise", "trainer/arguments.py", "TreeTrainingArguments"),
 )
 ONLINE = ("treewise", "rl/online/settings.py", "OnlineSettings")
+POLICY_GRADIENT = ("treewise", "objectives/policy_gradient.py", "PolicyGradient")
 
 
 def schema(more: Keys | None = None) -> dict[str, Any]:

@@ -93,22 +93,31 @@ def start_group(timeout_seconds: float) -> None:
     Raises:
         LostRankError: not all processes came within the time.
     """
-    rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    missing = (
-        f"rank {rank} waited for all {count} processes to start (ddp_timeout is {timeout_seconds:g} s), and they did "
-        "not: one is stopped, or its machine is gone."
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    others = [f"rank {each}" for each in range(count) if each != rank]
+    # Without a store its holder is missing: torchrun's agent or rank 0, which itself has none until all others came.
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holder = "torchrun" if by_agent else "rank 0" if rank else " or ".join(others)
+    waited = (
+        f"rank {rank} waited {timeout_seconds:g} s (ddp_timeout) for {{}} to start: stopped, or its machine is gone."
     )
-    timeout = timedelta(seconds=timeout_seconds)
-    with ranks.ended_after(timeout_seconds + GRACE_SECONDS, missing):
+    timeout, store = timedelta(seconds=timeout_seconds), None
+    with ranks.ended_after(timeout_seconds + GRACE_SECONDS, waited.format(holder)):
         try:
             found, own, size = next(rendezvous("env://", timeout=timeout))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = PrefixStore(f"treewise/attempt/{attempt}", found)
+            store.set(f"rank {own}", "")
             distributed.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
         except RuntimeError as error:
             if not _is_of_collective(error):
                 raise
-            raise ranks.lost(f"{missing} ({str(error).splitlines()[0]})") from error
+            missing = holder
+            with suppress(RuntimeError):  # the store ended with its holder
+                absent = [each for each in others if store is not None and not store.check([each])]
+                missing = holder if store is None else " and ".join(absent) or " or ".join(others)
+            gone = f"rank {rank} lost the connection to {missing} while they started: its process was gone (killed?)."
+            raise ranks.lost(waited.format(missing) if _is_timeout(error) else gone) from error
 
 
 class Watchdog:
@@ -129,7 +138,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if ranks.count() > 1:
             group: Any = distributed.group.WORLD
-            store = group.get_group_store().clone()  # with a connection of its own
+            with ranks.ended_after(self._timeout_seconds + GRACE_SECONDS, self._unanswered()), self.explaining():
+                store = group.get_group_store().clone()  # with a connection of its own
             own_store = PrefixStore(f"treewise/watchdog/{next(_RUNS)}", store)
             target, arguments = self._watch, (own_store,)
             self._thread = threading.Thread(target=target, args=arguments, name="treewise-watchdog", daemon=True)
@@ -158,7 +168,7 @@ class Watchdog:
             if ranks.count() == 1 or isinstance(error, TreewiseError) or not _is_of_collective(error):
                 raise
             silent, located = self._roll_call()
-            if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+            if not _is_timeout(error):
                 gone = [f"rank {rank} failed: its process was gone (killed?)" for rank in silent]
                 reason = self._failure or "; ".join(gone) or "its error is printed there"
                 raise ranks.lost(f"rank {ranks.own()} lost the connection to another process: {reason}.") from error
@@ -196,8 +206,12 @@ class Watchdog:
         while not self._is_over.wait(_POLL_SECONDS) and self._thread is not None and self._thread.is_alive():
             self._silent_polls += 1
             if self._silent_polls * _POLL_SECONDS > self._timeout_seconds + GRACE_SECONDS:
-                waited = f"had no answer from rank 0 for {self._timeout_seconds:g} s (ddp_timeout)"
-                ranks.end_now(ranks.lost(f"rank {ranks.own()} {waited}: it is stopped, or its machine is gone."))
+                ranks.end_now(ranks.lost(self._unanswered()))
+
+    def _unanswered(self) -> str:
+        """Of the process that holds the store."""
+        waited = f"had no answer from rank 0 for {self._timeout_seconds:g} s (ddp_timeout)"
+        return f"rank {ranks.own()} {waited}: it is stopped, or its machine is gone."
 
     def _exchange(self, store: Store) -> None:
         if store.check(["failure"]):
@@ -216,6 +230,10 @@ class Watchdog:
 def _is_of_collective(error: RuntimeError) -> bool:
     """Whether NCCL or gloo raised it; errors of gloo have no type of their own, but name its source files."""
     return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 def _current_line() -> str:

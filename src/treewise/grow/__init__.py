@@ -8,6 +8,6 @@ operators       a learned operator (Mango), fitted on trees
 growth          all of it: `grow`, with logits before and after
 """
 
-from treewise.grow.growth import GrowReport, grow
+import lazy_loader
 
-__all__ = ["GrowReport", "grow"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

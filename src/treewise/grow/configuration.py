@@ -13,13 +13,15 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Lt
-from transformers import PreTrainedConfig
 
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice, check_fields
 from treewise.tree import Forest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MANGO = "mango"
 OPERATORS = ("copy", "stack", MANGO)
@@ -75,7 +77,7 @@ class Growth:
     inner: int | None = None
     num_layers: int | None = None
     experts: int = 1
-    like: PreTrainedConfig | None = None
+    like: "PreTrainedConfig | None" = None
     operator: str = "copy"
     noise: Annotated[float, Ge(0), Lt(math.inf)] = 0.01
     seed: int = 0
@@ -103,7 +105,7 @@ class Growth:
         return self.width if self.inner is None else self.inner
 
 
-def refuse_configuration(config: PreTrainedConfig, growth: Growth) -> None:
+def refuse_configuration(config: "PreTrainedConfig", growth: Growth) -> None:
     """Checks that a model can be grown by the rules of this package.
 
     Raises:
@@ -133,7 +135,7 @@ def layer_sources(num_layers: int, num_grown: int, depth: str) -> list[int]:
     return [layer * num_layers // num_grown for layer in range(num_grown)]
 
 
-def grown_configuration(config: PreTrainedConfig, target: Growth, sources: list[int]) -> PreTrainedConfig:
+def grown_configuration(config: "PreTrainedConfig", target: Growth, sources: list[int]) -> "PreTrainedConfig":
     """The configuration of the larger model. sources: for each new layer the layer that it comes from."""
     grown = copy.deepcopy(config)
     if getattr(config, "head_dim", None) is None and "head_dim" in config.to_dict():
@@ -157,7 +159,7 @@ def grown_configuration(config: PreTrainedConfig, target: Growth, sources: list[
     return grown
 
 
-def growth_like(growth: Growth, config: PreTrainedConfig, wanted: PreTrainedConfig) -> Growth:
+def growth_like(growth: Growth, config: "PreTrainedConfig", wanted: "PreTrainedConfig") -> Growth:
     """The growth with the factors from one configuration to another.
 
     Raises:
@@ -178,7 +180,7 @@ def growth_like(growth: Growth, config: PreTrainedConfig, wanted: PreTrainedConf
     )
 
 
-def check_like(config: PreTrainedConfig, grown: PreTrainedConfig, wanted: PreTrainedConfig) -> None:
+def check_like(config: "PreTrainedConfig", grown: "PreTrainedConfig", wanted: "PreTrainedConfig") -> None:
     """Raises `ConfigError` for the first field in which a grown configuration differs from the wanted one."""
     values, others = grown.to_dict(), wanted.to_dict()
     if others.get("head_dim", 0) is None:
@@ -191,7 +193,7 @@ def check_like(config: PreTrainedConfig, grown: PreTrainedConfig, wanted: PreTra
             )
 
 
-def _factor(name: str | None, config: PreTrainedConfig, wanted: PreTrainedConfig) -> int:
+def _factor(name: str | None, config: "PreTrainedConfig", wanted: "PreTrainedConfig") -> int:
     if name is None:
         return 1
     before, after = getattr(config, name), getattr(wanted, name, None)
@@ -200,7 +202,7 @@ def _factor(name: str | None, config: PreTrainedConfig, wanted: PreTrainedConfig
     return int(after // before)
 
 
-def count_experts(config: PreTrainedConfig) -> int | None:
+def count_experts(config: "PreTrainedConfig") -> int | None:
     """Experts of a layer of a mixture; None of a dense model."""
     counts = (getattr(config, name, None) for name in EXPERT_FIELDS)
     return next((count for count in counts if isinstance(count, int)), None)

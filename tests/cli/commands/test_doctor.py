@@ -7,15 +7,15 @@ import torch
 
 from treewise.cli.commands import doctor
 from treewise.cli.main import main
-from treewise.nn.attention import flex
 from treewise.nn.attention.kernel_cases import CASES
+from treewise.report.analysis import machine_facts
 
 NAMES = ("one block", "broken")
 
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "CASES", {name: CASES[name] for name in NAMES})
+    monkeypatch.setattr(machine_facts, "CASES", {name: CASES[name] for name in NAMES})
 
 
 @pytest.mark.exhaustive
@@ -33,8 +33,8 @@ def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]
 def test_wrong_kernels_give_a_sentence_for_an_issue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = doctor.flex_attention_tree
-    monkeypatch.setattr(doctor, "flex_attention_tree", lambda *args: 1.01 * own(*args))
+    own = machine_facts.flex_attention_tree
+    monkeypatch.setattr(machine_facts, "flex_attention_tree", lambda *args: 1.01 * own(*args))
     assert main(["doctor", "--gpu", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "a check FAILED" in out
@@ -42,32 +42,10 @@ def test_wrong_kernels_give_a_sentence_for_an_issue(
     assert "one block: out " in out.split("for an issue: ")[1]
 
 
-def test_a_kernel_that_does_not_compile_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("no triton")
-
-    monkeypatch.setattr(doctor, "flex_attention_tree", broken)
-    facts = doctor.check_gpu(torch.device("cpu"), 60)
-    assert facts["issue"].endswith("one block: RuntimeError: no triton; broken: RuntimeError: no triton")
-
-
 def test_cases_beyond_the_time_are_named() -> None:
-    facts = doctor.check_gpu(torch.device("cpu"), 0)
+    facts = machine_facts.check_gpu(torch.device("cpu"), 0)
     assert facts["not run"] == list(NAMES)
     assert "not run, for lack of time: one block, broken" in doctor.as_lines(facts)
-
-
-def test_what_no_test_has_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not {"system", "torch"} & set(doctor.untested(torch.device("cpu")))
-    monkeypatch.setattr(doctor.platform, "system", lambda: "Windows")
-    monkeypatch.setattr(torch, "__version__", "2.15.0+rocm7.1")
-    monkeypatch.setattr(doctor, "card", lambda _: flex.Card(None, 65_536))
-    said = doctor.untested(torch.device("cuda"))
-    assert said["system"].startswith("Windows: tests run on Linux")
-    assert said["torch"].startswith("2.15.0+rocm7.1: tests run with torch >=2.11")
-    assert said["gpu"].startswith("ROCm: tests run on no GPU")
-    monkeypatch.setattr(doctor, "card", lambda _: flex.Card((7, 5), 65_536))
-    assert doctor.untested(torch.device("cuda"))["gpu"].startswith("compute capability 7.5: ")
 
 
 def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

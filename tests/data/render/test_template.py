@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from treewise.data import RenderOptions, load_trees
+from treewise.data.render import template as templates
 from treewise.data.render.piece_tokenizer import Encoder, joined
-from treewise.data.render.template import template_text
+from treewise.data.render.template import Template, template_text
 from treewise.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "Hi"}
@@ -143,6 +144,40 @@ def test_a_template_may_lie_in_a_file(tmp_path):
     path.write_text("{{ " + "(" * 20_000)
     with pytest.raises(ConfigError, match=r"t\.jinja: Jinja nested too deeply"):
         template_text(str(path))
+
+
+def test_a_conversation_is_rendered_once_and_by_all_that_its_text_depends_on(tokenizer, monkeypatch):
+    """Records of a tree repeat their first turns."""
+    template, applied = Template(Encoder(tokenizer), "chatml", {}), []
+    apply = tokenizer.apply_chat_template
+
+    def counted(talks, **settings):
+        applied.append(len(talks))
+        return apply(talks, **settings)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    talk, tools = [USER, answer()], [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    (whole,) = template.render([talk], None, "here")
+    (prompt,) = template.render([talk], None, "here", generation=True)
+    assert prompt == whole + "<|im_start|>assistant\n"
+    (with_tools,) = template.render([talk], tools, "here")
+    assert '"name": "f"' in with_tools
+    applied.clear()
+    copies = [[dict(USER), answer()], [USER, answer("No.")], [USER, answer("No.")]]
+    assert template.render(copies, None, "here")[0] == whole
+    assert applied == [1]  # the new one
+    assert "No." in template.render(copies, None, "here")[2]
+    assert template.render([talk], tools, "here") == [with_tools]
+    assert applied == [1]
+
+    applied.clear()
+    unknown = [{**USER, "images": [object()]}]  # what JSON cannot hold is rendered each time
+    assert template.render([unknown], None, "here") == template.render([unknown], None, "here")
+    assert applied == [1, 1]
+    monkeypatch.setattr(templates, "MAX_KEPT", 0)
+    template.render([[USER]], None, "here")
+    assert template.render([talk], None, "here") == [whole]
+    assert applied == [1, 1, 1, 1]  # nothing from before was kept
 
 
 def test_pieces_give_the_ids_of_the_whole_text(fixtures, tokenizer):

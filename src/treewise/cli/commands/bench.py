@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from annotated_types import Ge, Gt
 from rich.console import Console
 
 from treewise import bench
-from treewise.bench.contestants import AGAINST
-from treewise.bench.results import LEGEND, command_line, row_view
+from treewise.bench.settings import AGAINST
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention import IMPLEMENTATIONS
-from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_tokenizer, load_weights
-from treewise.nn.model_checks import zero_dropout
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_MODEL = {"cpu": "qwen3-17m", "cuda": "qwen3-0.6b"}
 
@@ -69,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
     if not args.data and (args.trees or args.max_flat_tokens):
         raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
+    import torch
+
+    from treewise.bench.results import LEGEND, command_line, row_view
+    from treewise.nn.device import chosen_device
+
     device = chosen_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     console = Console(width=None if Console().is_terminal else 200)
@@ -107,9 +111,11 @@ def _settings(args: argparse.Namespace) -> bench.Settings:
     )
 
 
-def _model(name: str, gguf_file: str | None, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def _model(name: str, gguf_file: str | None, dtype: "torch.dtype", device: "torch.device") -> "torch.nn.Module":
     if name in bench.SHAPES:
         return bench.random_model(name, dtype, device)
+    from treewise.nn.model_checks import zero_dropout
+
     model: torch.nn.Module = load_weights(name, gguf_file, str(dtype).removeprefix("torch."))
     note = zero_dropout(model)
     if note is not None:
@@ -117,7 +123,9 @@ def _model(name: str, gguf_file: str | None, dtype: torch.dtype, device: torch.d
     return model.to(device).train()
 
 
-def _workloads(args: argparse.Namespace, name: str, device: torch.device, vocabulary: int) -> Iterator[bench.Workload]:
+def _workloads(
+    args: argparse.Namespace, name: str, device: "torch.device", vocabulary: int
+) -> Iterator[bench.Workload]:
     """The trees of DATA, then the generated ones; all, where none is named."""
     if args.data:
         yield from _trees(args, name, vocabulary)

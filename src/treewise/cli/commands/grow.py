@@ -5,15 +5,15 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, num
-from treewise.grow import GrowReport, grow
 from treewise.grow.configuration import MANGO, OPERATORS, Growth
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.load_model import load_tokenizer, load_weights, locate
+
+if TYPE_CHECKING:
+    from treewise.grow import GrowReport
 
 DEFAULTS = Growth()
 
@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
             f"{args.small} holds adapters, and weights are what grows; merge them into their base model first (peft's "
             "merge_and_unload, then save_pretrained)."
         )
+    from transformers import AutoConfig
     from transformers.utils import logging
+
+    from treewise.grow import grow
 
     logging.disable_progress_bar()
     if args.like and not (Path(args.like) / "config.json").is_file():
@@ -95,7 +98,7 @@ def _forests(args: argparse.Namespace) -> list[Any]:
     return [trees[index].forest() for index in range(len(trees))]
 
 
-def _text(report: GrowReport) -> str:
+def _text(report: "GrowReport") -> str:
     lines = [
         f"{Path(report.source).name} -> {report.output}",
         f"  parameters   {report.num_parameters_before:,} -> {report.num_parameters_after:,}",

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from annotated_types import Ge
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import PreTrainedModel
 
 from treewise.cli import training_run
 from treewise.cli.config import RunConfig
@@ -25,15 +23,16 @@ from treewise.cli.data_arguments import (
     data_tokenizer,
     load_data,
 )
-from treewise.engine.budget import AUTO
-from treewise.engine.engine import TreeEngine
-from treewise.engine.profiling import PARTS, Profile, mean, profile_step
 from treewise.errors import ConfigError, num
-from treewise.nn.device import chosen_device
-from treewise.nn.gradients import zero_gradients
 from treewise.nn.load_model import load_weights
-from treewise.nn.model_checks import zero_dropout
 from treewise.tree.forest import Forest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from treewise.engine.profiling import Profile
 
 SEED = 42  # of adapters, as in training
 
@@ -53,16 +52,18 @@ def run(args: argparse.Namespace) -> int:
     config = apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     check_numbers(args, limit=Ge(0), steps=Ge(1))
     trace = _writable(args.trace)
+    from treewise.bench.contestants import plain_parts  # slow to import, as are all below
+    from treewise.bench.flat import FlatRows, can_pack
+    from treewise.engine.engine import TreeEngine
+    from treewise.nn.device import chosen_device
+    from treewise.trainer.step import optimizer_bytes
+
     device = chosen_device(args.device)
     model = _model(args, config).to(device).train()
     data = load_data(args, data_tokenizer(args), progress=False)
     data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     items = [item for tree in data for item in tree.flat_trajectories()][: args.limit or None]
     forest = Forest.from_trajectories(items)
-    from treewise.bench.contestants import plain_parts  # slow to import
-    from treewise.bench.flat import FlatRows, can_pack
-    from treewise.trainer.step import optimizer_bytes
-
     profiles: dict[str, Profile] = {}
     if not args.no_flat:
         lm = plain_parts(model)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(
         f"{forest.num_tokens:,} tree tokens of {forest.num_flat_tokens:,} flat ones; mean of {num(args.steps, 'step')}"
     )
-    if args.max_tokens == AUTO:
+    if args.max_tokens == "auto":
         console.print(f"max_tokens: auto chose {num(engine.max_tokens or 0, 'token')} by the memory that is free here")
     console.print(_view(profiles))
     if trace is not None:
@@ -96,13 +97,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _budget(text: str) -> int | str:
     try:
-        return text if text == AUTO else int(text)
+        return text if text == "auto" else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or {AUTO}") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or auto") from None
 
 
-def _model(args: argparse.Namespace, config: RunConfig | None) -> PreTrainedModel:
+def _model(args: argparse.Namespace, config: RunConfig | None) -> "PreTrainedModel":
     """The model with the adapters of the configuration, without dropout, with a line on stderr where it had some."""
+    from treewise.nn.model_checks import zero_dropout
+
     bits = None if config is None else training_run.bits_of(config)
     model = load_weights(args.model, args.gguf_file, args.dtype, bits)
     if config is not None:
@@ -130,9 +133,12 @@ def _writable(file: str | None) -> Path | None:
 
 
 def _profiled(
-    step: Callable[[], object], model: nn.Module, device: torch.device, num_steps: int, trace: Path | None
-) -> Profile:
+    step: Callable[[], object], model: "nn.Module", device: "torch.device", num_steps: int, trace: Path | None
+) -> "Profile":
     """The mean of so many steps, after one that warms up. trace: of the last one."""
+    from treewise.engine.profiling import mean, profile_step
+    from treewise.nn.gradients import zero_gradients
+
     step()
     profiles = []
     for index in range(num_steps):
@@ -142,7 +148,9 @@ def _profiled(
     return mean(profiles)
 
 
-def _view(profiles: dict[str, Profile]) -> Table:
+def _view(profiles: dict[str, "Profile"]) -> Table:
+    from treewise.engine.profiling import PARTS
+
     table = Table(box=box.SIMPLE)
     table.add_column("part")
     for name in profiles:

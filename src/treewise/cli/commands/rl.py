@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from treewise.cli import online_run, run_folder, training_run
 from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags, read_config, read_keys, reference_of, typed_settings
+from treewise.cli.keys import POLICY_GRADIENT, declared, formatter_with, key_names
 from treewise.cli.keys import RL as KEYS
-from treewise.cli.keys import formatter_with, key_names
 from treewise.cli.output import is_first_rank
 from treewise.cli.values import read_file
 from treewise.data.sources import open_sources
@@ -65,10 +65,8 @@ def all_keys() -> dict[str, Any]:
 
 def aliases() -> dict[str, str]:
     """Short names of keys: settings of a policy gradient need no `objective_settings.` in front."""
-    from treewise.objectives.registry import setting_types
-
-    settings = [name for name in setting_types("policy_gradient") if name != "surrogate"]  # which --objective chooses
-    return {name: f"objective_settings.{name}" for name in settings}
+    others = ("surrogate", "usual_advantages")  # --objective chooses the one, --advantages is in place of the other
+    return {name: f"objective_settings.{name}" for name in declared(*POLICY_GRADIENT) if name not in others}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from annotated_types import Ge
 from rich.console import Console
@@ -16,14 +17,14 @@ from treewise.cli.data_arguments import (
 )
 from treewise.cli.values import read_mapping
 from treewise.data import Trees
-from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn.device import chosen_device
 from treewise.nn.load_model import DTYPES, load_model, load_processor
-from treewise.objectives import DPO, KTO, WEIGHTINGS, Objective, PolicyGradient, objective_named
 from treewise.report import verification_view
+from treewise.tree.forest import WEIGHTINGS
 from treewise.tree.trajectory import Trajectory
-from treewise.verification.compare import verify
+
+if TYPE_CHECKING:
+    from treewise.objectives import Objective
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
     apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     check_numbers(args, limit=Ge(0))
+    from treewise.engine.engine import TreeEngine  # slow to import, as are all below
+    from treewise.nn.device import chosen_device
+    from treewise.objectives import DPO, KTO
+    from treewise.verification.compare import verify
+
     objective = _objective(args)
     device = chosen_device(args.device)
     model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     trajectories = _trajectories(data, objective, args)
     model.to(device)
     if isinstance(objective, DPO | KTO):
-        from treewise.trainer.inputs import compared  # slow to import
+        from treewise.trainer.inputs import compared
 
         def engine() -> TreeEngine:  # as in `treewise train`, the model before its first step is the reference
             return TreeEngine(model, args.max_tokens, args.attention, processor=tokenizer)
@@ -83,22 +89,26 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _objective(args: argparse.Namespace) -> Objective:
+def _objective(args: argparse.Namespace) -> "Objective":
+    from treewise.objectives import objective_named
+
     settings = read_mapping("--settings", args.settings)
     if args.weighting is not None:
         settings["weighting"] = args.weighting
     return objective_named(args.objective, **typed_settings(args.objective, settings))
 
 
-def _trajectories(data: Trees, objective: Objective, args: argparse.Namespace) -> list[Trajectory]:
+def _trajectories(data: Trees, objective: "Objective", args: argparse.Namespace) -> list[Trajectory]:
     """The first ones, of whole trees as far as advantages look at groups."""
+    from treewise.objectives import DPO, PolicyGradient
+
     trees: list[list[Trajectory]] = []
     for tree in data:
         trees.append(tree.flat_trajectories())
         if args.limit and sum(map(len, trees)) >= args.limit:
             break
     if isinstance(objective, PolicyGradient):
-        from treewise.rl.update import credit, method_of  # slow to import
+        from treewise.rl.update import credit, method_of
 
         method = method_of(objective, args.advantages, trees)
         assert method is not None

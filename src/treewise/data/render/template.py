@@ -7,6 +7,8 @@ Templates leave things out without an error: Qwen3's writes nothing for the role
 content beside a tool call, SmolLM2's has no tool calls. The first message of every shape (role, fields in use, where it
 stands) is therefore rendered once more in its own conversation, each field replaced by a sentinel; what does not come
 back is hidden. Later messages of the same shape cost one look-up.
+
+Records of one tree repeat their first turns, so what was rendered is kept: each conversation is rendered once.
 """
 
 import json
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
 THINK, THINK_END = "<think>", "</think>"
+MAX_KEPT = 16_000_000  # characters that were rendered
 MAX_CALLS = 2  # tool calls of one message: one, or several
 MAX_LOOKS = 20  # at messages of one shape whose content a template rewrites
 STANDARD_ROLES = {"developer": "system", "function": "tool"}
@@ -61,6 +64,8 @@ class Template:
         self.notes: dict[str, None] = {}
         self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}  # by shape: the fields that are hidden
         self._looks: dict[tuple[Any, ...], int] = {}
+        self._kept: dict[tuple[object, ...], str] = {}  # rendered conversations
+        self._num_kept = 0  # their characters
         self._reads_parts_alone = False
         question: Message = {"role": "user", "content": MARK}
         # Some templates of vision models write content parts only; some would quote arguments given as text twice.
@@ -95,6 +100,24 @@ class Template:
             self._tools_seen = True
             if self.render(conversations[:1], tools, location) == self.render(conversations[:1], None, location):
                 self.notes[UNWRITTEN_TOOLS] = None
+        try:
+            keys = _keys(conversations, tools, generation=generation)
+        except (TypeError, ValueError):  # they hold what JSON does not
+            return self._applied(conversations, tools, location, generation=generation)
+        texts = {key: self._kept[key] for key in keys if key in self._kept}
+        new = {key: talk for key, talk in zip(keys, conversations, strict=True) if key not in texts}
+        if new:
+            rendered = self._applied(list(new.values()), tools, location, generation=generation)
+            if self._num_kept > MAX_KEPT:
+                self._kept, self._num_kept = {}, 0
+            self._kept.update(added := dict(zip(new, rendered, strict=True)))
+            self._num_kept += sum(map(len, rendered))
+            texts.update(added)
+        return [texts[key] for key in keys]
+
+    def _applied(
+        self, conversations: Sequence[list[Message]], tools: Tools, location: str, *, generation: bool
+    ) -> list[str]:
         try:
             return self.tokenizer.apply_chat_template(
                 [self.shaped(talk) for talk in conversations],
@@ -246,6 +269,14 @@ class Template:
             return text in self.render([talk], None, "probe")[0]
         except DataError:
             return False
+
+
+def _keys(conversations: Sequence[list[Message]], tools: Tools, *, generation: bool) -> list[tuple[object, ...]]:
+    """All that the text of each conversation depends on; messages that conversations share are written once."""
+    messages = {id(message): message for talk in conversations for message in talk}
+    written = {key: json.dumps(message) for key, message in messages.items()}
+    head = (generation, json.dumps(tools))
+    return [(head, *(written[id(message)] for message in talk)) for talk in conversations]
 
 
 def with_sentinels(message: Message, *, name_is_known: bool) -> tuple[Message, dict[str, str]]:

@@ -1,22 +1,27 @@
-"""The table of attention implementations. A new one is one entry here and one module beside it."""
+"""The table of attention implementations. A new one is one entry here and one module beside it.
+
+Their modules are imported when one runs: the names are choices of commands, and torch takes seconds.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError
-from treewise.nn.attention import cascade
-from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
-from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.reference import reference_attention
-from treewise.nn.device import untested_torch_named
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from treewise.nn.attention.gateway import GatewayRead, LayerCall
+    from treewise.nn.attention.mask import LayerRule, TreeMask
+
+    Run = Callable[
+        [Tensor, Tensor, Tensor, TreeMask, LayerRule, Tensor | None, tuple[GatewayRead, ...], LayerCall], Tensor
+    ]
 
 AUTO = "auto"
-Run = Callable[[Tensor, Tensor, Tensor, TreeMask, LayerRule, Tensor | None, tuple[GatewayRead, ...], LayerCall], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,9 @@ class Implementation:
     type of device (`cpu`, `cuda`, ...). num_key_rows: key rows that one layer without a window reads in a forward of a
     micro-batch, for benchmarks."""
 
-    run: Run
+    run: "Run"
     suits: Callable[[str], bool]
-    num_key_rows: Callable[[TreeMask, torch.device], int]
+    num_key_rows: "Callable[[TreeMask, torch.device], int]"
 
 
 def implementation_named(name: str) -> Implementation:
@@ -55,29 +60,43 @@ def choose(attention: str, device_type: str) -> str:
     return next(name for name, each in IMPLEMENTATIONS.items() if each.suits(device_type))
 
 
-def _lazily(name: str) -> Callable[..., Any]:
-    """A function of `flex`, which is imported at the first call: FlexAttention loads torch's compiler."""
+def _lazily(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module beside this one, which is imported at the first call."""
 
     def run(*inputs: Any) -> Any:
-        with untested_torch_named():
-            return getattr(import_module("treewise.nn.attention.flex"), name)(*inputs)
+        return getattr(import_module(f"treewise.nn.attention.{module}"), name)(*inputs)
 
     return run
 
 
-def _behind_gateways(attention: Callable[..., Tensor]) -> Run:
+def _of_flex(name: str) -> Callable[..., Any]:
+    """A function of `flex`, which loads torch's compiler."""
+    function = _lazily("flex", name)
+
+    def run(*inputs: Any) -> Any:
+        from treewise.nn.device import untested_torch_named
+
+        with untested_torch_named():
+            return function(*inputs)
+
+    return run
+
+
+def _behind_gateways(attention: "Callable[..., Tensor]") -> "Run":
     """For functions that take one tensor of keys and one of values: gateway rows are concatenated in front."""
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: TreeMask,
-        rule: LayerRule,
-        sinks: Tensor | None,
-        reads: tuple[GatewayRead, ...],
-        call: LayerCall,
-    ) -> Tensor:
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        mask: "TreeMask",
+        rule: "LayerRule",
+        sinks: "Tensor | None",
+        reads: "tuple[GatewayRead, ...]",
+        call: "LayerCall",
+    ) -> "Tensor":
+        from treewise.nn.attention.gateway import extend
+
         return attention(query, *extend(key, value, reads, call), mask, rule, sinks)
 
     return run
@@ -86,12 +105,16 @@ def _behind_gateways(attention: Callable[..., Tensor]) -> Run:
 # In the order in which `auto` prefers them.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "flex": Implementation(
-        _behind_gateways(_lazily("flex_attention_tree")),
+        _behind_gateways(_of_flex("flex_attention_tree")),
         lambda device_type: device_type == "cuda",
-        _lazily("num_key_rows"),
+        _of_flex("num_key_rows"),
     ),
-    "cascade": Implementation(cascade.cascade_attention, cascade.is_available, cascade.num_key_rows),
+    "cascade": Implementation(
+        _lazily("cascade", "cascade_attention"), _lazily("cascade", "is_available"), _lazily("cascade", "num_key_rows")
+    ),
     "reference": Implementation(
-        _behind_gateways(reference_attention), lambda _: True, lambda mask, _: mask.num_keys * mask.num_queries
+        _behind_gateways(_lazily("reference", "reference_attention")),
+        lambda _: True,
+        lambda mask, _: mask.num_keys * mask.num_queries,
     ),
 }

@@ -1,0 +1,14 @@
+from .measure import measure_workload as measure_workload
+from .measure import run as run
+from .results import hardware as hardware
+from .results import load as load
+from .results import record as record
+from .results import save as save
+from .settings import REFERENCES as REFERENCES
+from .settings import Settings as Settings
+from .workloads import KINDS as KINDS
+from .workloads import SHAPES as SHAPES
+from .workloads import SIZES as SIZES
+from .workloads import Workload as Workload
+from .workloads import make as make
+from .workloads import random_model as random_model

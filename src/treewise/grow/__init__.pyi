@@ -1,0 +1,2 @@
+from .growth import GrowReport as GrowReport
+from .growth import grow as grow

@@ -1,0 +1,17 @@
+from .gateway import ANCHOR as ANCHOR
+from .gateway import EVERYTHING as EVERYTHING
+from .gateway import NOTHING as NOTHING
+from .gateway import Carried as Carried
+from .gateway import Gateway as Gateway
+from .gateway import GatewayRead as GatewayRead
+from .gateway import carry as carry
+from .implementations import AUTO as AUTO
+from .implementations import IMPLEMENTATIONS as IMPLEMENTATIONS
+from .implementations import choose as choose
+from .interface import AttentionName as AttentionName
+from .interface import TreeContext as TreeContext
+from .interface import install as install
+from .interface import install_legacy_layers as install_legacy_layers
+from .mask import TreeMask as TreeMask
+from .mask_audit import check_masks as check_masks
+from .mask_audit import observe_masks as observe_masks

@@ -1,0 +1,181 @@
+"""What this machine has, which attention and kernels will run, and checks that they are right."""
+
+import os
+import platform
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import treewise
+from treewise.engine.engine import TreeEngine
+from treewise.errors import bytes_as_text, pip_install
+from treewise.nn.attention import AUTO, choose
+from treewise.nn.attention.flex import COMPILED_FOR, card, flex_attention_tree
+from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
+from treewise.nn.device import free_bytes, half_precision_times, synchronized_clock
+from treewise.nn.support_table import CapabilityTable, installed_version, untested_torch
+from treewise.objectives import logprob_gap
+from treewise.rl.samplers import SampleRequest, TransformersSampler
+from treewise.tree.trajectory import Trajectory
+from treewise.verification.compare import verify
+
+TESTED_SYSTEM = "Linux"
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
+_OPTIONAL = {
+    "peft": "adapters",
+    "trl": "TRL's trainers",
+    "tree_recurrence": "a contestant of the benchmarks of hybrids",
+    "gguf": "models from GGUF files",
+}
+# Relative error of the whole gradient that float32 may have between flat and tree.
+_LIMIT = 1e-4
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Facts as plain JSON values by title; under `self-check` whether gradients and log-probs are right (`passed`)."""
+    versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
+    if versions["transformers"] != (made_with := CapabilityTable.load().transformers):
+        versions["transformers"] += f" (the table of `treewise models` was made with {made_with})"
+    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_as_text(free_bytes(torch.device('cpu')))} free"}
+    for each in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
+        devices[str(each)] = f"{torch.cuda.get_device_name(each)}, {bytes_as_text(free_bytes(each))} free"
+    return {
+        "environment": {
+            "treewise": treewise.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "threads": torch.get_num_threads(),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        },
+        "packages": versions,
+        "devices": devices,
+        "attention": _attention(device),
+        "precision": _precision(device),
+        "not tested": untested(device),
+        "missing": {
+            name: f"{why}: {pip_install(name.replace('_', '-'))}"
+            for name, why in _OPTIONAL.items()
+            if find_spec(name) is None
+        },
+        "self-check": _self_check(device),
+    }
+
+
+def _attention(device: torch.device) -> dict[str, str]:
+    """What `attention="auto"` takes on a device, and why."""
+    name = choose(AUTO, device.type)
+    if name == "flex":
+        triton = "with Triton" if find_spec("triton") else "but Triton is missing, without which it does not compile"
+        why = f"{device} is a CUDA device; FlexAttention, {triton}"
+    elif name == "cascade":
+        why = "torch's flash kernel for CPU takes grouped heads"
+    elif device.type == "cpu":
+        why = "this torch's flash kernel for CPU takes no grouped heads (torch 2.13 does)"
+    else:
+        why = f"no faster implementation for {device.type}"
+    return {"auto": name, "why": why}
+
+
+def _precision(device: torch.device) -> dict[str, str]:
+    """What bfloat16 costs on a device."""
+    times = half_precision_times(device.type)
+    if times is None:
+        return {}
+    verdict = "" if times <= 1 else ": it saves memory here, and no time"
+    return {"bfloat16": f"matrix products take {times:.2f} times as long as in float32{verdict}"}
+
+
+def _self_check(device: torch.device) -> dict[str, Any]:
+    """A tiny model: loss and gradients of a tree against flat training, whole and in parts."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    base = [3, 1, 4, 1, 5, 9, 2, 6]
+    rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
+    try:
+        budgets = {"whole": len(base) * len(rollouts), "max_tokens=6": 6}
+        errors = {name: verify(model, rollouts, budget).gradient_error for name, budget in budgets.items()}
+        sampler = _sampler_gap(model, base)
+    except Exception as error:  # whatever a broken installation raises is what this command is to show
+        return {"passed": False, "error": f"{type(error).__name__}: {error}"}
+    passed = all(gap <= _LIMIT for gap in errors.values()) and sampler - 1 <= _LIMIT
+    return {"passed": passed, "limit": _LIMIT, **errors, "logprob_gap": sampler}
+
+
+def _sampler_gap(model: torch.nn.Module, base: list[int]) -> float:
+    """`logprob_gap` of rollouts of the embedded sampler: mean of exp(|engine - sampler|); 1: no gap."""
+    request = SampleRequest(tuple(base), num_continuations=4, max_new_tokens=12)
+    rows = []
+    for completion in TransformersSampler(model).sample([request])[0]:
+        logprobs = np.concatenate([np.zeros(len(base)), completion.logprobs])
+        weights = np.repeat([0.0, 1.0], [len(base), completion.num_tokens])
+        ids = np.concatenate([base, completion.token_ids])
+        rows.append(Trajectory(ids, weights, sampler_logprobs=logprobs))
+    return logprob_gap(TreeEngine(model).scored(rows, stream="old_logprobs"))
+
+
+def untested(device: torch.device) -> dict[str, str]:
+    """What of this machine no test has run on, by what it is; the checks of this command are then all there is."""
+    found = {}
+    if platform.system() != TESTED_SYSTEM:
+        found["system"] = f"{platform.system()}: tests run on {TESTED_SYSTEM}"
+    if (torch_release := untested_torch(torch.__version__)) is not None:
+        found["torch"] = torch_release
+    if device.type == "cuda":
+        capability = card(device).capability
+        known = ", ".join(f"{major}.{minor}" for major, minor in COMPILED_FOR)
+        name = "ROCm" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        found["gpu"] = f"{name}: tests run on no GPU; kernels were compiled, without one, for NVIDIA's {known}"
+    return found
+
+
+def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
+    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where all is well.
+
+    On a CPU, FlexAttention's uncompiled operator stands in for the kernels. No case begins after
+    `max_seconds`; those left out are named under `not run`.
+    """
+    kernels = _kernels(device, time.perf_counter() + max_seconds)
+    wrong = [f"{name}: {each['shown']}" for name, each in kernels.items() if not each["passed"]]
+    machine = platform.machine()
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        on = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        machine = f"{torch.cuda.get_device_name(device)} ({on})"
+    installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
+    versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
+    return {
+        "kernels": kernels,
+        "not run": [name for name in CASES if name not in kernels],
+        "passed": not wrong,
+        "issue": f"treewise {treewise.__version__}, {versions}, {machine}: {'; '.join(wrong)}" if wrong else None,
+    }
+
+
+def _kernels(device: torch.device, deadline: float) -> dict[str, Any]:
+    """Each case: whether it is as it should be, its errors, and seconds of the first and a second call.
+
+    The first call compiles; the second one takes the kernel of the same family from the cache.
+    """
+    kernels: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if time.perf_counter() > deadline:
+            break
+        try:
+            seconds = []
+            for _ in range(2):
+                started = synchronized_clock(device)
+                errors = kernel_errors(flex_attention_tree, case, device)
+                seconds.append(synchronized_clock(device) - started)
+            passed, text = is_within(errors) is not case.is_broken, shown(errors)
+            if case.is_broken and not passed:
+                text = f"a wrong key was not noticed ({text})"
+        except Exception as error:  # whatever a broken installation raises is what the user is to see
+            passed, text, seconds = False, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", []
+        kernels[name] = {"passed": passed, "shown": text, "seconds": seconds}
+    return kernels

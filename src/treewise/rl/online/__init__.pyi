@@ -1,0 +1,2 @@
+from .settings import OnlineSettings as OnlineSettings
+from .trainer import OnlineTrainer as OnlineTrainer
