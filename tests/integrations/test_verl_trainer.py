@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_groups_are_whole_on_ranks_where_verl_scatters_them(monkeypatch, trainer
     rows, groups = rows_of_groups(np.random.default_rng(num_ranks), 8, [4] * 8)
     whole, metrics, queue = deal(monkeypatch, trainers(f"treewise_{mode}"), rows, groups, num_ranks)
     own, own_metrics, _ = deal(monkeypatch, trainers(mode), rows, groups, num_ranks)
-    assert sorted(sum(whole, [])) == sorted(sum(own, [])) == sorted(queue.rows)
+    assert sorted(chain(*whole)) == sorted(chain(*own)) == sorted(queue.rows)
     ranks_of = {}
     for rank, keys in enumerate(whole):
         assert len(keys) == 32 // num_ranks
@@ -116,14 +117,12 @@ def test_groups_are_whole_on_ranks_where_verl_scatters_them(monkeypatch, trainer
 
 def test_mini_batches_are_of_whole_groups_and_padding_fills_up(monkeypatch, trainers):
     rows, groups = rows_of_groups(np.random.default_rng(0), 8, [4] * 7 + [3])
-    dealt, _, queue = deal(
-        monkeypatch, trainers("treewise_sync"), rows, groups, num_ranks=2, mini_batch_size=4
-    )
+    dealt, _, queue = deal(monkeypatch, trainers("treewise_sync"), rows, groups, num_ranks=2, mini_batch_size=4)
     assert len(queue.rows) == 32
     assert sum(key.startswith("pad") for keys in dealt for key in keys) == 1
-    parts = [set(key.split("_")[0] for key in keys[half : half + 8]) for keys in dealt for half in (0, 8)]
+    parts = [{key.split("_")[0] for key in keys[half : half + 8]} for keys in dealt for half in (0, 8)]
     prompts = [part & {f"p{group}" for group in range(8)} for part in parts]
-    assert sorted(sum(map(sorted, prompts), [])) == sorted(f"p{group}" for group in range(8))
+    assert sorted(chain(*prompts)) == sorted(f"p{group}" for group in range(8))
 
 
 @pytest.mark.slow

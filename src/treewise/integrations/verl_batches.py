@@ -1,6 +1,7 @@
-"""Which rows of verl go where, so that relatives stay together: rows of a step to ranks (`rows_by_rank`), and rows of a
-rank to dynamic micro-batches (`runs_of_relatives`): side by side in the order of their tokens, with a budget that counts
-tree tokens. Both for equal predicted time.
+"""Which rows of verl go where, so that relatives stay together, for equal predicted time.
+
+`rows_by_rank`: rows of a step to ranks. `runs_of_relatives`: rows of a rank to dynamic micro-batches
+(`use_dynamic_bsz`), side by side in the order of their tokens, with a budget that counts tree tokens.
 
 verl predicts the time of a row from its length; of a row on a tree it is what the row takes beyond the prefix that the
 one before it has computed.
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.distributed.placement import CostModel, Placement, assign_ranks
+from treewise.distributed.placement import CostModel, assign_ranks
 from treewise.errors import ConfigError
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import in_order
@@ -56,43 +57,56 @@ def rows_by_rank(
     Raises:
         ConfigError: another number of rows.
     """
-    num_parts = num_ranks * num_mini_batches
-    if len(rows) % num_parts:
+    if len(rows) % (num_ranks * num_mini_batches):
         raise ConfigError(
             f"{len(rows)} rows do not go to {num_ranks} ranks in {num_mini_batches} mini-batches of one length."
         )
+    cost = _cost_model(workload)
+    mini_batches: Sequence[Sequence[int]] = [range(len(rows))]
+    if num_mini_batches > 1:
+        mini_batches, _ = _parts(rows, groups, mini_batches[0], num_mini_batches, cost)
+    placed = [_parts(rows, groups, mini_batch, num_ranks, cost) for mini_batch in mini_batches]
+    seconds = np.array([each for _, each in placed])
+    parts_of: dict[Hashable, set[tuple[int, int]]] = {}
+    for mini_batch, (parts, _) in enumerate(placed):
+        for rank, part in enumerate(parts):
+            for index in part:
+                parts_of.setdefault(groups[index], set()).add((mini_batch, rank))
+    return RankRows(
+        rows=[[index for parts, _ in placed for index in parts[rank]] for rank in range(num_ranks)],
+        imbalance=float(seconds.max(1).sum() / seconds.mean(1).sum()),
+        num_cut=sum(len(each) > 1 for each in parts_of.values()),
+    )
+
+
+def _parts(
+    rows: Sequence[np.ndarray], groups: Sequence[Hashable], chosen: Sequence[int], num_parts: int, cost: CostModel
+) -> tuple[list[list[int]], np.ndarray]:
+    """Some rows in parts of as many, relatives side by side in each; [parts] predicted seconds.
+
+    Groups are whole, unless they do not make parts of equal numbers, or one part takes too long by them.
+    """
     members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+    for index in chosen:
+        members.setdefault(groups[index], []).append(index)
+    in_groups = np.concatenate(list(members.values()))
+    # A last token of its own makes each row a leaf, so that any number of rows makes a part.
     new_id = 1 + max(int(row.max()) for row in rows)
-    # A last token of its own makes each row a leaf, so that any number of rows fits a rank.
     forests = [
         Forest.from_trajectories([Trajectory(np.append(rows[index], new_id + index), rollout=0) for index in of_group])
         for of_group in members.values()
     ]
-    placed = _place(forests, num_parts, _cost_model(workload))
-    part = np.empty(len(rows), dtype=np.int64)
-    part[np.concatenate(list(members.values()))] = placed.rank_of_trajectory
-    # The parts of a rank are neighbours, so the most expensive groups, which come to the first parts, go to all
-    # mini-batches in turn.
-    seconds = placed.seconds.reshape(num_ranks, num_mini_batches)
-    order, _ = in_order(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
-    order = order[np.argsort(part[order], kind="stable")]
-    return RankRows(
-        rows=order.reshape(num_ranks, -1).tolist(),
-        imbalance=float(seconds.max(0).sum() / seconds.mean(0).sum()),
-        num_cut=sum(len(set(part[of_group].tolist())) > 1 for of_group in members.values()),
+    placed = assign_ranks(forests, num_parts, cost, split="rollouts", in_equal_number=True)
+    is_equal = len(set(np.bincount(placed.rank_of_trajectory, minlength=num_parts).tolist())) == 1
+    if not is_equal or placed.imbalance > WORTH_A_CUT:
+        cut = assign_ranks(forests, num_parts, cost, split="trajectories", in_equal_number=True)
+        if not is_equal or placed.seconds.max() > WORTH_A_CUT * cut.seconds.max():
+            placed = cut
+    order, _ = in_order(
+        np.concatenate([rows[index] for index in in_groups]), np.cumsum([0, *(len(rows[index]) for index in in_groups)])
     )
-
-
-def _place(forests: list[Forest], num_parts: int, cost: CostModel) -> Placement:
-    """Whole groups, unless they do not make parts of equal numbers, or one part takes too long by them."""
-    whole = assign_ranks(forests, num_parts, cost, split="rollouts", in_equal_number=True)
-    is_equal = len(set(np.bincount(whole.rank_of_trajectory, minlength=num_parts).tolist())) == 1
-    if is_equal and whole.imbalance <= WORTH_A_CUT:
-        return whole
-    cut = assign_ranks(forests, num_parts, cost, split="trajectories", in_equal_number=True)
-    return whole if is_equal and whole.seconds.max() <= WORTH_A_CUT * cut.seconds.max() else cut
+    order = order[np.argsort(placed.rank_of_trajectory[order], kind="stable")]
+    return in_groups[order].reshape(num_parts, -1).tolist(), placed.seconds
 
 
 def _cost_model(workload: Workload) -> CostModel:
@@ -188,7 +202,9 @@ def relatives_together(min_ratio: float) -> Iterator[None]:
         if dp_group is not None and torch.distributed.is_initialized():
             torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=dp_group)
         if count.item() > len(runs):
-            runs = runs_of_relatives(rows, int(data["max_token_len_per_gpu"]), verl_workload, min_ratio, int(count.item()))
+            runs = runs_of_relatives(
+                rows, int(data["max_token_len_per_gpu"]), verl_workload, min_ratio, int(count.item())
+            )
         return [tu.index_select_tensor_dict(data, run) for run in runs], runs
 
     transformer_impl.prepare_micro_batches = prepare

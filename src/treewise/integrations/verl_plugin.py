@@ -1,9 +1,8 @@
-"""The entry point of treewise in verl's group `verl.plugins`: makes the modes of `verl_trainer` known to verl, and nothing
-else.
+"""The entry point of treewise in verl's group `verl.plugins`: makes the modes of `verl_trainer` known to verl.
 
-verl loads plugins in each process that imports it, one after the other, and another may be there to register a platform,
-which verl's trainer asks for when it is imported. So nothing of verl is imported here: the modes are registered when
-the process has imported that trainer.
+verl loads plugins in each process that imports it, one after the other, and another may be there to register a
+platform, which verl's trainer asks for when it is imported. So nothing of verl is imported here: the modes are
+registered when the process has imported that trainer.
 """
 
 import importlib.util
@@ -19,9 +18,7 @@ TRAINERS = "verl.trainer.ppo.v1"
 class _AfterImport(MetaPathFinder):
     """Finds verl's trainers as Python does, and registers the modes once they are imported."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: Sequence[str] | ModuleType | None) -> ModuleSpec | None:
         if fullname != TRAINERS:
             return None
         sys.meta_path.remove(self)

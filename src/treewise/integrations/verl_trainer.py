@@ -1,8 +1,8 @@
-"""verl's trainers with relatives kept on one rank: its modes `sync`, `colocate_async` and `separate_async`, each under the
-name `treewise_<mode>` of `trainer.v1.trainer_mode`.
+"""verl's trainers with relatives kept on one rank: `treewise_<mode>` of `trainer.v1.trainer_mode`.
 
-verl's v1 trainer deals the rows of a step to ranks by their lengths, which scatters the answers to a prompt. Here groups
-stay whole and ranks take equal predicted time on trees (`rows_by_rank`); the rest of the trainer is verl's.
+The modes are verl's: `sync`, `colocate_async` and `separate_async`. verl's v1 trainer deals the rows of a step to
+ranks by their lengths, which scatters the answers to a prompt. Here groups stay whole and ranks take equal predicted
+time on trees (`rows_by_rank`); the rest of the trainer is verl's.
 """
 
 import logging
@@ -28,7 +28,7 @@ def register() -> None:
 def _with_relatives(trainer_class: Any, mode: str) -> Any:
     """A subclass of one of verl's trainers."""
 
-    class TreeTrainer(trainer_class):  # type: ignore[misc]
+    class TreeTrainer(trainer_class):
         def __init__(self, config: Any) -> None:
             config.trainer.v1.trainer_mode = mode  # verl reads its settings, and chooses a replay buffer, by this name
             if config.actor_rollout_ref.model.external_lib is None:
@@ -43,7 +43,7 @@ def _with_relatives(trainer_class: Any, mode: str) -> Any:
         def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             """verl pads the batch and orders it by lengths; then groups go to ranks."""
             batch = super()._balance_batch(batch, metrics, *args, **kwargs)
-            num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+            num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # noqa: SLF001 - asked for by verl above
             metrics |= order_by_rank(batch, num_ranks, self._num_mini_batches(len(batch)))
             return batch
 
