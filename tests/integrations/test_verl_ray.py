@@ -1,5 +1,5 @@
-"""verl's own trainer on Ray, on a CPU (`make verl`): `verl.trainer.main_ppo`, two updates on two ranks, as verl is, with
-the line, and with the trainer mode.
+"""verl's own trainer on Ray, on a CPU (`make verl`): `verl.trainer.main_ppo`, two updates on two ranks, as verl is,
+with the line, and with the trainer mode.
 
 Rollouts come from a server of `verl_scripted`, which answers the same in every run.
 """

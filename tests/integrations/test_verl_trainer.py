@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.integrations.test_verl_batches import rows_of_groups
+from treewise.errors import ConfigError
 
 pytest.importorskip("transfer_queue", reason="verl's TransferQueue is not installed", exc_type=ImportError)
 pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
@@ -39,7 +40,7 @@ def trainer_of(trainer_class, num_ranks, mini_batch_size, num_answers):
         "trainer": {"critic_warmup": 0},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini_batch_size}, "rollout": {"n": num_answers}},
     })  # fmt: skip
-    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": list(range(num_ranks))})
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": list(range(num_ranks))}, world_size=num_ranks)
     trainer.tokenizer = SimpleNamespace(eos_token_id=2)
     trainer.use_critic, trainer.global_steps = False, 1
     return trainer
@@ -123,6 +124,27 @@ def test_mini_batches_are_of_whole_groups_and_padding_fills_up(monkeypatch, trai
     parts = [{key.split("_")[0] for key in keys[half : half + 8]} for keys in dealt for half in (0, 8)]
     prompts = [part & {f"p{group}" for group in range(8)} for part in parts]
     assert sorted(chain(*prompts)) == sorted(f"p{group}" for group in range(8))
+
+
+def test_a_mode_sets_the_line_and_takes_fsdp_alone(monkeypatch, trainers):
+    from omegaconf import OmegaConf
+
+    seen = []
+    monkeypatch.setattr(trainers("sync"), "__init__", lambda _, config: seen.append(config))
+    tree = "treewise_sync"
+    config = OmegaConf.create({
+        "trainer": {"v1": {"trainer_mode": tree}},
+        "actor_rollout_ref": {"actor": {"strategy": "fsdp2", "shuffle": False}, "model": {"external_lib": None}},
+    })  # fmt: skip
+    trainers(tree)(config.copy())
+    config.actor_rollout_ref.model.external_lib = "mine"
+    trainers(tree)(config.copy())
+    libraries = [each.actor_rollout_ref.model.external_lib for each in seen]
+    assert libraries == ["treewise.integrations.verl", "mine"]
+    assert [each.trainer.v1.trainer_mode for each in seen] == ["sync"] * 2
+    config.actor_rollout_ref.actor.strategy = "megatron"
+    with pytest.raises(ConfigError, match="strategy is megatron: set it to fsdp2 or fsdp, or the mode to sync"):
+        trainers(tree)(config)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ time on trees (`rows_by_rank`); the rest of the trainer is verl's.
 import logging
 from typing import Any
 
+from treewise.errors import ConfigError
 from treewise.integrations.verl_batches import rows_by_rank, verl_workload
 
 logger = logging.getLogger("treewise")
@@ -30,6 +31,12 @@ def _with_relatives(trainer_class: Any, mode: str) -> Any:
 
     class TreeTrainer(trainer_class):
         def __init__(self, config: Any) -> None:
+            strategy = config.actor_rollout_ref.actor.strategy
+            if strategy not in ("fsdp", "fsdp2"):
+                raise ConfigError(
+                    f"trainer.v1.trainer_mode=treewise_{mode} deals rows to the ranks of verl's FSDP engines, and "
+                    f"actor_rollout_ref.actor.strategy is {strategy}: set it to fsdp2 or fsdp, or the mode to {mode}."
+                )
             config.trainer.v1.trainer_mode = mode  # verl reads its settings, and chooses a replay buffer, by this name
             if config.actor_rollout_ref.model.external_lib is None:
                 config.actor_rollout_ref.model.external_lib = LINE
@@ -43,8 +50,7 @@ def _with_relatives(trainer_class: Any, mode: str) -> Any:
         def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             """verl pads the batch and orders it by lengths; then groups go to ranks."""
             batch = super()._balance_batch(batch, metrics, *args, **kwargs)
-            num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # noqa: SLF001 - asked for by verl above
-            metrics |= order_by_rank(batch, num_ranks, self._num_mini_batches(len(batch)))
+            metrics |= order_by_rank(batch, self.actor_rollout_wg.world_size, self._num_mini_batches(len(batch)))
             return batch
 
         def _num_mini_batches(self, num_rows: int) -> int:
