@@ -19,6 +19,7 @@
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make environments  environments of other packages (verifiers, textarena, openenv), in an environment of its own (.venv-environments)
+#   make verl     verl's engines and its trainer on Ray with trees and without, on a CPU, in an environment of its own (.venv-verl)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
 #   make format   mend what ruff can mend
@@ -28,7 +29,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines environments release format clean
+.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines environments verl release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -175,6 +176,22 @@ $(ENVIRONMENTS)/.ready: pyproject.toml
 	@$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[environments,rl,test]'
 	@touch $@
 
+# verl pins older versions of what treewise needs, so it is installed without what it asks for.
+VERL := .venv-verl
+VERL_PACKAGES := verl==0.9.1 TransferQueue==0.1.11
+VERL_NEEDS := ray==2.60.0 tensordict "omegaconf<2.4" hydra-core codetiming msgpack msgspec orjson cachetools fastapi uvicorn torchdata \
+  aiohttp requests jsonschema prometheus_client pyzmq pillow
+verl: $(VERL)/.ready
+	$(VERL)/bin/python -m pytest -m "engines or not engines" $(wildcard tests/integrations/test_verl_*.py)
+
+$(VERL)/.ready: pyproject.toml Makefile
+	@$(MAKE) VENV=$(VERL) $(VERL)/.torch
+	@echo "== installing verl in $(VERL) (some minutes)"
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lora,datasets]' $(VERL_NEEDS) \
+	  "pytest>=8.2,<9.2" pytest-xdist hypothesis beartype jaxtyping
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VERL_PACKAGES)
+	@touch $@
+
 # A release is a commit whose version has a section in the CHANGELOG. Its wheel is tried where nothing else is installed.
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/treewise/__init__.py)
 EMPTY := build/release
@@ -194,7 +211,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PATHS_TO_CHECK)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(ENVIRONMENTS) $(VERL) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples $(wildcard benchmarks) -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. Each stamp is one `pip install`, repeated when pyproject.toml changes.

@@ -2,6 +2,8 @@
 
 Counted, not run: recorded trees are cut into micro-batches of rows, in order (the rows of one tree follow one another)
 and shuffled over all trees (as dynamic batches balance them); the shuffled ones also as treewise cuts dynamic batches.
+Then the same rows are dealt to ranks, as many to each, by their lengths (longest first, back and forth, for verl's
+Karmarkar-Karp) and as treewise's trainer mode does; each rank's rows are one tree there.
 
     python benchmarks/bench_verl.py
 
@@ -19,14 +21,16 @@ import numpy as np
 from common import save
 from tree_shapes import recorded
 
-from treewise.integrations.verl_batches import runs_of_relatives
+from treewise.integrations.verl_batches import rows_by_rank, runs_of_relatives
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import common_prefix
+from treewise.tree.prefix_merge import in_order as prefix_order
 from treewise.tree.trajectory import Trajectory
 
 MIN_PREFIX = 8  # `min_prefix_len` in PrefixSharing's published configuration; 1 in its code gives the tree's tokens
 SIZES = (4, 8, 16, 32)
 MAX_TOKENS = 262_144  # of a dynamic micro-batch, in tree tokens
+RANKS = (8, 32)
 EVERY = 8  # of the recorded trees, so that the counts take a minute
 
 
@@ -50,7 +54,7 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
-    runs = runs_of_relatives(shuffled, MAX_TOKENS, lambda lengths: 24576.0 * lengths + lengths.astype(float) ** 2)
+    runs = runs_of_relatives(shuffled, MAX_TOKENS, workload)
     trees = [tree_tokens([shuffled[index] for index in run]) for run in runs]
     rows.append(
         {
@@ -62,7 +66,43 @@ def main() -> None:
         }
     )
     print(rows[-1], flush=True)
+    group = np.repeat(np.arange(len(forests)), [forest.num_trajectories for forest in forests])
+    for num_ranks in RANKS:
+        number = len(in_order) - len(in_order) % num_ranks  # verl pads the rest
+        sequences = in_order[:number]
+        by_length = np.argsort([-len(row) for row in sequences], kind="stable").reshape(-1, num_ranks)
+        by_length[1::2] = by_length[1::2, ::-1]
+        for dealt, parts in (
+            ("by lengths", by_length.T.tolist()),
+            ("by treewise", rows_by_rank(sequences, group[:number].tolist(), num_ranks, workload).rows),
+        ):
+            batches = [[sequences[index] for index in part] for part in parts]
+            seconds = [tree_workload(batch) for batch in batches]
+            rows.append(
+                {
+                    "order": f"dealt to ranks {dealt}", "ranks": num_ranks, "rows": number,
+                    "flat": sum(map(len, sequences)), "treewise": sum(map(tree_tokens, batches)),
+                    "cut_groups": sum(
+                        len({rank for rank, part in enumerate(parts) for index in part if group[index] == each}) > 1
+                        for each in set(group[:number].tolist())
+                    ),
+                    "slowest": max(seconds) * num_ranks / tree_workload(sequences),
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
     print(save("verl-tokens", rows))
+
+
+def workload(lengths: np.ndarray) -> np.ndarray:
+    """verl's prediction of the time of rows by their lengths."""
+    return 24576.0 * lengths + lengths.astype(float) ** 2
+
+
+def tree_workload(batch: list[np.ndarray]) -> float:
+    """The same, of a forest: of each row, what it takes beyond the prefix that the one before it has computed."""
+    order, shared = prefix_order(np.concatenate(batch), np.cumsum([0, *map(len, batch)]))
+    lengths = np.array([len(batch[index]) for index in order])
+    return float((workload(lengths) - workload(shared)).sum())
 
 
 def prefix_sharing(batch: list[np.ndarray]) -> tuple[int, int]:

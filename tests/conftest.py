@@ -32,7 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Parameters that `representatives` leaves out are exhaustive; skips `gpu` where there is no CUDA device; leaves
     `engines` and `environments` out unless they are asked for (`make engines`, `make serve-recipes`,
-    `make environments`)."""
+    `make verl`, `make environments`)."""
     for apart in ("engines", "environments"):
         if apart not in (config.option.markexpr or ""):
             items[:] = [item for item in items if not item.get_closest_marker(apart)]

@@ -58,6 +58,7 @@ WHOLE_PACKAGE = {
     "nn/recurrent/test_memory": "memory of a recurrent layer on a tree",
     "objectives/test_objectives_contract": "what every objective keeps",
     "objectives/test_objectives_trl": "losses against TRL's own",
+    "integrations/test_verl_ray": "verl's trainer on Ray",
     "serve/test_browser": "the page of the server in a browser",
     "serve/test_crowd": "20 clients, malformed requests and kills at once",
     "rl/online/test_ranks": "several processes against one",

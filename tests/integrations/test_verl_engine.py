@@ -47,6 +47,8 @@ def run_all(folder, cases):
             torch.manual_seed(0)
             family = settings.pop("family", "llama")
             found[name, line] = verl_runs.outcome(folder / family, **settings)
+        dealt = verl_runs.dealt_outcome(folder / "llama", 60, by_trees=line, **library)
+        found["dealt to ranks", line] = dealt
     FSDPEngineWithLMHead.initialize = before  # as without the line
     return found | {"refusals": refusals(folder) if torch.distributed.get_world_size() == 1 else None}
 
@@ -110,7 +112,9 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(1, each) for each in CASES] + [(2, each) for each in ON_TWO], ids=lambda value: str(value)
+    ("ranks", "case"),
+    [(1, each) for each in CASES] + [(2, each) for each in (*ON_TWO, "dealt to ranks")],
+    ids=lambda value: str(value),
 )
 def test_everything_is_what_it_is_without_the_line(runs, ranks, case):
     tolerance = {"rtol": 0.1, "atol": 0.1} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-5}

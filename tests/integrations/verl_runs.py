@@ -96,7 +96,68 @@ def batch_of(seed, engine, micro_batch_size=ANSWERS, max_tokens=None):
         "calculate_entropy": True,
         "global_batch_size": ANSWERS * torch.distributed.get_world_size(),
     }
-    return tu.get_tensordict({name: nested(each) for name, each in tensors.items()}, non_tensor_dict=settings)
+    fields = {name: nested(each) for name, each in tensors.items()} | {"multi_modal_inputs": [{} for _ in rows]}
+    return tu.get_tensordict(fields, non_tensor_dict=settings)
+
+
+def dealt_batch(seed, engine, max_tokens, *, by_trees):
+    """This rank's rows of a step of four prompts, and their indices: dealt by lengths, as verl does, or by trees."""
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+    from treewise.integrations.verl_batches import rows_by_rank, verl_workload
+
+    groups, ranks = range(seed, seed + 4), torch.distributed.get_world_size()
+    step = tu.concat_tensordict([batch_of(each, engine, max_tokens=max_tokens) for each in groups])
+    rows = [row.numpy() for row in step["input_ids"].unbind()]
+    if by_trees:
+        dealt = rows_by_rank(rows, np.repeat(groups, ANSWERS), ranks, verl_workload)
+        assert dealt.num_cut == 0
+        parts = dealt.rows
+    else:
+        workload = calculate_workload(torch.tensor([len(row) for row in rows]))
+        parts = get_seqlen_balanced_partitions(workload, ranks, equal_size=True)
+    own = parts[torch.distributed.get_rank()]
+    batch = tu.index_select_tensor_dict(step, own)
+    tu.assign_non_tensor(batch, global_batch_size=len(rows))
+    return batch, own
+
+
+def dealt_outcome(folder, max_tokens, *, by_trees, **settings):
+    """Of all ranks' rows, in their order: log-probs; losses, gradients, and weights after two updates."""
+    engine = engine_of(folder, **settings)
+    loss = ppo_loss_of(ANSWERS)
+
+    def of_all(value):
+        values = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    batch, own = dealt_batch(0, engine, max_tokens, by_trees=by_trees)
+    with engine.eval_mode():
+        logprobs = engine.infer_batch(batch)["model_output"]["log_probs"]
+    pairs = [pair for each in of_all(list(zip(own, logprobs.unbind(), strict=True))) for pair in each]
+    # Without the last of each row, whose label is what stands behind the row.
+    found = {"log_probs": [value[:-1].float() for _, value in sorted(pairs, key=lambda pair: pair[0])], "losses": []}
+    with engine.train_mode():
+        for step in range(2):
+            batch, _ = dealt_batch(10 * step, engine, max_tokens, by_trees=by_trees)
+            trained = engine.train_batch(batch, loss)
+            found["losses"].append(sum(of_all(sum(trained["loss"]))))
+            found[f"norm {step}"] = torch.tensor(trained["metrics"]["grad_norm"])
+    found["losses"] = torch.tensor(found["losses"])
+    found["weights"] = {name: whole(each) for name, each in engine.module.named_parameters()}
+    sharing = getattr(engine, "treewise", None)
+    return found, None if sharing is None else sharing.counts
+
+
+def ppo_loss_of(micro_batch_size):
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    config = ActorConfig(strategy="fsdp", rollout_n=ANSWERS, ppo_micro_batch_size_per_gpu=micro_batch_size,
+                         entropy_coeff=0.01, use_kl_loss=False)  # fmt: skip
+    return functools.partial(ppo_loss, config)
 
 
 def whole(tensor):
@@ -105,15 +166,9 @@ def whole(tensor):
 
 def outcome(folder, micro_batch_size=ANSWERS, max_tokens=None, **settings):
     """Log-probs, entropies, losses and gradients of batches, and the weights after two updates, in this process."""
-    from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss
-
     warnings.simplefilter("ignore")  # of torch about hooks on views, as without the line
     engine = engine_of(folder, **settings)
-    rank = torch.distributed.get_rank()
-    config = ActorConfig(strategy="fsdp", rollout_n=ANSWERS, ppo_micro_batch_size_per_gpu=micro_batch_size,
-                         entropy_coeff=0.01, use_kl_loss=False)  # fmt: skip
-    loss = functools.partial(ppo_loss, config)
+    rank, loss = torch.distributed.get_rank(), ppo_loss_of(micro_batch_size)
     with engine.eval_mode():
         outputs = engine.infer_batch(batch_of(rank, engine, micro_batch_size, max_tokens))["model_output"]
     found = {name: [each.float() for each in value.unbind()] for name, value in outputs.items()}

@@ -1,11 +1,13 @@
 """Placements: every trajectory once, loads as the shares' own work says, near what trying everything finds."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.distributed.placement import CostModel, Placement, assign_ranks, rank_part, work_of
+from treewise.distributed.placement import CostModel, Placement, assign_ranks, rank_part, search, work_of
 from treewise.distributed.placement.leaf_costs import costs_of
 from treewise.distributed.placement.search import best_owners, loads_of, longest_first
 from treewise.errors import ConfigError, DataError, PlanError
@@ -193,3 +195,74 @@ def test_mixed_lengths_never_exceed_the_budget(lengths, num_ranks, max_tokens):
             assert max(live for _, live in made.timeline) <= max_tokens
             num_tokens += made.forest.num_tokens
     assert num_tokens == sum(map(len, rows))  # nothing is dropped or cut off
+
+
+def equal_shares(indices, num_ranks):
+    """All ways to divide indices into shares of one size, ranks in any order."""
+    if num_ranks == 1:
+        yield [indices]
+        return
+    first, *rest = indices
+    for others in combinations(rest, len(indices) // num_ranks - 1):
+        left = [index for index in rest if index not in others]
+        for shares in equal_shares(left, num_ranks - 1):
+            yield [[first, *others], *shares]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_of_as_many_trajectories_are_near_the_best(seed, num_ranks):
+    """Against every way to give each rank as many."""
+    rng = np.random.default_rng(seed)
+    sizes = [8] if seed == 0 else [4, 4] if seed < 4 else [1, 5, 2]
+    some = [samples(rng, int(rng.integers(5, 60)), rng.integers(5, 80, size)) for size in sizes]
+    found = assign_ranks(some, num_ranks, COST, split="trajectories", in_equal_number=True)
+    assert np.bincount(found.rank_of_trajectory, minlength=num_ranks).tolist() == [8 // num_ranks] * num_ranks
+    shares = [rank_part(some, found, rank) for rank in range(num_ranks)]
+    np.testing.assert_allclose(found.seconds, [true_seconds(share, COST) for share in shares], rtol=1e-6)
+
+    def slowest(shares):
+        owners = np.empty(8, dtype=np.int64)
+        for rank, share in enumerate(shares):
+            owners[share] = rank
+        placed = Placement(owners, found.seconds, 0.0)
+        return max(true_seconds(rank_part(some, placed, rank), COST) for rank in range(num_ranks))
+
+    assert found.seconds.max() <= 1.1 * min(map(slowest, equal_shares(list(range(8)), num_ranks)))
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 99), st.sampled_from([None, 40]))
+def test_any_trees_make_ranks_of_as_many_trajectories(num_ranks, share, seed, max_tokens):
+    rng = np.random.default_rng(seed)
+    sizes = np.diff([0, *np.sort(rng.choice(num_ranks * share + 1, 2)), num_ranks * share])
+    some = [samples(rng, int(rng.integers(1, 60)), rng.integers(1, 80, size)) for size in sizes if size]
+    found = assign_ranks(some, num_ranks, COST, split="trajectories", max_tokens=max_tokens, in_equal_number=True)
+    assert np.bincount(found.rank_of_trajectory, minlength=num_ranks).tolist() == [share] * num_ranks
+
+
+def test_rollouts_of_one_size_stay_whole_on_ranks_of_as_many():
+    rng = np.random.default_rng(0)
+    some = [samples(rng, 40, rng.integers(5, 80, 4), rollouts=[0] * 4) for _ in range(12)]
+    found = assign_ranks(some, 4, COST, in_equal_number=True)
+    assert np.bincount(found.rank_of_trajectory).tolist() == [12] * 4
+    assert all(len(set(ranks)) == 1 for ranks in found.rank_of_trajectory.reshape(12, 4).tolist())
+    assert found.imbalance < 1.05
+
+
+def test_trees_of_many_lengths_are_cut_for_even_ranks_of_as_many():
+    rng = np.random.default_rng(0)
+    some = [samples(rng, 20, rng.integers(5, 20 * (3 + number), 8)) for number in range(16)]
+    whole, cut = (
+        assign_ranks(some, 16, COST, split=split, in_equal_number=True) for split in ("never", "trajectories")
+    )
+    assert whole.imbalance > 1.5
+    assert cut.imbalance < 1.02
+    assert np.bincount(cut.rank_of_trajectory).tolist() == np.bincount(whole.rank_of_trajectory).tolist() == [8] * 16
+
+
+def test_numbers_are_equal_however_short_the_search(monkeypatch):
+    monkeypatch.setattr(search, "MAX_MOVES", 0)
+    rng = np.random.default_rng(0)
+    some = [samples(rng, 20, rng.integers(5, 90, size)) for size in (1, 9, 2, 3, 5, 4)]
+    found = assign_ranks(some, 8, COST, split="trajectories", in_equal_number=True)
+    assert np.bincount(found.rank_of_trajectory).tolist() == [3] * 8

@@ -11,7 +11,7 @@ Letters: L leaves, N trajectories, S segments.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,11 @@ class Leaves:
             of_trajectory=index[self.of_trajectory],
             seconds_per_unit=self.seconds_per_unit,
         )
+
+    def counted(self, unit: int) -> "Leaves":
+        """Leaves that also cost `unit` for each of their trajectories."""
+        new = self.new + unit * np.bincount(self.of_trajectory, minlength=len(self.new))
+        return replace(self, new=new, before=np.concatenate([[0], np.cumsum(new)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,13 @@ import numpy as np
 
 from treewise.distributed.placement.cost_model import CostModel, work_of
 from treewise.distributed.placement.leaf_costs import Leaves, StepCosts, costs_of, slice_of
-from treewise.distributed.placement.search import GOOD_ENOUGH, best_owners, is_even, loads_of
+from treewise.distributed.placement.search import (
+    GOOD_ENOUGH,
+    best_owners,
+    is_even,
+    loads_of,
+    longest_first,
+)
 from treewise.errors import DataError, PlanError, check_choice
 from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
@@ -180,6 +186,7 @@ def assign_ranks(
     max_tokens: int | None = None,
     split: str = "rollouts",
     in_lockstep: bool = False,
+    in_equal_number: bool = False,
 ) -> Placement:
     """Assigns a step's trajectories to ranks so that the predicted time of the slowest rank is small.
 
@@ -191,6 +198,8 @@ def assign_ranks(
         trees stay whole, for losses that compare the trajectories of a tree.
     in_lockstep: ranks wait for one another at every pass, as they do with sharded parameters. Tokens are then balanced
         instead of seconds, because a step takes as many turns as the rank with the most micro-batches.
+    in_equal_number: ranks get as many trajectories each, whatever that takes; seconds are balanced among such
+        placements. Numbers differ where leaves of several trajectories, or what `split` keeps whole, leave no other.
 
     Raises:
         PlanError: no rank, a budget below one token, or an unknown `split`.
@@ -212,10 +221,10 @@ def assign_ranks(
     if in_lockstep and cost.seconds_per_token > 0:
         even = costs_of(shapes, replace(cost, seconds_per_pair=0.0), max_tokens)
         least = least_load(even, even.leaves(even.once).joined(may_cut), num_ranks)
-        rank_N, _ = _assign(even, may_cut, num_ranks, least)
+        rank_N, _ = _assign(even, may_cut, num_ranks, least, in_equal_number)
         loads = part_costs(step, rank_N, num_ranks).loads
     else:
-        rank_N, loads = _assign(step, may_cut, num_ranks, bound)
+        rank_N, loads = _assign(step, may_cut, num_ranks, bound, in_equal_number)
     return Placement(
         rank_of_trajectory=rank_N,
         seconds=loads * step.seconds_per_unit,
@@ -223,16 +232,21 @@ def assign_ranks(
     )
 
 
-def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
+def _assign(
+    step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int, in_equal_number: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """[N] int64, the rank of each trajectory, and [ranks] int64, the cost of each rank in units."""
     leaves, at_most = step.leaves().joined(may_cut), bound + int(bound * GOOD_ENOUGH)
     if num_ranks == 1:
         rank_N = np.zeros(len(leaves.of_trajectory), dtype=np.int64)
         return rank_N, part_costs(step, rank_N, 1).loads
-    owners, extra_load = None, np.zeros(num_ranks, dtype=np.int64)
+    unit = int(leaves.before[-1]) + 1 if in_equal_number else 0
+    share = unit * len(leaves.of_trajectory) // num_ranks
+    owners = _in_equal_number(leaves.counted(unit), num_ranks) if in_equal_number else None
+    extra_load = np.full(num_ranks, -share, dtype=np.int64)
     best, loads = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for _ in range(NUM_ROUNDS):
-        owners = best_owners(leaves, extra_load, at_most, owners)
+        owners = best_owners(leaves.counted(unit), extra_load, at_most, owners)
         costs = part_costs(step, owners[leaves.of_trajectory], num_ranks)
         if not len(loads) or costs.loads.max() < loads.max():
             best, loads = owners, costs.loads
@@ -240,10 +254,20 @@ def _assign(step: StepCosts, may_cut: np.ndarray, num_ranks: int, bound: int) ->
             break
         leaves = step.leaves(step.once + costs.recompute).joined(may_cut)
         # Leaves have the mean cost of open tokens over ranks; each rank's difference from that stays constant.
-        extra_load = costs.loads - loads_of(leaves, owners, num_ranks)
-    if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES:
+        extra_load = costs.loads - loads_of(leaves, owners, num_ranks) - share
+    if step.max_tokens is not None and len(best) <= NUM_PLANNED_LEAVES and not in_equal_number:
         best, loads = refine(step, leaves.of_trajectory, best, num_ranks)
     return best[leaves.of_trajectory], loads
+
+
+def _in_equal_number(counted: Leaves, num_ranks: int) -> np.ndarray:
+    """[L] int64, owners to start from: whole trees where that makes equal numbers, or runs of equal numbers."""
+    number = np.bincount(counted.of_trajectory, minlength=len(counted.new))
+    owners = longest_first(counted, num_ranks)
+    if len(set(np.bincount(owners, number, num_ranks).tolist())) == 1:
+        return owners
+    before = np.cumsum(number) - number
+    return before * num_ranks // len(counted.of_trajectory)
 
 
 def _between_rollouts(shapes: Sequence[Forest | Segments], leaves: Leaves) -> np.ndarray:
