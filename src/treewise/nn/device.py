@@ -84,6 +84,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return kept.copy_(tensor.detach(), non_blocking=is_pinned)
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, not a shape alone (on `meta`, or one of torch's fake tensors)."""
+    return tensor.untyped_storage().device.type != "meta"
+
+
 def part_of_torch(path: str) -> Any:
     """`torch.PATH`, one of the parts that are not public.
 
