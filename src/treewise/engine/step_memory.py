@@ -210,16 +210,14 @@ def _row_gradients(module: nn.Module, _: object, output: torch.Tensor) -> torch.
 class LiveBytes(TorchDispatchMode):
     """Inside, the bytes of storages that operations made and that are alive (`now`), and the most so far (`peak`).
 
-    Those of `model` and of its gradients are left out. Results that an operation makes anew are remembered by what it
-    was given: torch derives them in Python, and most layers give the same.
+    Those of `model` and of its gradients are left out. fake: the mode of its tensors, if they are fake ones.
     """
 
     def __init__(self, model: nn.Module, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
-        self._fake = fake
-        self._results: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
+        self._results = Results(fake)
         tensors = [*model.parameters(), *model.buffers()]
         for each in [*tensors, *(each.grad for each in tensors if each.grad is not None)]:
             self._watch(each.untyped_storage(), 0)
@@ -227,7 +225,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _device:
             return args[0].fake_device
-        result = self._result(func, args, kwargs or {})
+        result = self._results.of(func, args, kwargs or {})
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                 storage = each.untyped_storage()
@@ -235,23 +233,48 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now + _work_space(func, args, result))
         return result
 
-    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        if id(storage) in self._known:
+            return
+        self._known.add(id(storage))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, id(storage), size).atexit = False
+
+    def _free(self, identity: int, size: int) -> None:
+        self._known.discard(identity)
+        self.now -= size
+
+
+class Results:
+    """What operations on tensors without data return, remembered by what they were given: torch derives it in Python,
+    and most layers give the same.
+
+    fake: the mode of these tensors; None: they are on `meta`.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        self._fake = fake
+        self._known: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` returns."""
         if func.is_view and self._fake is None:  # of which torch knows the shape at once
             return func(*args, **kwargs)
         target = kwargs.get("out", args[0] if args else None)
         offset = target.storage_offset() if func.is_view else None
         key = func, offset, _forms(args), _forms(tuple(kwargs.items()))
-        known = self._results.get(key)
+        known = self._known.get(key)
         if known is not None:
             return target if known is _IN_PLACE else self._made(known, target)
         with self._fake or nullcontext():
             result = _grouped_product(*args, **kwargs) if func is _grouped_mm else func(*args, **kwargs)
         if func.is_view and isinstance(result, FakeTensor) and isinstance(target, FakeTensor):
-            self._results[key] = (*_forms(result), result.storage_offset())
+            self._known[key] = (*_forms(result), result.storage_offset())
         elif _is_new(result, (args, kwargs)):
-            self._results[key] = _forms(result)
-        elif result is target and key[2:] == (_forms(args), _forms(tuple(kwargs.items()))):
-            self._results[key] = _IN_PLACE
+            self._known[key] = _forms(result)
+        elif result is target and not has_data(result) and key[2:] == (_forms(args), _forms(tuple(kwargs.items()))):
+            self._known[key] = _IN_PLACE
         return result
 
     def _made(self, forms: Any, base: torch.Tensor) -> Any:
@@ -266,18 +289,6 @@ class LiveBytes(TorchDispatchMode):
         else:
             made = torch.empty_strided(size, strides, dtype=dtype, device="meta")
         return made if self._fake is None else FakeTensor(self._fake, made, device)
-
-    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
-        if id(storage) in self._known:
-            return
-        self._known.add(id(storage))
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, id(storage), size).atexit = False
-
-    def _free(self, identity: int, size: int) -> None:
-        self._known.discard(identity)
-        self.now -= size
 
 
 def _forms(value: Any) -> Any:

@@ -70,7 +70,7 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
     array = array if array.flags.writeable else array.copy()
     tensor = torch.as_tensor(array, dtype=dtype, device="cpu")  # whatever the default device
     if device.type != "cuda":
-        return tensor.to(device)
+        return tensor.to(device, non_blocking=True)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -82,7 +82,9 @@ class Gateway:
     def write(self, call: LayerCall, key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"]) -> None:
         """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
         if call not in self.keys:
-            has_row_order = self.is_offloaded and key.is_cuda  # rows that are read are then one piece of host memory
+            has_row_order = (
+                self.is_offloaded and key.device.type != "cpu"
+            )  # rows that are read are then one piece of host memory
             key, value = (_heads(on_host(_rows(each))) if has_row_order else _own(each) for each in (key, value))
             self.keys[call], self.values[call] = key, value
 
@@ -105,7 +107,7 @@ class Gateway:
         """Keeps states ([P, ...]) of a recurrent layer after `cut_rows`, which other micro-batches continue."""
         if name not in self.states:
             self.cut_rows = cut_rows
-            self.states[name] = on_host(states) if self.is_offloaded and states.is_cuda else _own(states)
+            self.states[name] = on_host(states) if self.is_offloaded and states.device.type != "cpu" else _own(states)
 
     def add_state_gradients(self, name: str, index: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds gradients ([n, ...]) of the kept states `index` ([n] int64) that a micro-batch began with."""
