@@ -286,6 +286,20 @@ def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, r
     assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 65536  # the most on a GPU; 64 GiB are free
 
 
+def test_fragments_of_reserved_memory_lower_a_measured_budget(
+    pretend: PretendCuda, rollouts: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forest, budgets = tiny_model(num_hidden_layers=1).cuda(), Forest.from_trajectories(rollouts), []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**23, 2**37))
+    for fragments in (0, 2**23):
+        stats = {"reserved_bytes.all.current": 2**24, "active_bytes.all.current": 2**23}
+        stats |= {"inactive_split_bytes.all.current": fragments}
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_, stats=stats: stats)
+        budgets.append(TreeEngine(model, "auto", check=False).plan(forest).max_tokens)
+    assert budgets[1] is not None
+    assert 1.9 < budgets[0] / budgets[1] < 2.1
+
+
 @pytest.mark.parametrize("free", [2**36, 2**10], ids=["sums on the device", "sums on the host"])
 @pytest.mark.parametrize(("family", "hold"), [("phi3", "never"), ("llama", "always"), ("qwen3_next", "never")])
 def test_gateways_that_wait_in_host_memory(family: str, hold: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:

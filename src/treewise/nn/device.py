@@ -33,6 +33,7 @@ _KERNEL_CACHES, _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_C
 # Of the products by which a device's rate is measured.
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
 NUM_PRODUCTS, MOST_SECONDS = 6, 0.3
+_RESERVED = ("reserved", "active", "inactive_split")  # names of torch.cuda.memory_stats
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
 
 
@@ -122,14 +123,17 @@ def warn_of_untested_torch() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, unused blocks of the caching allocator included.
+    """Bytes that can still be allocated on a device.
 
-    On the CPU: available memory, or what the limit of the container (cgroup v2) leaves if that is less.
+    On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused. The
+    unused rest of a piece in use is a fragment, for which a step need not have a tensor. On the CPU: available memory,
+    or what the limit of the container (cgroup v2) leaves if that is less.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
+        stats = torch.cuda.memory_stats(device)
+        reserved, used, fragments = (stats.get(f"{each}_bytes.all.current", 0) for each in _RESERVED)
+        return int(free + reserved - used - fragments)
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 

@@ -51,10 +51,14 @@ def test_a_kernel_that_does_not_compile_is_shown(monkeypatch: pytest.MonkeyPatch
     assert facts["issue"].endswith("one block: RuntimeError: no triton; broken: RuntimeError: no triton")
 
 
-def test_cases_beyond_the_time_are_named() -> None:
+def test_cases_beyond_the_time_are_named_and_have_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
     facts = doctor.check_gpu(torch.device("cpu"), 0)
     assert facts["not run"] == list(NAMES)
-    assert "not run, for lack of time: one block, broken" in doctor.as_lines(facts)
+    assert (facts["passed"], facts["issue"]) == (False, None)
+    assert main(["doctor", "--gpu", "--device", "cpu", "--max_seconds", "1e-9"]) == 1
+    out = capsys.readouterr().out
+    assert "not run, for lack of time (--max_seconds): one block, broken" in out
+    assert out.endswith("not all checks RAN\n")
 
 
 def test_what_no_test_has_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 gradients against flat training, and the sampler's log-probs against the engine's.
 
 With `--gpu` also ten minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
-place. Exit code 1 where a check fails, 2 where a server does not answer; what is missing but optional is only shown.
+place. Exit code 1 where a check fails or time ran out before all ran, 2 where a server does not answer; what is missing
+but optional is only shown.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the facts; returns 1 where the self-check fails."""
+    """Prints the facts; returns 1 where a check fails or was left out."""
     check_numbers(args, max_seconds=Gt(0))
     if args.sampler or args.model:
         return _check_servers(args)
@@ -91,14 +92,16 @@ def run(args: argparse.Namespace) -> int:
         "self-check": _self_check(device),
     }
     passed, lines = facts["self-check"]["passed"], []
+    failed = not passed
     if args.gpu:
         facts["gpu"] = check_gpu(device, args.max_seconds)
         passed, lines = passed and facts["gpu"]["passed"], as_lines(facts["gpu"])
+        failed = failed or facts["gpu"]["issue"] is not None
     if args.json:
         print(json.dumps(facts, indent=1))
     else:
         _print({name: each for name, each in facts.items() if name != "gpu"}, lines)
-        print("ready" if passed else "a check FAILED")
+        print("ready" if passed else "a check FAILED" if failed else "not all checks RAN")
     return 0 if passed else 1
 
 
@@ -212,10 +215,10 @@ def untested(device: torch.device) -> dict[str, str]:
 
 
 def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
-    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where all is well.
+    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where nothing is wrong.
 
     On a CPU, FlexAttention's uncompiled operator stands in for the kernels. No case begins after
-    `max_seconds`; those left out are named under `not run`.
+    `max_seconds`; those left out are named under `not run`, and then the whole has not passed.
     """
     kernels = _kernels(device, time.perf_counter() + max_seconds)
     wrong = [f"{name}: {each['shown']}" for name, each in kernels.items() if not each["passed"]]
@@ -226,10 +229,11 @@ def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
         machine = f"{torch.cuda.get_device_name(device)} ({on})"
     installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
+    left_out = [name for name in CASES if name not in kernels]
     return {
         "kernels": kernels,
-        "not run": [name for name in CASES if name not in kernels],
-        "passed": not wrong,
+        "not run": left_out,
+        "passed": not wrong and not left_out,
         "issue": f"treewise {treewise.__version__}, {versions}, {machine}: {'; '.join(wrong)}" if wrong else None,
     }
 
@@ -266,7 +270,7 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
         verdict = "as it should be" if each["passed"] else "WRONG"
         lines.append(f"{name:34} {verdict:15} {f'({times} s)' if times else '':14} {each['shown']}")
     if facts["not run"]:
-        lines.append(f"not run, for lack of time: {', '.join(facts['not run'])}")
+        lines.append(f"not run, for lack of time (--max_seconds): {', '.join(facts['not run'])}")
     if facts["issue"] is not None:
         lines.append(f"for an issue: {facts['issue']}")
     return lines
