@@ -319,6 +319,8 @@ def test_gateways_that_wait_in_host_memory(family: str, hold: str, free: int, mo
         pretend.queued.clear()
         assert waits_of(pretend, lambda: engine.step(forest)) == {LOSS: 1}
         assert pretend.queued["cpu"] > 0
+        assert pretend.streams.num_beside > 0
+        assert pretend.streams.faults == []
         found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
     assert kinds == {slice, torch.Tensor}
     assert gradient_error(found, expected) < expected.tolerance
