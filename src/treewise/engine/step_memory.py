@@ -78,14 +78,17 @@ class StepMemory:
 
 
 def without_data(model: nn.Module, device: str = "meta") -> nn.Module:
-    """A copy of a model on the `meta` device, in training mode, with gradients. device: `cpu` within fake tensors,
-    which claim to be there.
+    """A copy of a model on the `meta` device, in training mode, with gradients; a model that is there is not copied.
+
+    device: `cpu` within fake tensors, which claim to be there.
     """
+    tensors = [*model.parameters(), *model.buffers()]
     stand_ins: dict[int, torch.Tensor] = {}
-    for each in [*model.parameters(), *model.buffers()]:
+    for each in tensors:
         shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
         stand_ins[id(each)] = nn.Parameter(shape, each.requires_grad) if isinstance(each, nn.Parameter) else shape
-    twin = copy.deepcopy(model, stand_ins).train()
+    is_there = device == "meta" and all(each.is_meta for each in tensors)
+    twin = (model if is_there else copy.deepcopy(model, stand_ins)).train()
     for each in twin.parameters():
         each.grad = torch.empty_like(each) if each.requires_grad else None
     return twin
@@ -115,11 +118,12 @@ def step_memory(
         with fake or nullcontext():
             twin = without_data(model, "meta" if fake is None else "cpu")
         lm = split_model(twin)
+        by_rows = nullcontext()
         if not plan.is_whole and device_type == "cpu":
-            lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
+            by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
         guests = [MeetsImages()] if len(plan.forest.images) else ()
         walk = Walk(lm, fullest, "cascade", guests, with_router_logits=router_loss is not None)
-        with LiveBytes(twin, fake) as live:
+        with by_rows, LiveBytes(twin, fake) as live:
             loss_of, kept = _loss(plan.forest, router_loss, outputs, measured), [0]
 
             def of_micro_batch(output: MicroBatchOutput) -> torch.Tensor | None:

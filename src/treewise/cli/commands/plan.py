@@ -112,7 +112,6 @@ def _memory(args: argparse.Namespace, config: RunConfig | None) -> "Callable[[Pl
     """The prediction of a step's memory, with what the configuration of a run asks of the step."""
     import torch
 
-    from treewise.cli.commands.rl import objective_of_rollouts
     from treewise.engine.step_memory import step_memory
     from treewise.nn.model import base_model
     from treewise.nn.router_loss import router_loss_rule
@@ -124,6 +123,8 @@ def _memory(args: argparse.Namespace, config: RunConfig | None) -> "Callable[[Pl
     model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
     settings: dict[str, Any] = {}
     if config is not None and config.more.get("objective") not in (None, "sft", *PREFERENCES):
+        from treewise.cli.commands.rl import objective_of_rollouts
+
         objective = objective_of_rollouts(config)
         settings["outputs"] = objective.outputs
         settings["measured"] = () if getattr(objective, "entropy_coefficient", 0.0) else ("entropy",)
