@@ -2,16 +2,16 @@
 
     python benchmarks/count_gpu.py [--model qwen3-8b] [--workload tau2 ...] [--parts 4] [--json FILE]
 
-The walk itself runs on tensors without data, which stand for those of the GPU: no kernel runs, and reading a result,
-for which the host would wait, is an error. Counted are operations that launch a kernel, one each; copies of arrays to
-the device (`to_device`: pinned and queued); storages that are allocated. FlexAttention, compiled, is one kernel in the
-forward and two in the backward. The loss is read once, after the walk.
+The step runs on tensors without data, which stand for those of the GPU: no kernel runs. Counted are operations that
+launch a kernel, one each; copies of arrays to the device and back; times at which the host waits for a copy or a value;
+storages that are allocated. FlexAttention, compiled, is one kernel in the forward and two in the backward. Under a
+budget both with gateways and held graphs on the device and with `offload`, sums of gradients on the device.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from treewise.bench import SHAPES, make
+from treewise.engine import guest
+from treewise.engine.guest import HostMemory
 from treewise.engine.scoring import StepLoss
-from treewise.engine.step_memory import without_data
+from treewise.engine.step_memory import Results, without_data
 from treewise.engine.walk import Walk
-from treewise.nn.attention import flex
+from treewise.nn.attention import flex, gateway
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import auto_class
@@ -37,6 +39,8 @@ from treewise.tree.forest import Forest
 
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
 WORKLOADS = ("tau2", "ratio-6.5", "164k-83k", "grpo", "no-sharing")
+RESULTS = Path(__file__).parent / "results"
+FREE_BYTES = 2**36  # of the device, beside what a step holds
 FLEX_KERNELS = {"forward": 1, "backward": 2}
 # Operations that make or name a tensor without writing it.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
@@ -44,17 +48,20 @@ NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 
 @dataclass(slots=True)
 class Counts:
-    """Of a step. passes: forwards of micro-batches. copies, copied_bytes: from the host to the device. allocations,
-    allocated_bytes: of storages, most from the allocator's cache. waits: of the host for the device."""
+    """Of a step. passes: forwards of micro-batches. copies, copied_bytes: from the host to the device; copies_back,
+    copied_back_bytes: to the host. allocations, allocated_bytes: of storages, most from the allocator's cache. waits:
+    of the host for the device."""
 
     micro_batches: int
     passes: int
     kernels: int = 0
     copies: int = 0
     copied_bytes: int = 0
+    copies_back: int = 0
+    copied_back_bytes: int = 0
     allocations: int = 0
     allocated_bytes: int = 0
-    waits: int = 1
+    waits: int = 0
 
 
 class Counting(TorchDispatchMode):
@@ -63,28 +70,44 @@ class Counting(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self.counts = counts
+        self._results = Results()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs, counts, name = kwargs or {}, self.counts, func.overloadpacket.__name__
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if name == "_local_scalar_dense" and given[0].is_meta:
+            counts.waits += 1
+            return 0
+        if name == "_to_copy" and given[0].is_meta and torch.device(kwargs.get("device", "meta")).type == "cpu":
+            counts.waits += not kwargs.get("non_blocking")
+            return self.copied_back(given[0])
+        result = self._results.of(func, args, kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta]
         if not made and not any(each.is_meta for each in given):
             return result
-        counts, before = self.counts, {id(each.untyped_storage()) for each in given}
+        before = {id(each.untyped_storage()) for each in given}
         new = {id(each.untyped_storage()): each.untyped_storage() for each in made}
         for storage in (each for key, each in new.items() if key not in before):
             counts.allocations += 1
             counts.allocated_bytes += storage.nbytes()
         from_host = sum(each.nbytes for each in given if not each.is_meta and each.dim() > 0)
         if from_host:
+            is_queued = name != "_to_copy" or kwargs.get("non_blocking")
             counts.copies += 1
             counts.copied_bytes += from_host
-        elif not func.is_view and func.overloadpacket.__name__ not in NO_KERNEL:
+            counts.waits += not is_queued
+        elif not func.is_view and name not in NO_KERNEL:
             counts.kernels += 1
         return result
 
+    def copied_back(self, tensor: Tensor) -> Tensor:
+        """What stands on the host for a tensor of the device: zeros, of one value in memory."""
+        self.counts.copies_back += 1
+        self.counts.copied_back_bytes += tensor.nbytes
+        return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
-class _Flex(torch.autograd.Function):
+
+class NoKernels(torch.autograd.Function):
     """Shapes of the compiled FlexAttention and of its gradients."""
 
     @staticmethod
@@ -106,22 +129,45 @@ def counted(counts: Counts) -> Iterator[None]:
     """Inside, tensors without data stand for those of a GPU."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        return _Flex.apply(counts, query, key, value)
+        return NoKernels.apply(counts, query, key, value)
 
-    sizes = [mock.patch.dict(each, meta=each["cuda"]) for each in (MAX_LOGITS, MAX_PRODUCT)]
-    with sizes[0], sizes[1], mock.patch.object(flex, "_uncompiled", attend), Counting(counts):
+    mode = Counting(counts)
+    with ExitStack() as around:
+        for each in (MAX_LOGITS, MAX_PRODUCT):
+            around.enter_context(mock.patch.dict(each, meta=each["cuda"]))
+        for module in (gateway, guest):
+            around.enter_context(mock.patch.object(module, "on_host", mode.copied_back))
+        around.enter_context(mock.patch.object(gateway, "free_bytes", return_value=FREE_BYTES))
+        around.enter_context(mock.patch.object(flex, "_uncompiled", attend))
+        around.enter_context(mode)
         yield
 
 
-def count_step(model: nn.Module, forest: Forest, max_tokens: int | None = None) -> Counts:
-    """Counts of a step of SFT. model: with or without data; forest: of text."""
-    parts = plan(forest, max_tokens)
+def count_step(
+    model: nn.Module, forest: Forest, max_tokens: int | None = None, *, hold: str = "auto", offload: bool = False
+) -> Counts:
+    """Counts of a step of SFT with its loss. model: with or without data; forest: of text."""
+    parts = plan(forest, max_tokens, hold=hold)
     counts = Counts(parts.num_micro_batches, sum(step.action != "backward" for step in parts.schedule))
-    walk = Walk(split_model(without_data(model)), parts, "flex")
+    walk = Walk(split_model(without_data(model)), parts, "flex", [HostMemory()] if offload else ())
     loss = StepLoss(forest, SFT(), None)
     with counted(counts):
         walk.train(loss.of_micro_batch)
+        loss.totals()
     return counts
+
+
+def model_without_data(name: str) -> nn.Module:
+    """A shape of `treewise bench` in bfloat16."""
+    kind, sizes = SHAPES[name]
+    config = AutoConfig.for_model(kind, **{**sizes, "max_position_embeddings": 262_144, "pad_token_id": None})
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=torch.bfloat16)
+
+
+def forest_of(workload: str, model: str) -> Forest:
+    """The tree of a workload, of the tokens of a model."""
+    return Forest.from_trajectories(make(workload, "full", SHAPES[model][1]["vocab_size"]).trajectories)
 
 
 def main() -> None:
@@ -131,29 +177,29 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", type=int, default=[1, 4], help="budget: tree tokens over this (1 4)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    kind, sizes = SHAPES[args.model]
-    config = AutoConfig.for_model(kind, **{**sizes, "max_position_embeddings": 262_144, "pad_token_id": None})
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
+    model = model_without_data(args.model)
     rows = []
     print(
         "| workload | tree tokens | budget | micro-batches | passes | kernels a pass | copies a pass | KiB a pass | "
-        "allocations a pass |"
+        "KiB back | allocations a pass | waits |"
     )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name in args.workload:
-        forest = Forest.from_trajectories(make(name, "full", config.vocab_size).trajectories)
-        for part in args.parts:
+        forest = forest_of(name, args.model)
+        for part, offload in [(each, offload) for each in args.parts for offload in (False, True)]:
+            if part == 1 and offload:
+                continue
             budget = None if part == 1 else -(-forest.num_tokens // part)
-            each = count_step(model, forest, budget)
-            rows.append({"workload": name, "tree_tokens": forest.num_tokens, "max_tokens": budget, **asdict(each)})
-            per_pass = (each.kernels, each.copies, each.copied_bytes / 1024, each.allocations)
-            figures = [f"{figure / each.passes:,.0f}" for figure in per_pass]
-            of = "whole" if budget is None else f"{budget:,}"
-            plain = (name, f"{forest.num_tokens:,}", of, each.micro_batches, each.passes, *figures)
+            each = count_step(model, forest, budget, offload=offload)
+            facts = {"workload": name, "tree_tokens": forest.num_tokens, "max_tokens": budget, "offload": offload}
+            rows.append(facts | asdict(each))
+            per_pass = (each.kernels, each.copies, each.copied_bytes / 1024, each.copied_back_bytes / 1024)
+            figures = [f"{figure / each.passes:,.0f}" for figure in (*per_pass, each.allocations)]
+            of = "whole" if budget is None else f"{budget:,}{', offload' * offload}"
+            plain = (name, f"{forest.num_tokens:,}", of, each.micro_batches, each.passes, *figures, each.waits)
             print(f"| {' | '.join(map(str, plain))} |", flush=True)
     if args.json is not None:
-        results = {"benchmark": "kernels, copies and allocations of a step", "model": args.model, "rows": rows}
+        results = {"benchmark": "kernels, copies, waits and allocations of a step", "model": args.model, "rows": rows}
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -4,8 +4,8 @@ Inside `PretendCuda` whatever is asked for on `cuda` is made on the CPU and mark
 and the operations on it. So code for a GPU runs whole, with real values, and three mistakes show: operations on tensors
 of both devices (`RuntimeError`, as CUDA raises it); places where the host waits for the device, which are noted in
 `waits` with the location in the code; and operations of the host on pinned memory that a queued copy of the device may
-not have written yet (`RuntimeError`, where a GPU would give wrong numbers). All copies are taken to be in one queue.
-What kernels do inside, and how they are timed, is not seen.
+not have written yet (`RuntimeError`, where a GPU would give wrong numbers). `streams` holds in which order its queues
+run (`cuda_streams`). What kernels do inside, and how they are timed, is not seen.
 
 torch's own fake tensors cannot do this: without a CUDA build, autograd ends the process at the first of them.
 """
@@ -25,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.cuda_streams import PretendStream, PretendStreams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UNWRITTEN = "the host works with memory that a queued copy from the device may not have written yet"
@@ -66,6 +68,7 @@ class PretendCuda(TorchFunctionMode):
         self._pinned: dict[int, StorageWeakRef] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}  # pinned memory, until the host waits
         self._is_moving = False
+        self.streams = PretendStreams()
         self._making: str | None = None  # the device of what the function that runs now makes from nothing
         self._below = _Operations(self)
 
@@ -103,6 +106,7 @@ class PretendCuda(TorchFunctionMode):
         to_device = self.device_of(to) == "cuda"
         there = source if to_device else to
         is_plain = there.is_contiguous() and to.dtype == source.dtype
+        self.queue([source], [to])
         is_queued = non_blocking and _of(self._pinned, there) is not None and (to_device or is_plain)
         if to_device and not is_plain and not self.may_look_into(there):
             raise RuntimeError(f"{UNWRITTEN} (copied on the host first, at {_location()})")
@@ -111,6 +115,18 @@ class PretendCuda(TorchFunctionMode):
         elif not to_device:
             self._unwritten[_storage(to)._cdata] = StorageWeakRef(_storage(to))
         self.queued["cuda" if to_device else "cpu"] += is_queued
+
+    def queue(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        """Notes an operation of the current stream, with what it touches of the device and of pinned memory."""
+        known: list[list[torch.UntypedStorage]] = [[], []]
+        for part, tensors in zip(known, (reads, writes), strict=True):
+            for each in tensors:
+                if _of(self._pinned, each) is not None:
+                    self.streams.pinned(_storage(each))
+                    part.append(_storage(each))
+                elif self.device_of(each) == "cuda":
+                    part.append(_storage(each))
+        self.streams.queue(*known)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it on the host, for code beneath the functions, where `.device` is the real one."""
@@ -278,6 +294,8 @@ class _Operations(TorchDispatchMode):
             raise RuntimeError(f"{UNWRITTEN} ({name}, at {_location()})")
         found = func(*args, **kwargs)
         self._mark(name, args, found, given, is_cuda)
+        if is_cuda and not outer._is_moving and not func.is_view and name not in NAMING | {"copy_"}:
+            outer.queue(given, [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)])
         return found
 
     def _look(self, name: str, args: Any, given: list[torch.Tensor], where: set[str]) -> None:
@@ -361,18 +379,24 @@ def _libraries() -> dict[str, str]:
 @contextmanager
 def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     """A GPU as `PretendCuda` has it, with the answers of torch.cuda for one; FlexAttention runs uncompiled."""
-    from treewise.nn.attention import flex, mask_audit
+    from treewise.nn.attention import flex, gateway, mask_audit
+    from treewise.nn.attention.side_copies import SideCopies
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {})
     monkeypatch.setattr(flex, "_compiled", _dense_flex)
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.
     monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
     make = saved_tensors_hooks.__init__
     with PretendCuda() as pretend:
+        monkeypatch.setattr(torch.cuda, "Stream", PretendStream)
+        monkeypatch.setattr(torch.cuda, "stream", pretend.streams.inside)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pretend.streams.current)
+        told = pretend.streams.told
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told(_storage(tensor), stream))
+        monkeypatch.setattr(gateway, "side_copies", cache(SideCopies))
         hooks = lambda self, pack, unpack: make(self, pretend.again(pack), pretend.again(unpack))  # noqa: E731
         monkeypatch.setattr(saved_tensors_hooks, "__init__", hooks)
         monkeypatch.setattr(mask_audit, "_on_host", pretend.on_host)

@@ -10,7 +10,7 @@ import torch
 
 from treewise.bench import Settings, load, make, measure_workload, random_model, record, run, save
 from treewise.bench.contestants import twin
-from treewise.bench.measure import Measured, check_losses, measure, speed_ups
+from treewise.bench.measure import Measured, check_losses, measure, peak_bytes, speed_ups
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.testing.oracle import LEAST_ROUNDING, TIMES_FLAT
 
@@ -60,6 +60,16 @@ def test_contestants_take_turns(model: torch.nn.Module) -> None:
     assert turns == ["one", "two"] * 3
     assert all(len(each.seconds) == 2 for each in found.values())
     assert len(measure(model, contestants, repetitions=5, max_seconds=0)["one"].seconds) == 1
+
+
+def test_the_peak_of_a_gpu_is_what_the_allocator_reserved_since_it_returned_its_cache(monkeypatch) -> None:
+    device, done = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: done.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 300)
+    assert (peak_bytes(device, reset=True), peak_bytes(device)) == (100, 300)
+    assert done == ["emptied", "reset"]
 
 
 def test_who_runs_out_of_memory_is_left_out(model: torch.nn.Module) -> None:

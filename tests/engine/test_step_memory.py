@@ -1,5 +1,6 @@
 """The predicted peak of a step against every allocation that torch makes in one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from treewise.engine import step_memory as module
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import LiveBytes, step_memory
+from treewise.objectives import SFT
+from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
 from treewise.tree.forest import Forest
@@ -25,6 +28,9 @@ CASES = [
     ("llama", "", WHOLE, FLOAT),
     ("qwen3", "tied", QUARTER, HALF),
     ("qwen3_moe", "checkpointing", QUARTER, FLOAT),
+    ("llama", "autocast", WHOLE, FLOAT),
+    ("qwen3", "autocast entropy tied", QUARTER, FLOAT),
+    ("qwen3_moe", "routers experts checkpointing", WHOLE, FLOAT),
 ]
 REST = [
     (family, more, part, dtype)
@@ -35,6 +41,22 @@ REST = [
     )
     for part in (WHOLE, QUARTER)
     for dtype in (FLOAT, HALF)
+] + [
+    (family, more, part, dtype)
+    for family, more, dtypes in (
+        *((each, "autocast", (FLOAT,)) for each in ("llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "qwen3_next")),
+        *(("qwen3", f"autocast {each}", (FLOAT,)) for each in ("tied", "lora", "checkpointing")),
+        *((each, "routers", (FLOAT, HALF)) for each in ("mixtral", "qwen3_moe")),
+        ("qwen3_moe", "autocast routers", (FLOAT,)),
+        ("qwen3_moe", "routers experts", (FLOAT, HALF)),
+        ("qwen3_moe", "routers experts checkpointing", (FLOAT,)),
+        *((each, "entropy", (FLOAT, HALF)) for each in ("qwen3", "gemma2")),
+        ("qwen3", "entropy tied", (FLOAT, HALF)),
+        ("qwen3", "measured entropy tied", (FLOAT, HALF)),
+        ("qwen3_moe", "autocast entropy routers", (FLOAT,)),
+    )
+    for part in (WHOLE, QUARTER)
+    for dtype in dtypes
 ]
 
 
@@ -44,26 +66,28 @@ def forest() -> Forest:
     tokens = iter(rng.integers(3, 60, (9, 100)).astype(np.int32))
     prompt, left, right = next(tokens), next(tokens)[:80], next(tokens)[:60]
     rows = [np.concatenate([prompt, half, next(tokens)[:60]]) for half in (left, left, right, right)]
-    return Forest.from_trajectories([Trajectory(row) for row in rows])
+    return Forest.from_trajectories([Trajectory(row, advantages=np.ones(len(row))) for row in rows])
 
 
 def model_of(family: str, more: str, dtype: torch.dtype) -> Any:
-    tied = {"tie_word_embeddings": True, "vocab_size": 2000} if more == "tied" else {}
+    tied = {"tie_word_embeddings": True, "vocab_size": 2000} if "tied" in more else {}
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32}
+    if "experts" in more:
+        sizes |= {"num_experts": 256, "moe_intermediate_size": 16}
     model: Any = tiny_model(family, dtype, **sizes, **tied)
-    if more == "lora":
+    if "lora" in more:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    if more == "checkpointing":
+    if "checkpointing" in more:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 
-def allocated(engine: TreeEngine, items: Forest) -> int:
+def allocated(step: Callable[[], object], model: torch.nn.Module) -> int:
     """Bytes at the peak of a step beyond those before it, of all that torch allocates."""
-    engine.step(items)  # gradients, and tables of the masks
-    engine.model.zero_grad(set_to_none=False)
+    step()  # gradients, and tables of the masks
+    model.zero_grad(set_to_none=False)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        engine.step(items)
+        step()
     events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
     return int(np.cumsum([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]).max())
 
@@ -75,8 +99,22 @@ def allocated(engine: TreeEngine, items: Forest) -> int:
 def test_the_peak_is_what_a_step_allocates_from_above(family: str, more: str, part: float, dtype: torch.dtype) -> None:
     """Predicted bytes of tensors over those that were allocated."""
     model, items = model_of(family, more, dtype), forest()
-    engine = TreeEngine(model, None if part == WHOLE else int(part * items.num_tokens), check=False)
-    assert 1.0 <= step_memory(model, engine.plan(items)).live / allocated(engine, items) <= 1.1
+    coefficient = 0.1 if "routers" in more else 0.0
+    more_of_engine = {"router_aux_loss": "routers" in more, "router_z_coefficient": coefficient, "check": False}
+    engine = TreeEngine(model, None if part == WHOLE else int(part * items.num_tokens), **more_of_engine)
+    is_measured = "measured" in more
+    entropy = PolicyGradient(entropy_coefficient=0.0 if is_measured else 0.1, measure_entropy=is_measured)
+    objective: Any = entropy if "entropy" in more else SFT()
+    autocast = HALF if "autocast" in more else None
+
+    def step() -> None:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            engine.step(items, objective)
+
+    settings = {"autocast": autocast, "router_loss": engine.router_loss_rule, "outputs": objective.outputs}
+    settings["measured"] = ("entropy",) if is_measured else ()
+    found = step_memory(model, engine.plan(items), **settings)
+    assert 1.0 <= found.live / allocated(step, model) <= 1.1
 
 
 def test_a_prediction_leaves_the_model_as_it_was_and_needs_no_weights() -> None:
@@ -105,6 +143,25 @@ def test_live_bytes_are_counted_once_for_all_views_until_the_last_is_gone() -> N
         assert live.now == 8 * 4 * 4
         del view
     assert (live.now, live.peak) == (0, 2 * 8 * 4 * 4)
+
+
+def test_operations_on_shapes_that_were_met_before_count_as_the_first_did() -> None:
+    """New results, views, a result in another's place, one that is given."""
+    linear = torch.nn.Linear(4, 4, device="meta")
+    live, counts = LiveBytes(linear), []
+    with live:
+        for _ in range(2):
+            rows = torch.zeros(6, 4, device="meta")
+            product = linear(rows[2:])
+            counts.append(live.now)
+            product.detach().add_(1).t().mul_(2)
+            counts.append(live.now)
+            torch.add(rows, rows, out=rows)
+            largest, index = rows.max(dim=1)
+            counts.append(live.now)
+            del rows, product, largest, index
+            counts.append(live.now)
+    assert counts[:4] == counts[4:] == [160, 160, 160 + 24 + 48, 0]
 
 
 def test_a_plan_of_many_passes_runs_only_those_that_its_fullest_need() -> None:

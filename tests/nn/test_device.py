@@ -49,11 +49,12 @@ def test_a_container_limits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert free_bytes(CPU) == 1000
 
 
-def test_unused_blocks_of_the_caching_allocator_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_pieces_of_the_caching_allocator_are_free_and_fragments_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 reserved bytes 20 are in use, and 12 are the rest of pieces in use."""
+    stats = {"reserved_bytes.all.current": 50, "active_bytes.all.current": 20, "inactive_split_bytes.all.current": 12}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    assert free_bytes(torch.device("cuda", 0)) == 130
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    assert free_bytes(torch.device("cuda", 0)) == 118
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,12 @@ def test_logs_tell_throughput_and_ratio(make_trainer, trees):
     assert entry["memory_bytes"] > 2**20
 
 
+def test_the_memory_of_a_gpu_is_what_the_allocator_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 300)
+    assert metrics.Throughput().take(2, 1)["memory_bytes"] == 300
+
+
 def test_logs_tell_the_flop_bound_and_a_lower_bound_of_efficiency(make_trainer, trees):
     trainer = make_trainer(trees, max_steps=1, per_device_train_batch_size=7, merge_across_trees=False)
     trainer.train()

@@ -117,13 +117,15 @@ def spread(values: list[float]) -> dict[str, float]:
 def peak_bytes(device: torch.device, *, reset: bool = False) -> int | None:
     """Bytes of the peak so far; `reset` begins a new peak and returns the bytes in use now.
 
-    On CUDA that of torch's allocator; on Linux the resident set, after freed memory is returned; else None.
+    On CUDA what torch's allocator has reserved, after unused memory is returned; on Linux the resident set, after freed
+    memory is; else None.
     """
     if device.type == "cuda":
         if reset:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-            return int(torch.cuda.memory_allocated(device))
-        return int(torch.cuda.max_memory_allocated(device))
+            return int(torch.cuda.memory_reserved(device))
+        return int(torch.cuda.max_memory_reserved(device))
     try:
         if reset:
             gc.collect()

@@ -114,7 +114,7 @@ class SavedOnHost(saved_tensors_hooks):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._of_model = {_address(each) for each in (*model.parameters(), *model.buffers())}
+        self._of_model = {_storage(each) for each in (*model.parameters(), *model.buffers())}
         self._copies: dict[int, dict[Any, torch.Tensor]] = {}  # by storage, while it is alive; then by view of it
         super().__init__(self._pack, _unpack)
 
@@ -123,7 +123,7 @@ class SavedOnHost(saved_tensors_hooks):
         self._copies.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        if _address(tensor) in self._of_model or _is_of_parameter(tensor):
+        if _storage(tensor) in self._of_model or _is_of_parameter(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
         if id(storage) not in self._copies:
@@ -144,10 +144,10 @@ def _is_of_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(base, nn.Parameter)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Of a tensor's storage; that of the local part of a shard."""
+def _storage(tensor: torch.Tensor) -> int:
+    """Names a tensor's storage while it is alive; that of the local part of a shard."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return id(local.untyped_storage())
 
 
 def _unpack(saved: Saved) -> torch.Tensor:

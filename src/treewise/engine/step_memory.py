@@ -4,36 +4,42 @@ Tensors on torch's `meta` device have shapes and storages but no memory, so the 
 head, adapters and gradient checkpointing allocate and free there as they will in the step, whatever the architecture;
 nothing is fitted. Of a plan with many micro-batches only those run that are alive at its fullest pass.
 
-Not counted: router losses, what an objective keeps beside log-probs, the entropy of a
-distribution, and a vision tower, but for what it keeps for the backward (`nn.flops`).
+Not counted: what an objective keeps beside the values that it reads, and a vision tower, but for what it keeps for the
+backward (`nn.flops`).
 """
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from treewise.engine.guest import MeetsImages
-from treewise.engine.scoring import StepLoss
-from treewise.engine.walk import MicroBatchOutput, Walk
-from treewise.nn.device import part_of_torch
+from treewise.engine.scoring import token_reader, with_router_loss
+from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
+from treewise.nn.device import has_data, part_of_torch
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
-from treewise.objectives import SFT
+from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.tree.forest import Forest
 
 _grouped_mm = part_of_torch("ops.aten._grouped_mm.default")
 _attention = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 _attention_backward = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 _aten = torch.ops.aten
+_device = torch.ops.prim.device.default  # what fake tensors are asked for their device by
+_IN_PLACE = "the tensor that was given"
 _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
 # Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
 INSIDE_KERNELS = 1.03
@@ -71,52 +77,103 @@ class StepMemory:
         return self.live + self.allocator
 
 
-def without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model on the `meta` device, in training mode, with gradients."""
+def without_data(model: nn.Module, device: str = "meta") -> nn.Module:
+    """A copy of a model on the `meta` device, in training mode, with gradients; a model that is there is not copied.
+
+    device: `cpu` within fake tensors, which claim to be there.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
     stand_ins: dict[int, torch.Tensor] = {}
-    for each in [*model.parameters(), *model.buffers()]:
-        shape = torch.empty_like(each, device="meta", requires_grad=False)
+    for each in tensors:
+        shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
         stand_ins[id(each)] = nn.Parameter(shape, each.requires_grad) if isinstance(each, nn.Parameter) else shape
-    twin = copy.deepcopy(model, stand_ins).train()
+    is_there = device == "meta" and all(each.is_meta for each in tensors)
+    twin = (model if is_there else copy.deepcopy(model, stand_ins)).train()
     for each in twin.parameters():
         each.grad = torch.empty_like(each) if each.requires_grad else None
     return twin
 
 
-def step_memory(model: nn.Module, plan: Plan, device_type: str = "cpu") -> StepMemory:
+def step_memory(
+    model: nn.Module,
+    plan: Plan,
+    device_type: str = "cpu",
+    *,
+    autocast: torch.dtype | None = None,
+    router_loss: RouterLossRule | None = None,
+    outputs: tuple[str, ...] = ("log_probs",),
+    measured: tuple[str, ...] = (),
+) -> StepMemory:
     """The largest moment of a step of `plan`, whose tokens all count as trained as they do in SFT.
 
     model: a transformers causal language model, PEFT-wrapped or not, with or without data. device_type: where it will
-    run.
+    run. autocast: the dtype of the autocast around the step. outputs: what the objective reads of each token
+    (`Objective.outputs`). measured: those that its loss has no gradient for.
     """
-    costs, dtype = flop_model(model), next(model.parameters()).dtype
-    for most in (MAX_LOGITS, MAX_PRODUCT):
-        most["meta"] = most.get(device_type, most["cpu"])
+    costs = flop_model(model)
+    dtype = autocast or next(model.parameters()).dtype
     fullest = _fullest(plan, costs, dtype)
-    twin = without_data(model)
-    lm = split_model(twin)
-    if not plan.is_whole and device_type == "cpu":
-        lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
-    live = LiveBytes(twin)
-    walk = Walk(lm, fullest, "cascade", [MeetsImages()] if len(plan.forest.images) else ())
-    loss = StepLoss(plan.forest, SFT(), None) if (plan.forest.token_weights() > 0).any() else None
-    kept = []
+    fake = None if autocast is None else FakeTensorMode(allow_non_fake_inputs=True)
+    with _as_on(device_type, autocast):
+        with fake or nullcontext():
+            twin = without_data(model, "meta" if fake is None else "cpu")
+        lm = split_model(twin)
+        by_rows = nullcontext()
+        if not plan.is_whole and device_type == "cpu":
+            by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
+        guests = [MeetsImages()] if len(plan.forest.images) else ()
+        walk = Walk(lm, fullest, "cascade", guests, with_router_logits=router_loss is not None)
+        with by_rows, LiveBytes(twin, fake) as live:
+            loss_of, kept = _loss(plan.forest, router_loss, outputs, measured), [0]
 
-    def loss_of(output: MicroBatchOutput) -> torch.Tensor | None:
-        kept.append(live.now)
-        return None if loss is None else loss.of_micro_batch(output)
+            def of_micro_batch(output: MicroBatchOutput) -> torch.Tensor | None:
+                kept[0] = live.now
+                return loss_of(output)
 
-    with live:
-        walk.train(loss_of)
+            walk.train(of_micro_batch)
     peak = round(INSIDE_KERNELS * live.peak)
     gateways = gateway_bytes(costs.gateway_values, dtype.itemsize) * fullest.timeline[-1][0]
-    activations = max(0, kept[-1] - gateways)
+    activations = max(0, kept[0] - gateways)
     images = dtype.itemsize * costs.kept_image_values(plan)
     allocator = 0
     if device_type == "cpu":  # bytes of the resident set of the process beyond its tensors
         sizes = {batch.num_tokens for batch in plan.micro_batches} if dtype.itemsize < 4 else ()
         allocator = round(HOLES * peak) + LIBRARIES + min(KERNELS * len(sizes), KEPT_KERNELS)
     return StepMemory(activations, gateways, images, peak - activations - gateways, allocator)
+
+
+@contextmanager
+def _as_on(device_type: str, autocast: torch.dtype | None) -> Iterator[None]:
+    """Inside, the head works on tensors without data as on `device_type`, under autocast if there is one.
+
+    torch has none for `meta`; tensors without data are then fake tensors, which claim to be on the CPU.
+    """
+    stand_in = "meta" if autocast is None else "cpu"
+    with ExitStack() as around:
+        for most in (MAX_LOGITS, MAX_PRODUCT):
+            around.callback(most.__setitem__, stand_in, most.get(stand_in, most["cpu"]))
+            most[stand_in] = most.get(device_type, most["cpu"])
+        if autocast is not None:
+            around.enter_context(torch.autocast("cpu", autocast))
+        yield
+
+
+def _loss(forest: Forest, rule: RouterLossRule | None, outputs: tuple[str, ...], measured: tuple[str, ...]) -> LossOf:
+    """A loss on the values of trained tokens; with that of the routers, whose choices the step has counted."""
+    reader = token_reader(forest, forest.token_weights() > 0, outputs)
+
+    def of_outputs(output: MicroBatchOutput) -> torch.Tensor | None:
+        entries = reader.read(output)
+        if entries is None:
+            return None
+        return torch.stack([each.sum() for name, each in entries[1].items() if name not in measured]).sum()
+
+    def with_routers(output: MicroBatchOutput) -> torch.Tensor | None:
+        assert rule is not None
+        counts = RouterCounts(np.ones(output.router_logits[0].shape[-1]), 1.0)
+        return with_router_loss(of_outputs, RouterLoss(rule, forest.multiplicity, counts))(output)
+
+    return of_outputs if rule is None else with_routers
 
 
 def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
@@ -157,20 +214,23 @@ def _row_gradients(module: nn.Module, _: object, output: torch.Tensor) -> torch.
 class LiveBytes(TorchDispatchMode):
     """Inside, the bytes of storages that operations made and that are alive (`now`), and the most so far (`peak`).
 
-    Those of `model` and of its gradients are left out.
+    Those of `model` and of its gradients are left out. fake: the mode of its tensors, if they are fake ones.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
+        self._results = Results(fake)
         tensors = [*model.parameters(), *model.buffers()]
         for each in [*tensors, *(each.grad for each in tensors if each.grad is not None)]:
             self._watch(each.untyped_storage(), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = _grouped_product(*args, **(kwargs or {})) if func is _grouped_mm else func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
+        if func is _device:
+            return args[0].fake_device
+        result = self._results.of(func, args, kwargs or {})
+        for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                 storage = each.untyped_storage()
                 self._watch(storage, storage.nbytes())
@@ -188,6 +248,74 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, identity: int, size: int) -> None:
         self._known.discard(identity)
         self.now -= size
+
+
+class Results:
+    """What operations on tensors without data return, remembered by what they were given: torch derives it in Python,
+    and most layers give the same.
+
+    fake: the mode of these tensors; None: they are on `meta`.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        self._fake = fake
+        self._known: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` returns."""
+        if func.is_view and self._fake is None:  # of which torch knows the shape at once
+            return func(*args, **kwargs)
+        target = kwargs.get("out", args[0] if args else None)
+        offset = target.storage_offset() if func.is_view else None
+        key = func, offset, _forms(args), _forms(tuple(kwargs.items()))
+        known = self._known.get(key)
+        if known is not None:
+            return target if known is _IN_PLACE else self._made(known, target)
+        with self._fake or nullcontext():
+            result = _grouped_product(*args, **kwargs) if func is _grouped_mm else func(*args, **kwargs)
+        if func.is_view and isinstance(result, FakeTensor) and isinstance(target, FakeTensor):
+            self._known[key] = (*_forms(result), result.storage_offset())
+        elif _is_new(result, (args, kwargs)):
+            self._known[key] = _forms(result)
+        elif result is target and not has_data(result) and key[2:] == (_forms(args), _forms(tuple(kwargs.items()))):
+            self._known[key] = _IN_PLACE
+        return result
+
+    def _made(self, forms: Any, base: torch.Tensor) -> Any:
+        """A value of these forms; a view of `base`, where they have an offset."""
+        kind, *rest = forms
+        if kind is not torch.Tensor:
+            return kind(self._made(each, base) for each in rest) if kind in (tuple, list) else rest[0]
+        size, strides, dtype, device, *offset = rest
+        if offset:
+            made = torch.empty(0, dtype=dtype, device="meta")
+            made.set_(base.untyped_storage(), offset[0], size, strides)
+        else:
+            made = torch.empty_strided(size, strides, dtype=dtype, device="meta")
+        return made if self._fake is None else FakeTensor(self._fake, made, device)
+
+
+def _forms(value: Any) -> Any:
+    """Of tensors without data size, strides, dtype and device; of other values their type and they themselves."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, tuple | list):
+        return type(value), *map(_forms, value)
+    return type(value), value
+
+
+def _is_new(result: Any, given: Any) -> bool:
+    """Whether a result is tensors without data in storages of their own, each no larger than it needs."""
+    before = {id(each.untyped_storage()) for each in tree_leaves(given) if isinstance(each, torch.Tensor)}
+    for each in tree_leaves(result):
+        if not isinstance(each, torch.Tensor) or has_data(each):
+            return False
+        storage = each.untyped_storage()
+        alike = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta").untyped_storage()
+        if id(storage) in before or storage.nbytes() != alike.nbytes():
+            return False
+        before.add(id(storage))
+    return True
 
 
 def _work_space(func: Any, args: Sequence[torch.Tensor], result: Any) -> int:

@@ -33,6 +33,7 @@ _KERNEL_CACHES, _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_C
 # Of the products by which a device's rate is measured.
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
 NUM_PRODUCTS, MOST_SECONDS = 6, 0.3
+_RESERVED = ("reserved", "active", "inactive_split")  # names of torch.cuda.memory_stats
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
 
 
@@ -70,7 +71,7 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
     array = array if array.flags.writeable else array.copy()
     tensor = torch.as_tensor(array, dtype=dtype, device="cpu")  # whatever the default device
     if device.type != "cuda":
-        return tensor.to(device)
+        return tensor.to(device, non_blocking=True)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -82,6 +83,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     is_pinned = torch.cuda.is_available() and not tensor.is_sparse
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=is_pinned)
     return kept.copy_(tensor.detach(), non_blocking=is_pinned)
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, not a shape alone (on `meta`, or one of torch's fake tensors)."""
+    return tensor.untyped_storage().device.type != "meta"
 
 
 def part_of_torch(path: str) -> Any:
@@ -117,14 +123,17 @@ def warn_of_untested_torch() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, unused blocks of the caching allocator included.
+    """Bytes that can still be allocated on a device.
 
-    On the CPU: available memory, or what the limit of the container (cgroup v2) leaves if that is less.
+    On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused. The
+    unused rest of a piece in use is a fragment, for which a step need not have a tensor. On the CPU: available memory,
+    or what the limit of the container (cgroup v2) leaves if that is less.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
+        stats = torch.cuda.memory_stats(device)
+        reserved, used, fragments = (stats.get(f"{each}_bytes.all.current", 0) for each in _RESERVED)
+        return int(free + reserved - used - fragments)
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 

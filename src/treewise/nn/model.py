@@ -281,7 +281,7 @@ def _attention_configs(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations that the decoder's layers read their attention implementation from."""
     configs = {id(decoder.config): decoder.config}
     for module in decoder.modules():
-        config = getattr(module, "config", None)
+        config = vars(module).get("config")
         if config is not None and hasattr(config, "_attn_implementation_internal"):
             configs[id(config)] = config
     return list(configs.values())

@@ -13,6 +13,7 @@ from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
 from treewise.tree.forest import Forest
 
+_NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
@@ -60,8 +61,7 @@ def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name, module, "p", module.p
         for attribute, value in list(vars(module).items()):
-            is_noise = "dropout" in attribute or attribute.endswith(("pdrop", "layerdrop", "jitter_noise"))
-            if is_noise and isinstance(value, float) and value > 0:
+            if isinstance(value, float) and value > 0 and ("dropout" in attribute or attribute.endswith(_NOISE)):
                 yield name, module, attribute, value
 
 
@@ -136,7 +136,7 @@ def length_limit(model: nn.Module) -> tuple[int, str] | None:
     (`dynamic`, `longrope`); None where none does."""
     found = []
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+        kinds = vars(module).get("rope_type")
         if not isinstance(kinds, str | dict):
             continue
         all_rules: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}

@@ -95,7 +95,7 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     table.add_row("weights, gradients, AdamW", bytes_as_text(report.bytes_weights))
     live, read = f"{report.peak_live_tokens:,}", f"{report.peak_gateway_tokens:,}"
     if report.bytes_peak is None:
-        table.add_row("peak memory", "--memory predicts it, in seconds to a minute")
+        table.add_row("peak memory", "--memory predicts it, in seconds")
     else:
         _add_memory(table, report, live, read)
     table.add_row(

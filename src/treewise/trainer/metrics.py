@@ -134,9 +134,9 @@ class Throughput:
         """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""
         sums, self._sums = self._sums, defaultdict(float)
         seconds = max(sums["seconds"], 1e-9)
-        # The peak of this rank's GPU since the run began; on a CPU the present size of the process.
+        # The most that torch reserved of this rank's GPU since the run began; on a CPU the present size of the process.
         has_gpu = torch.cuda.is_available()
-        memory = torch.cuda.max_memory_allocated() if has_gpu else psutil.Process().memory_info().rss
+        memory = torch.cuda.max_memory_reserved() if has_gpu else psutil.Process().memory_info().rss
         entries = {
             "tokens_per_second_flat": round(flat_tokens / seconds, 1),
             "tokens_per_second_tree": round(tree_tokens / seconds, 1),

@@ -42,10 +42,14 @@ def test_wrong_kernels_give_a_sentence_for_an_issue(
     assert "one block: out " in out.split("for an issue: ")[1]
 
 
-def test_cases_beyond_the_time_are_named() -> None:
+def test_cases_beyond_the_time_are_named_and_have_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
     facts = machine_facts.check_gpu(torch.device("cpu"), 0)
     assert facts["not run"] == list(NAMES)
-    assert "not run, for lack of time: one block, broken" in doctor.as_lines(facts)
+    assert (facts["passed"], facts["issue"]) == (False, None)
+    assert main(["doctor", "--gpu", "--device", "cpu", "--max_seconds", "1e-9"]) == 1
+    out = capsys.readouterr().out
+    assert "not run, for lack of time (--max_seconds): one block, broken" in out
+    assert out.endswith("not all checks RAN\n")
 
 
 def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

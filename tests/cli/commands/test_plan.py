@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
 from treewise.cli.main import main
+from treewise.testing import tiny_model
 
 TRUNK = list(range(1, 21))
 
@@ -88,6 +89,25 @@ def test_without_a_budget_the_memory_of_others_is_shown(tmp_path: Path, capsys: 
     run.write_text(f"model: {model}\ndata: {data}\noutput_dir: {tmp_path}\nactivation_checkpointing: true\n")
     assert main(["plan", "--config", str(run), "--memory", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_activations"] < facts["bytes_activations"]
+
+
+@pytest.mark.slow
+def test_what_a_run_asks_of_a_step_is_part_of_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Autocast, the loss of routers, and the entropy that runs on rollouts measure."""
+    model = tmp_path / "model"
+    tiny_model("qwen3_moe", num_experts=64, vocab_size=2000).save_pretrained(model)
+    data = write_rows(tmp_path / "rows.jsonl", [{"token_ids": [*range(3, 60), leaf], "group": "a"} for leaf in (7, 8)])
+    peaks = []
+    for more in ("", "bf16: true", "router_z_coefficient: 0.1", "objective: grpo"):
+        run = tmp_path / "run.yaml"
+        run.write_text(f"model: {model}\ndata: {data}\noutput_dir: {tmp_path}\n{more}\n")
+        assert main(["plan", "--config", str(run), "--memory", "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        peaks.append(facts["bytes_activations"] + facts["bytes_others"])
+    plain, *others = peaks
+    assert plain not in others
+    assert others[1] > plain
+    assert others[2] > plain
 
 
 def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 gradients against flat training, and the sampler's log-probs against the engine's.
 
 With `--gpu` also ten minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
-place. Exit code 1 where a check fails, 2 where a server does not answer; what is missing but optional is only shown.
+place. Exit code 1 where a check fails or time ran out before all ran, 2 where a server does not answer; what is missing
+but optional is only shown.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the facts; returns 1 where the self-check fails."""
+    """Prints the facts; returns 1 where a check fails or was left out."""
     check_numbers(args, max_seconds=Gt(0))
     if args.sampler or args.model:
         return _check_servers(args)
@@ -43,14 +44,16 @@ def run(args: argparse.Namespace) -> int:
         )
     facts = machine_facts(device)
     passed, lines = facts["self-check"]["passed"], []
+    failed = not passed
     if args.gpu:
         facts["gpu"] = check_gpu(device, args.max_seconds)
         passed, lines = passed and facts["gpu"]["passed"], as_lines(facts["gpu"])
+        failed = failed or facts["gpu"]["issue"] is not None
     if args.json:
         print(json.dumps(facts, indent=1))
     else:
         _print({name: each for name, each in facts.items() if name != "gpu"}, lines)
-        print("ready" if passed else "a check FAILED")
+        print("ready" if passed else "a check FAILED" if failed else "not all checks RAN")
     return 0 if passed else 1
 
 
@@ -98,7 +101,7 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
         verdict = "as it should be" if each["passed"] else "WRONG"
         lines.append(f"{name:34} {verdict:15} {f'({times} s)' if times else '':14} {each['shown']}")
     if facts["not run"]:
-        lines.append(f"not run, for lack of time: {', '.join(facts['not run'])}")
+        lines.append(f"not run, for lack of time (--max_seconds): {', '.join(facts['not run'])}")
     if facts["issue"] is not None:
         lines.append(f"for an issue: {facts['issue']}")
     return lines

@@ -2,14 +2,16 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from annotated_types import Ge
 from rich.console import Console
 
+from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import (
     add_data_arguments,
     add_flags,
@@ -23,7 +25,7 @@ from treewise.data import Trees
 from treewise.errors import ConfigError, DataError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
-from treewise.planning.planner import plan
+from treewise.planning.planner import Plan, plan
 from treewise.report import (
     BudgetMemory,
     budgets_view,
@@ -33,6 +35,9 @@ from treewise.report import (
     report_plan,
 )
 from treewise.tree.forest import one_forest
+
+if TYPE_CHECKING:
+    from treewise.engine.step_memory import StepMemory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hold", default="auto", choices=("auto", "never", "always"), help="keep open micro-batches")
     parser.add_argument("--mesh", help="sizes of tp, ep, fsdp and dp, as tp=2,fsdp=4; needs --model")
-    parser.add_argument("--memory", action="store_true", help="predict the peak memory of a step (seconds to a minute)")
+    parser.add_argument("--memory", action="store_true", help="predict the peak memory of a step (seconds)")
     parser.add_argument("--gpu_memory", help="of each process, as 80GiB: says whether it fits")
 
 
@@ -66,17 +71,10 @@ def run(args: argparse.Namespace) -> int:
         gpu = None if args.gpu_memory is None else read_bytes_setting(args.gpu_memory)
         mesh = read_mesh("tp=1" if args.mesh is None else args.mesh)
     if args.model is not None:
-        training = {} if config is None else config.training
-        checkpointing = any(training.get(name) for name in ("activation_checkpointing", "gradient_checkpointing"))
         lora = None if config is None else config.lora
         flops = load_costs(args.model, args.gguf_file, lora)
         if args.memory:
-            import torch
-
-            from treewise.engine.step_memory import step_memory
-
-            model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
-            memory = partial(step_memory, model, device_type="cuda" if torch.cuda.is_available() else "cpu")
+            memory = _memory(args, config)
     data = _data(args)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
@@ -108,6 +106,37 @@ def run(args: argparse.Namespace) -> int:
     if processes is not None:
         Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens))
     return 0
+
+
+def _memory(args: argparse.Namespace, config: RunConfig | None) -> "Callable[[Plan], StepMemory]":
+    """The prediction of a step's memory, with what the configuration of a run asks of the step."""
+    import torch
+
+    from treewise.engine.step_memory import step_memory
+    from treewise.nn.model import base_model
+    from treewise.nn.router_loss import router_loss_rule
+    from treewise.objectives.registry import PREFERENCES
+
+    training = {} if config is None else config.training
+    checkpointing = any(training.get(name) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    lora = None if config is None else config.lora
+    model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
+    settings: dict[str, Any] = {}
+    if config is not None and config.more.get("objective") not in (None, "sft", *PREFERENCES):
+        from treewise.cli.commands.rl import objective_of_rollouts
+
+        objective = objective_of_rollouts(config)
+        settings["outputs"] = objective.outputs
+        settings["measured"] = () if getattr(objective, "entropy_coefficient", 0.0) else ("entropy",)
+    z_coefficient = training.get("router_z_coefficient", 0.0)
+    return partial(
+        step_memory,
+        model,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+        autocast=torch.bfloat16 if training.get("bf16") else None,
+        router_loss=router_loss_rule(base_model(model), wants_aux=None, z_coefficient=z_coefficient),
+        **settings,
+    )
 
 
 def _data(args: argparse.Namespace) -> Trees:

@@ -22,7 +22,7 @@ from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
-from treewise.nn.device import part_of_torch
+from treewise.nn.device import has_data, part_of_torch
 from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
 
@@ -100,7 +100,7 @@ class _Cascade(torch.autograd.Function):
         out = query.new_empty(1, query.shape[2], query.shape[1], sources.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, sources.width)
-        for rows, parts in _to_run(blocks, query.device):
+        for rows, parts in _to_run(blocks, query):
             _attend(padded_query[:, :, rows], sources, parts, rule, out[:, :, rows], lse[:, :, rows])
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -118,7 +118,7 @@ class _Cascade(torch.autograd.Function):
         query_width = query.shape[3]
         grad, query = _padded(grad, sources.width), _padded(query, sources.width)
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-        for rows, parts in _to_run(ctx.blocks, query.device):
+        for rows, parts in _to_run(ctx.blocks, query):
             part_grads = []
             row_grad, row_query, row_out, row_lse = (each[:, :, rows] for each in (grad, query, out, lse))
             for pieces, visible in parts:
@@ -138,14 +138,14 @@ class _Cascade(torch.autograd.Function):
         return query_grad[..., :query_width], key_grad, value_grad, sink_grad, None, None, None, None
 
 
-def _to_run(blocks: "list[_Rows]", device: torch.device) -> "list[_Rows]":
+def _to_run(blocks: "list[_Rows]", query: torch.Tensor) -> "list[_Rows]":
     """All blocks; of tensors without data the largest alone, after which no other takes more memory."""
 
     def num_pairs(block: "_Rows") -> int:
         rows, parts = block
         return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
 
-    return [max(blocks, key=num_pairs)] if device.type == "meta" else blocks
+    return blocks if has_data(query) else [max(blocks, key=num_pairs)]
 
 
 def _attend(

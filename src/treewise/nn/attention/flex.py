@@ -18,7 +18,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, cast, no_type_check
+from typing import Any, NamedTuple, cast, no_type_check
 
 import torch
 from torch import Tensor
@@ -141,16 +141,16 @@ def num_key_rows(mask: TreeMask, device: torch.device) -> int:
 
 def _block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> BlockMask:
     any_QJ, full_QJ = _classify(mask, rule, device, block_size)
-    partial_count, partial_index = _ordered(any_QJ & ~full_QJ)
-    full_count, full_index = _ordered(full_QJ)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=block_size,
-        mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
+    partial_QJ = any_QJ & ~full_QJ
+    # torch's `from_kv_blocks` derives the tables of the backward, by keys, from those by queries: 0.9 ms of the host.
+    by_queries, by_keys = (partial_QJ, full_QJ), (partial_QJ.t().contiguous(), full_QJ.t().contiguous())
+    made = [tensor for each in (*by_queries, *by_keys) for tensor in _ordered(each)]
+    tables: dict[str, Any] = dict(zip(_BLOCK_TENSORS, made, strict=True))
+    return BlockMask(
         seq_lengths=(any_QJ.shape[0] * block_size, any_QJ.shape[1] * block_size),
+        BLOCK_SIZE=(block_size, block_size),
+        mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
+        **tables,
     )
 
 

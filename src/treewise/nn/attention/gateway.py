@@ -5,9 +5,10 @@ expansion of heads, detached. Micro-batches below read them as extra keys; their
 When the open micro-batch runs with a graph, those gradients are injected where the keys and values are computed, so the
 same code serves with and without gradient checkpointing.
 
-Offloaded gateways of a GPU wait in pinned memory of the host, a row of a token after the other, and move by copies that
-are queued like kernels: no host operation looks into them, so none waits for the device. Their sums of gradients stay
-on the device where they fit; else each addition fetches its rows and sends them back.
+Offloaded gateways of a GPU wait in pinned memory of the host, a row of a token after the other, and move by copies
+beside the kernels (`side_copies`), keys and values of the next layer while one computes: no host operation looks into
+them, so none waits for the device. Their sums of gradients stay on the device where they fit; else each addition
+fetches its rows and sends them back, in the order of the kernels.
 
 Which layers' gateways get gradients is a fact of the plan and of what is trained (`Carried`). A frozen layer of a piece
 has no gradient of its own, but what is trained above the piece may need the one that passes through it.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.nn.attention.side_copies import Arrival, side_copies
 from treewise.nn.device import free_bytes, on_host
 from treewise.nn.gradients import BackwardContext
 from treewise.shapes import Float
@@ -82,8 +84,10 @@ class Gateway:
     def write(self, call: LayerCall, key: Float[Tensor, "1 Hkv n D"], value: Float[Tensor, "1 Hkv n Dv"]) -> None:
         """Keeps keys and values ([1, Hkv, n, D]) of one call of a layer; a recomputation changes nothing."""
         if call not in self.keys:
-            has_row_order = self.is_offloaded and key.is_cuda  # rows that are read are then one piece of host memory
-            key, value = (_heads(on_host(_rows(each))) if has_row_order else _own(each) for each in (key, value))
+            has_row_order = (
+                self.is_offloaded and key.device.type != "cpu"
+            )  # rows that are read are then one piece of host memory
+            key, value = (_heads(_sent(_rows(each))) if has_row_order else _own(each) for each in (key, value))
             self.keys[call], self.values[call] = key, value
 
     def add_gradients(self, call: LayerCall, rows: RowIndex, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
@@ -98,14 +102,20 @@ class Gateway:
         """The sums for keys and values ([1, Hkv, n, D]) on a device; None where nothing was added."""
         if call not in self.key_grads:
             return None
-        key, value = (on_device(each[call], slice(None), device) for each in (self.key_grads, self.value_grads))
+        key, value = (
+            _heads(_rows(each[call]).to(device, non_blocking=True)) for each in (self.key_grads, self.value_grads)
+        )
         return key, value
 
     def write_states(self, name: str, states: torch.Tensor, cut_rows: np.ndarray) -> None:
         """Keeps states ([P, ...]) of a recurrent layer after `cut_rows`, which other micro-batches continue."""
         if name not in self.states:
             self.cut_rows = cut_rows
-            self.states[name] = on_host(states) if self.is_offloaded and states.is_cuda else _own(states)
+            self.states[name] = _sent(states) if self.is_offloaded and states.device.type != "cpu" else _own(states)
+
+    def states_on(self, name: str, device: torch.device) -> torch.Tensor:
+        """The kept states ([P, ...]) on a device."""
+        return fetched(self.states[name], device)()
 
     def add_state_gradients(self, name: str, index: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds gradients ([n, ...]) of the kept states `index` ([n] int64) that a micro-batch began with."""
@@ -127,13 +137,42 @@ class Gateway:
         return torch.zeros(written.shape, dtype=wide, device=grad.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class GatewayRead:
     """The rows of one gateway that a micro-batch reads: a slice, or ascending row indices."""
 
     gateway: Gateway
     rows: RowIndex
     num_rows: int
+    _ahead: dict[LayerCall, tuple[Arrival, Arrival]] = field(default_factory=dict)  # copies that are on their way
+    _last: int = -1  # the call that was read last, in the order in which calls were written
+
+    def keys_and_values(self, call: LayerCall, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, Hkv, rows, D] of one call of a layer. From the host, those of the next call are on their way then: of the
+        layer after, and where a backward computes layers again, of the layer before."""
+        keys, values = self.gateway.keys, self.gateway.values
+        if keys[call].device == device:
+            return take(keys[call], self.rows), take(values[call], self.rows)
+        calls = list(keys)
+        index = calls.index(call)
+        following = index + (1 if index >= self._last else -1)
+        arriving = self._ahead.pop(call, None) or self._fetched(call, device)
+        self._ahead.clear()
+        if 0 <= following < len(calls):
+            self._ahead[calls[following]] = self._fetched(calls[following], device)
+        self._last = index
+        key, value = (each() for each in arriving)
+        return self._chosen(key), self._chosen(value)
+
+    def _fetched(self, call: LayerCall, device: torch.device) -> tuple[Arrival, Arrival]:
+        """All rows where they are no slice: the host cannot choose some before the device has written them."""
+        rows = self.rows if isinstance(self.rows, slice) else slice(None)
+        key, value = (_rows(each[call])[rows] for each in (self.gateway.keys, self.gateway.values))
+        return fetched(key, device), fetched(value, device)
+
+    def _chosen(self, rows: torch.Tensor) -> torch.Tensor:
+        heads = _heads(rows)
+        return heads if isinstance(self.rows, slice) else take(heads, self.rows)
 
 
 class _Carry(torch.autograd.Function):
@@ -179,8 +218,7 @@ class _Extend(torch.autograd.Function):
         ctx: BackwardContext, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
     ) -> tuple[torch.Tensor, ...]:
         ctx.reads, ctx.call = reads, call
-        keys = [on_device(read.gateway.keys[call], read.rows, key.device) for read in reads]
-        values = [on_device(read.gateway.values[call], read.rows, key.device) for read in reads]
+        keys, values = zip(*(read.keys_and_values(call, key.device) for read in reads), strict=True)
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
@@ -214,14 +252,17 @@ def take(tensor: torch.Tensor, rows: RowIndex) -> torch.Tensor:
     return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows)
 
 
-def on_device(kept: torch.Tensor, rows: RowIndex, device: torch.device) -> torch.Tensor:
-    """Rows of kept keys, values or sums ([1, Hkv, n, D]) on a device. Of kept ones on the host a copy is queued: of
-    all rows where they are no slice, since the host cannot choose some before the device has written them."""
-    if kept.device == device:
-        return take(kept, rows)
-    if isinstance(rows, slice):
-        return _heads(_rows(kept)[rows].to(device, non_blocking=True))
-    return take(_heads(_rows(kept).to(device, non_blocking=True)), rows)
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, beside the kernels of a GPU."""
+    return side_copies(tensor.device).to_host(tensor) if tensor.is_cuda else on_host(tensor)
+
+
+def fetched(kept: torch.Tensor, device: torch.device) -> Arrival:
+    """Begins to copy what is kept to a device, beside the kernels of a GPU; called, the result gives the copy."""
+    if device.type == "cuda" and kept.device != device:
+        return side_copies(device).to_device(kept)
+    there = kept.to(device, non_blocking=True)
+    return lambda: there
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -223,7 +223,7 @@ class _Enter(torch.autograd.Function):
         ctx: Context, name: str, reads: Sequence[tuple[Gateway, torch.Tensor]], device: torch.device, *_: torch.Tensor
     ) -> torch.Tensor:
         ctx.name, ctx.reads = name, reads
-        kept = [(each.states[name].to(device, non_blocking=True), index) for each, index in reads]
+        kept = [(each.states_on(name, device), index) for each, index in reads]
         return torch.cat([states.index_select(0, index) for states, index in kept])
 
     @staticmethod

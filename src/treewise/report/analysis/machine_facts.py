@@ -135,10 +135,10 @@ def untested(device: torch.device) -> dict[str, str]:
 
 
 def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
-    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where all is well.
+    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where nothing is wrong.
 
     On a CPU, FlexAttention's uncompiled operator stands in for the kernels. No case begins after
-    `max_seconds`; those left out are named under `not run`.
+    `max_seconds`; those left out are named under `not run`, and then the whole has not passed.
     """
     kernels = _kernels(device, time.perf_counter() + max_seconds)
     wrong = [f"{name}: {each['shown']}" for name, each in kernels.items() if not each["passed"]]
@@ -149,10 +149,11 @@ def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
         machine = f"{torch.cuda.get_device_name(device)} ({on})"
     installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
+    left_out = [name for name in CASES if name not in kernels]
     return {
         "kernels": kernels,
-        "not run": [name for name in CASES if name not in kernels],
-        "passed": not wrong,
+        "not run": left_out,
+        "passed": not wrong and not left_out,
         "issue": f"treewise {treewise.__version__}, {versions}, {machine}: {'; '.join(wrong)}" if wrong else None,
     }
 
