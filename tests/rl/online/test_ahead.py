@@ -13,10 +13,11 @@ from treewise import advantages
 from treewise.data import load_trees
 from treewise.errors import ConfigError, TaskError
 from treewise.objectives import GRPO
-from treewise.rl.online import OnlineTrainer, growing
+from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.ahead import Ahead
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
+from treewise.rl.tasks import RewardRunner
 from treewise.trainer.step import StepRunner
 
 RUN = {"iterations": 4, "eval_every": 2, "max_staleness": 1}
@@ -89,7 +90,7 @@ def test_an_update_has_the_gradients_of_truncated_importance_sampling(undisturbe
 
 
 KILLS = {
-    "reward": (growing, "judge", 5, False),
+    "reward": (RewardRunner, "rewards", 6, False),
     "within an update": (StepRunner, "end_step", 2, True),
     "after an update, before its checkpoint": (OnlineTrainer, "_train_on", 3, True),
 }

@@ -293,7 +293,7 @@ class OnlineTrainer(TreeTrainer):
 
     def collected(self, rollouts: Collector, loop: LoopState, iteration: int, rounds: Rounds) -> Collected:
         collected = rollouts.collect(self.items, rollouts.budget(loop), (self.args.seed, iteration, _TREES), rounds)
-        check_failures(rounds.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
+        check_failures(rollouts.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         if self.items.curriculum.measures_angles:
             prompts = [each.tree.prompt_ids for each in collected.trees]
             collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
