@@ -56,7 +56,7 @@ def test_too_many_failures_end_the_run_and_a_mended_reward_goes_on(tmp_path):
 def test_an_evaluation_of_failures_ends_the_run_before_its_first_iteration(tmp_path):
     task = RowsTask(ROWS, [lambda **_: [float("nan")]], held_out=0.25)
     trainer = new_trainer(tmp_path, task, eval_items=2)
-    with pytest.raises(TaskError, match=r"evaluation: 2 of 2 rollouts have no reward"):
+    with pytest.raises(TaskError, match=r"evaluation: 2 of 2 rollouts without reward"):
         trainer.train()
     assert trainer.log_history == []
 
@@ -64,7 +64,7 @@ def test_an_evaluation_of_failures_ends_the_run_before_its_first_iteration(tmp_p
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        (lambda prompts, **_: [2.0] * len(prompts), "are 2, so nothing was learned"),
+        (lambda prompts, **_: [2.0] * len(prompts), "is 2, so nothing was learned"),
         (lambda prompts, **_: [float(p == prompts[0]) for p in prompts], "not within one, so nothing was learned"),
         (lambda completion_ids, **_: [float(sum(ids) % 2) for ids in completion_ids], None),
     ],

@@ -25,6 +25,7 @@ from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.samplers.copied_weights import WholeCopy
+from treewise.rl.samplers.protocol import begin_update
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
@@ -197,11 +198,19 @@ class Collector:
 
     def hand_over(self) -> None:
         """Gives new weights to the sampler of each process; servers get those of the first."""
+        self.begin_hand_over()()
+
+    def begin_hand_over(self) -> Callable[[], None]:
+        """Takes the model's weights, which may change then; what is returned gives them to the sampler."""
         if self.whole is not None:
             self.whole.take(self.model)
-        whole: Any = self.model if self.whole is None else self.whole.model
-        self.sampler.update(whole)
-        ranks.on_first_rank(lambda: None)  # the others wait until a server has them
+        give = begin_update(self.sampler, self.model if self.whole is None else self.whole.model)
+
+        def finish() -> None:
+            give()
+            ranks.on_first_rank(lambda: None)  # the others wait until a server has them
+
+        return finish
 
     def num_items(self) -> int | None:
         """The items that a run practises; None: without end.
