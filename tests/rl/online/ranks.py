@@ -25,7 +25,10 @@ CASES = {
     "ahead": {"trees_per_iteration": 3, "tokens_per_iteration": 72, "max_staleness": 1},
 }
 
-SIGNALLED = ("sums", "ahead")  # ended by a signal to one process after its first iteration; the others by their settings
+SIGNALLED = (
+    "sums",
+    "ahead",
+)  # ended by a signal to one process after its first iteration; the others by their settings
 
 
 class Failing(EvenBytes):

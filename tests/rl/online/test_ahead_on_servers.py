@@ -30,15 +30,16 @@ def trainer_on(folder, *servers, **changes):
     return new_trainer(folder, sampler=sampler, arguments_=SGD, **{**RUN, **changes})
 
 
-def versions_of(trainer):
-    """By iteration, the versions whose tokens are trained; each has the log-probs of that policy."""
+def versions_of(trainer, first=tiny_policy):
+    """By iteration, the versions whose tokens are trained; each has the log-probs of that policy. first: makes 0."""
     found = []
     for iteration in range(1, trainer.settings.iterations + 1):
         found.append(set())
         for row in rows_of(trainer, iteration):
             for version in set(row.policy_versions[row.loss_weights > 0].astype(int).tolist()):
                 with torch.no_grad():
-                    own = logprobs_of(policy_after(trainer, version), row).numpy()
+                    policy = policy_after(trainer, version) if version else first()
+                    own = logprobs_of(policy, row).numpy()
                 is_its = ((row.loss_weights > 0) & (row.policy_versions == version))[1:]
                 np.testing.assert_allclose(row.sampler_logprobs[1:][is_its], own[is_its], atol=1e-5)
                 found[-1].add(version)
@@ -144,13 +145,18 @@ def held_until_two_are_ahead(monkeypatch):
     original, waited = OnlineTrainer._train_on, []
 
     def train_on(self, *args):
-        if not waited:
-            with self._ahead._changed:
-                waited.append(self._ahead._changed.wait_for(lambda: self._ahead._needed == 1, SECONDS))
+        tries = range(0 if waited else int(SECONDS / 0.05))
+        waited.append(True)
+        with self._ahead._changed:  # which the thread does not notify when it begins to wait
+            for _ in tries:
+                if self._ahead._needed == 1:
+                    break
+                self._ahead._changed.wait(0.05)
+            else:
+                assert not tries
         return original(self, *args)
 
     monkeypatch.setattr(OnlineTrainer, "_train_on", train_on)
-    return waited
 
 
 def kill_in_the_fourth_iteration(monkeypatch):
@@ -175,12 +181,11 @@ def test_at_2_a_killed_run_keeps_what_was_sampled_and_samples_the_rest_with_the_
     with running(StandIn(model=tiny_policy())) as server:
         servers = [server] if is_on_server else []
         with monkeypatch.context() as patch:
-            waited = held_until_two_are_ahead(patch)
+            held_until_two_are_ahead(patch)
             kill_in_the_fourth_iteration(patch)
             first = trainer_on(tmp_path / "run", *servers, **changes)
             with pytest.raises(Killed):
                 first.train()
-        assert waited == [True]
         assert first.loop.iteration == 3
         lines = map(json.loads, journal_file(first.folder, 4).read_text().splitlines())
         answers = [each for line in lines for each in zip(line["names"], line["answers"], strict=True)]
