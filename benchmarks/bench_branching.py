@@ -35,7 +35,7 @@ import treewise as tw
 from treewise.rl.branching import PROMPT, Branch
 from treewise.rl.node_values import node_values
 from treewise.rl.online.continuing import Rounds, continue_all
-from treewise.rl.online.growing import GrowingTree, grow_trees, rewards_of
+from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation
 from treewise.rl.samplers import TransformersSampler
@@ -224,17 +224,15 @@ def grown(trainer: tw.OnlineTrainer, name: str, rounds: Rounds) -> list[GrowingT
 
 def truth(states: Sequence[tuple[GrowingTree, int, int]], rollouts: int, rounds: Rounds) -> np.ndarray:
     """[states, rollouts] rewards of independent rollouts from (tree, node, position)."""
-    started, items = [], []
+    started = []
     for number, (each, node, position) in enumerate(states):
         source = each.first if node == PROMPT else each.conversations[node]
         num_tokens = len(each.tree.prefix_ids(node, position))
         for index in range(rollouts):
             branch, seed = Branch(node, position), (11, number, index)
             started.append(Continuation(each.tree, branch, source.branch(num_tokens), rounds.limits, seed))
-            items.append(each.item)
     continue_all(started, rounds)
-    ended = [(item, one.conversation) for item, one in zip(items, started, strict=True)]
-    return np.array(rewards_of(ended, rounds.rewards, rounds.journal), dtype=np.float64).reshape(-1, rollouts)
+    return np.array([each.outcome for each in started], dtype=np.float64).reshape(-1, rollouts)
 
 
 def values_of(trees: Sequence[GrowingTree], estimator: str) -> dict[tuple[int, int, int], float]:

@@ -1,10 +1,11 @@
 """Rollouts with environments that sleep against the same with environments that do not; and sampling ahead of training.
 
-    python benchmarks/bench_waiting.py [--episodes 96] [--turns 4] [--sleep 2.0] [--rows 16]
+    python benchmarks/bench_waiting.py [--trees 48] [--rounds 2] [--turns 4] [--sleep 2.0] [--rows 16]
 
-Tokens a second of `continue_all` on one model and the same episodes, by the seconds that each call of the environment
-sleeps: `at once` as a run has it, `in turns` with one environment at a time. Then iterations of an online run by
-`max_staleness`: the wall time of one against its sampling and its update.
+Tokens a second of `grow_trees` on one model and the same episodes, one in each round of a tree, by the seconds that
+each call of the environment sleeps, `get_reward` included: `at once` as a run has it, `in turns` with one environment
+at a time. Then iterations of an online run by `max_staleness`: the wall time of one against its sampling and its
+update.
 
     python benchmarks/bench_waiting.py --save_policy /tmp/policy
     taskset -c 1 .venv-vllm/bin/python -m vllm.entrypoints.openai.api_server --model /tmp/policy ... (tests/engines)
@@ -26,12 +27,14 @@ from common import save
 from tiny_policy import LETTERS, new_model, new_tokenizer
 
 import treewise as tw
-from treewise.rl.branching import Branch, RolloutTree
-from treewise.rl.online.continuing import Rounds, continue_all
+from treewise.rl.branching import RolloutTree, branching_named
+from treewise.rl.online.continuing import Rounds
+from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import Journal
-from treewise.rl.online.rollout import Continuation, Limits, start
+from treewise.rl.online.rollout import Limits, start
 from treewise.rl.samplers import SampleRequest, ServerSampler, TransformersSampler
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask
+from treewise.rl.success_book import SuccessBook
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, RewardRunner
 
 
 class Sleeping:
@@ -55,6 +58,7 @@ class Sleeping:
 
     def get_reward(self) -> float:
         """Of half of the episodes."""
+        time.sleep(self.seconds)
         return float(self.seed % 4 == 0)
 
     def fork(self) -> "Sleeping":
@@ -85,33 +89,37 @@ class Turns(TransformersSampler):
 
 
 def measured(options: argparse.Namespace, model: Any, tokenizer: Any, seconds: float, at_once: int) -> dict[str, Any]:
-    """One crowd of episodes from the first request to the last answer."""
+    """Trees from the first request to the last reward."""
     Sleeping.seconds = seconds
     task = EnvironmentTask(Sleeping, prompt="go", text_tool="say", max_turns=options.turns, name="sleeping")
     chat, end = ChatTokens(tokenizer, template(tokenizer)), tokenizer.eos_token_id
     calls, limits = Calls(60.0, at_once=at_once), Limits(10_000, 100_000, (end,))
-    first = start(task, [task.item("train", index) for index in range(options.episodes)], chat, calls)
-    crowd = [
-        Continuation(RolloutTree(each.token_ids), Branch(), each.branch(len(each.token_ids)), limits, (number,))
-        for number, each in enumerate(first)
+    items = [task.item("train", index) for index in range(options.trees)]
+    budget = (options.rounds - 1) * options.turns * options.length + 1  # the last round passes it
+    trees = [
+        GrowingTree(
+            *(number, item, item.key, RolloutTree(first.token_ids, item.key), first, budget, (number,)),
+            np.random.default_rng(number),
+        )
+        for number, (item, first) in enumerate(zip(items, start(task, items, chat, calls), strict=True))
     ]
-    nothing: Any = None
     rounds = Rounds(
-        branching=nothing,
+        branching=branching_named("none", roots=1),
         sampler=Turns(model, options.length, end, options.rows),
-        book=nothing,
-        rewards=nothing,
+        book=SuccessBook(),
+        rewards=RewardRunner(calls),
         journal=Journal(None),
         limits=limits,
         request=SampleRequest((0,), stop_ids=(end,)),
         episodes_at_once=at_once,
     )
     began = time.perf_counter()
-    continue_all(crowd, rounds)
+    grow_trees(trees, rounds)
     wall = time.perf_counter() - began
-    tokens = sum(each.num_drawn for each in crowd)
+    tokens = sum(each.num_sampled for each in trees)
+    assert all(each.num_started == options.rounds for each in trees)
     row = {"sleep": seconds, "at_once": at_once, "tokens": tokens, "seconds": wall, "tokens_per_second": tokens / wall}
-    return {**row, "seconds_idle": rounds.seconds["environments"]}
+    return {**row, "seconds_idle": rounds.seconds["environments"] + rounds.seconds["reward"]}
 
 
 def template(tokenizer: Any) -> str:
@@ -188,7 +196,7 @@ def policy(tokenizer: Any) -> Any:
 def main() -> None:
     """Measures and saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("episodes", 96), ("turns", 4), ("length", 24), ("rows", 16), ("repetitions", 2)):
+    for name, default in (("trees", 48), ("rounds", 2), ("turns", 4), ("length", 24), ("rows", 16), ("repetitions", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -207,8 +215,8 @@ def main() -> None:
             rows.append(measured(options, model, tokenizer, seconds, at_once))
             print(rows[-1], flush=True)
     if not options.server:
-        few = argparse.Namespace(**{**vars(options), "episodes": 4, "turns": 2})
-        rows.append(measured(few, model, tokenizer, options.sleep, 1) | {"episodes": 4, "turns": 2})
+        few = argparse.Namespace(**{**vars(options), "trees": 2, "turns": 2})
+        rows.append(measured(few, model, tokenizer, options.sleep, 1) | {"trees": 2, "turns": 2})
         print(rows[-1], flush=True)
     for staleness in (0, 1):
         rows.append(iterations(options, tokenizer, staleness))

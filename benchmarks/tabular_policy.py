@@ -252,8 +252,10 @@ class Play(OneTurn):
 
     game: Game
 
-    @property
-    def episode(self) -> "Play":
+    task = None
+    item = TaskItem("game", "")
+
+    def request(self) -> "Play":
         """What `Rewards` judges."""
         return self
 
@@ -267,7 +269,7 @@ class Rewards:
 
     game: Game
 
-    def of_episodes(self, plays: Sequence[Play]) -> list[float]:
+    def rewards(self, _task: None, plays: Sequence[Play]) -> list[float]:
         """The reward of each."""
         ids = np.zeros((len(plays), self.game.num_tokens), dtype=np.int64)
         for row, play in zip(ids, plays, strict=True):

@@ -1,12 +1,11 @@
 """Online runs of a tiny model on real vLLM servers, on a CPU: `make engines`.
 
 Weights are handed over after each update, so the log-probs that the server recorded are those of the model in training;
-trainer, server and both are killed; two servers; LoRA merged and as an adapter; branching on what the server returns.
+two servers; LoRA merged and as an adapter; branching on what the server returns; parameters in shards; treewise serve.
 """
 
 import json
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,97 +14,24 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
-from tests.engines.vllm_server import VllmServer
-from tests.rl.online.helpers import TOKENIZER, digest, new_trainer, tiny_policy
+from tests.engines.runs import HEADS, MOST_GAP, assert_the_same, gaps, policy, run, sampler_on
+from tests.rl.online.helpers import TOKENIZER, digest, tiny_policy
 from tests.rl.samplers.stand_in import largest_gap
 from tests.trainer.forked_ranks import free_port, join
 from tests.trainer.helpers import in_child
 from treewise.cli.main import main
-from treewise.rl.online import OnlineTrainer, growing
 from treewise.rl.online.records import rollouts_file
-from treewise.rl.samplers import SampleRequest, ServerSampler
+from treewise.rl.samplers import SampleRequest
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")]
 
-HEADS = {
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}  # of 16: refused by vLLM
-MOST_GAP = 1e-5  # of a log-prob; and of `logprob_gap` from 1
 REQUEST = SampleRequest((11, 23, 5, 40), 4, 12, temperature=0.7, seed=3)
-
-
-class Killed(BaseException):
-    """The end of the trainer's process, as far as the run can tell."""
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder, logs = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("logs")
-    tiny_policy(**HEADS).save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    found = [VllmServer(folder, logs) for _ in range(2)]
-    try:
-        for each in found:
-            each.start()
-        for each in found:
-            each.wait()
-        yield found
-    finally:
-        for each in found:
-            each.kill()
-
-
-def sampler_on(*servers, **settings):
-    return ServerSampler([each.url for each in servers], **{"weights": "reload", "patience_seconds": 540, **settings})
-
-
-def policy(**adapter):
-    model = tiny_policy(**HEADS)
-    if not adapter:
-        return model
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(**adapter))
-
-
-def run(folder, *servers, model=None, resume=None, weights="reload", **changes):
-    """A whole run; its figures by iteration."""
-    model = policy() if model is None else model
-    trainer = new_trainer(folder, model=model, sampler=sampler_on(*servers, weights=weights), **changes)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def gaps(trainer):
-    return [each["logprob_gap"] - 1 for each in trainer.log_history if "logprob_gap" in each]
-
-
-def sampled_ids(trainer):
-    """The token ids of every rollout of every iteration."""
-    files = [rollouts_file(trainer.folder, number) for number in range(1, trainer.settings.iterations + 1)]
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [row["token_ids"] for row in rows]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(servers, tmp_path_factory):
-    trainer = run(tmp_path_factory.mktemp("whole") / "run", servers[0], iterations=3)
-    return trainer, digest(trainer.model), sampled_ids(trainer)
-
-
-def assert_the_same(trainer, undisturbed):
-    whole, _, ids = undisturbed
-    assert sampled_ids(trainer) == ids
-    for name, value in whole.model.state_dict().items():
-        torch.testing.assert_close(trainer.model.state_dict()[name], value, atol=1e-6, rtol=0)
 
 
 def test_log_probs_are_those_of_teacher_forcing_and_entropies_exact_with_the_whole_vocabulary(servers):
     model = policy()
-    sampler = sampler_on(servers[0], weights="fixed", num_entropy_top=model.config.vocab_size)
+    sampler = sampler_on(servers[0], num_entropy_top=model.config.vocab_size)
+    sampler.update(model)
     request = SampleRequest(**{**{name: getattr(REQUEST, name) for name in REQUEST.__slots__}, "want_entropy": True})
     completions, again = sampler.sample([request])[0], sampler.sample([request])[0]
     sampler.close()
@@ -120,16 +46,21 @@ def test_log_probs_are_those_of_teacher_forcing_and_entropies_exact_with_the_who
 
 
 def test_a_run_hands_its_weights_over_after_each_update(undisturbed):
-    trainer, weights, _ = undisturbed
-    assert weights != digest(policy())
+    trainer, _ = undisturbed
+    assert digest(trainer.model) != digest(policy())
     assert len(gaps(trainer)) == 3
     assert max(gaps(trainer)) < MOST_GAP
 
 
 def test_two_servers_sample_what_one_does(servers, undisturbed, tmp_path):
-    trainer = run(tmp_path / "run", *servers, iterations=3)
-    assert_the_same(trainer, undisturbed)
+    whole, num_calls = undisturbed
+    before = [each.num_answered() for each in servers]
+    trainer = run(tmp_path / "run", *servers)
+    assert_the_same(trainer, whole)
     assert max(gaps(trainer)) < MOST_GAP
+    answered = [each.num_answered() - old for each, old in zip(servers, before, strict=True)]
+    assert sum(answered) == num_calls
+    assert min(answered) > num_calls / 4  # of two trees an iteration each has one
 
 
 @pytest.mark.parametrize("mode", ["reload", "adapter"])
@@ -137,7 +68,7 @@ def test_lora_is_handed_over_merged_and_as_an_adapter(mode, servers, tmp_path):
     model = policy(target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], r=4, lora_alpha=8)
     before = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
     trainer = run(tmp_path / "run", *servers, model=model, weights=mode)
-    assert len(gaps(trainer)) == 2
+    assert len(gaps(trainer)) == 3
     assert max(gaps(trainer)) < MOST_GAP
     assert all(torch.equal(each, dict(model.named_parameters())[name]) for name, each in before.items())
 
@@ -169,57 +100,6 @@ def num_apart(model, rows):
             if abs(float(logprobs[at - 1, ids[at]]) - row["sampler_logprobs"][at]) > MOST_GAP:
                 places.add(tuple(ids[: at + 1]))
     return len(places)
-
-
-def run_until_killed(folder, server, call):
-    """A run whose trainer ends at a call of `judge`, when rollouts wait for their rewards."""
-    original, calls = growing.judge, []
-
-    def judged(*args):
-        calls.append(1)
-        if len(calls) == call:
-            raise Killed
-        return original(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing, "judge", judged)
-        with pytest.raises(Killed):
-            run(folder, server, iterations=3)
-
-
-def test_a_killed_trainer_goes_on(servers, undisturbed, tmp_path):
-    run_until_killed(tmp_path / "run", servers[0], 4)
-    trainer = run(tmp_path / "run", servers[0], iterations=3, resume=True)
-    assert_the_same(trainer, undisturbed)
-
-
-def test_a_server_that_is_killed_while_it_samples_and_comes_back(servers, undisturbed, tmp_path, monkeypatch):
-    """It begins with other weights than it was given last; the run waits, and hands them over again."""
-    original, calls, starters = OnlineTrainer._train_on, [], []
-
-    def trained(self, *args):
-        logs = original(self, *args)
-        calls.append(1)
-        if len(calls) == 1:  # weights of the first update are on the server
-            servers[0].kill()
-            starters.append(threading.Timer(3.0, servers[0].start))
-            starters[0].start()
-        return logs
-
-    monkeypatch.setattr(OnlineTrainer, "_train_on", trained)
-    trainer = run(tmp_path / "run", servers[0], iterations=3)
-    starters[0].join()
-    assert_the_same(trainer, undisturbed)
-    assert max(gaps(trainer)) < MOST_GAP
-
-
-def test_both_are_killed(servers, undisturbed, tmp_path):
-    run_until_killed(tmp_path / "run", servers[0], 5)
-    servers[0].kill()
-    servers[0].start()
-    trainer = run(tmp_path / "run", servers[0], iterations=3, resume=True)  # waits for it
-    assert_the_same(trainer, undisturbed)
-    assert max(gaps(trainer)) < MOST_GAP
 
 
 def test_a_policy_in_shards_on_two_processes_hands_its_weights_over(servers, undisturbed, tmp_path):

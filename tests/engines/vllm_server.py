@@ -60,6 +60,11 @@ class VllmServer:
                 time.sleep(1)
         raise RuntimeError(f"vLLM did not start within {SECONDS_TO_START} s:\n{self.log.read_text()[-3000:]}")
 
+    def num_answered(self) -> float:
+        """Completions since its start."""
+        lines = httpx.get(f"{self.url.removesuffix('/v1')}/metrics", timeout=60).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
+
     def kill(self) -> None:
         """Ends it and its engine at once, as `kill -9` of all of them does."""
         if self.process is not None:

@@ -21,6 +21,8 @@ from treewise.errors import LostRankError, TreewiseError
 
 T = TypeVar("T")
 
+_thread = threading.local()  # group: through which its results are exchanged, where not through that of the run
+
 
 def count() -> int:
     """Processes of the run; 1 without a process group."""
@@ -37,7 +39,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if count() == 1:
         return work()
     box: list[Any] = [_outcome(work) if own() == 0 else None]
-    distributed.broadcast_object_list(box, src=0)
+    distributed.broadcast_object_list(box, src=0, group=getattr(_thread, "group", None))
     return _unpack([box[0]])[0]
 
 
@@ -46,8 +48,20 @@ def on_every_rank(work: Callable[[], T]) -> list[T]:
     if count() == 1:
         return [work()]
     outcomes: list[Any] = [None] * count()
-    distributed.all_gather_object(outcomes, _outcome(work))
+    distributed.all_gather_object(outcomes, _outcome(work), group=getattr(_thread, "group", None))
     return _unpack(outcomes)
+
+
+def new_group() -> Any:
+    """A group of all processes, for a thread beside the main one of each; None of a lone process. All ranks call it."""
+    if count() == 1:
+        return None
+    return distributed.new_group(timeout=_timeout(_own_device()), backend="gloo")
+
+
+def go_through(group: Any) -> None:
+    """Of the calling thread, `on_first_rank` and `on_every_rank` go through a group of `new_group` from now on."""
+    _thread.group = group
 
 
 def lost(what: str, advice: str = "") -> LostRankError:
@@ -84,8 +98,7 @@ def making_groups() -> Iterator[None]:
     """Around the making of a mesh, whose groups torch gives half an hour to be made: ends this process at the run's
     timeout.
     """
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"  # NCCL alone has no backend for a CPU
-    seconds = _timeout(torch.device(device)).total_seconds()
+    seconds = _timeout(_own_device()).total_seconds()
     stopped = f"rank {own()} waited {seconds:g} s (ddp_timeout) for a group of processes: one is stopped"
     with ended_after(seconds, f"{stopped}, or its machine is gone."):
         yield
@@ -95,6 +108,10 @@ def follow_timeout(mesh: DeviceMesh) -> None:
     """Gives the groups of a mesh the timeout of the run (`ddp_timeout`); torch gives them a default one."""
     for group in mesh.get_all_groups():
         distributed_c10d._set_pg_timeout(_timeout(torch.device(mesh.device_type)), group)  # noqa: SLF001
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")  # NCCL alone has no backend for a CPU
 
 
 def _timeout(device: torch.device) -> timedelta:

@@ -22,9 +22,13 @@ CASES = {
     "sums": {"trees_per_iteration": 3, "tokens_per_iteration": 72, "mini_batches": 2},
     "failing": {"curriculum": "uniform", "max_failed": 1.0, "trees_per_iteration": 3, "update_epochs": 2},
     "turns": {"branching": "none", "branching_settings": {"roots": 3}, "max_new_tokens": 12, "max_length": 900},
+    "ahead": {"trees_per_iteration": 3, "tokens_per_iteration": 72, "max_staleness": 1},
 }
 
-SIGNALLED = "sums"  # ended by a signal to one process after its first iteration; the others by their settings
+SIGNALLED = (
+    "sums",
+    "ahead",
+)  # ended by a signal to one process after its first iteration; the others by their settings
 
 
 class Failing(EvenBytes):
@@ -80,7 +84,7 @@ def stop_by_signal(rank, trainer):
 def run_two(rank, folder, port):
     join(rank, port)
     for case in CASES:
-        if case == SIGNALLED:
+        if case in SIGNALLED:
             stop_by_signal(rank, trainer_of(case, folder / case, save_every=2))
         else:
             trainer_of(case, folder / case, iterations=1).train()

@@ -1,22 +1,25 @@
 """`max_staleness`: the next iterations are sampled by older policies, and a loss, a kill and a log know by which."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 from tests.rl.online.helpers import EvenBytes, digest, new_trainer, tiny_policy
-from tests.rl.online.test_continuing import Scripted
+from tests.rl.online.test_continuing import SECONDS, Scripted
 from tests.rl.online.test_trainer import Killed, raise_at
 from treewise import advantages
 from treewise.data import load_trees
+from treewise.distributed import ranks
 from treewise.errors import ConfigError, TaskError
 from treewise.objectives import GRPO
-from treewise.rl.online import OnlineTrainer, growing
+from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.ahead import Ahead
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import TransformersSampler
+from treewise.rl.tasks import RewardRunner
 from treewise.trainer.step import StepRunner
 
 RUN = {"iterations": 4, "eval_every": 2, "max_staleness": 1}
@@ -89,7 +92,7 @@ def test_an_update_has_the_gradients_of_truncated_importance_sampling(undisturbe
 
 
 KILLS = {
-    "reward": (growing, "judge", 5, False),
+    "reward": (RewardRunner, "rewards", 6, False),
     "within an update": (StepRunner, "end_step", 2, True),
     "after an update, before its checkpoint": (OnlineTrainer, "_train_on", 3, True),
 }
@@ -156,7 +159,7 @@ def test_what_the_thread_ends_with_ends_the_run(tmp_path):
         def rewards(self, requests):
             raise ValueError("no answer")
 
-    with pytest.raises(TaskError, match=r"iteration 1: \d+ of \d+ rollouts have no reward"):
+    with pytest.raises(TaskError, match=r"iteration 1: \d+ of \d+ rollouts without reward"):
         new_trainer(tmp_path / "run", Broken("broken"), **{**RUN, "eval_every": 0}).train()
 
 
@@ -182,13 +185,84 @@ def test_the_copy_shares_what_is_not_trained(tmp_path):
 
 def test_the_trainer_never_waits_for_the_thread_nor_the_thread_for_it_in_vain():
     order = []
-    ahead = Ahead(lambda iteration, version: (iteration, version), lambda: order.append("new"), 3, 40, 2)
+    ahead = Ahead(lambda iteration, version: (iteration, version), lambda: lambda: order.append("new"), 3, 40, 2)
     ahead.start()
     for iteration in range(3, 40):
         assert ahead.take(iteration)[0] == iteration
-        with ahead.training(iteration):
+        with ahead.working(version=iteration + 1):
             order.append(iteration)
         with ahead.newest():
             pass
     ahead.close()
     assert [each for each in order if each != "new"] == list(range(3, 40))
+
+
+class Ranks:
+    """Several ranks of one process: what their threads exchange, and what their trainers do together."""
+
+    def __init__(self, number, monkeypatch):
+        self.thread, self.values = threading.local(), [None] * number
+        self.met, self.trained = (threading.Barrier(number, timeout=SECONDS) for _ in range(2))
+        monkeypatch.setattr(ranks, "go_through", lambda rank: setattr(self.thread, "rank", rank))
+        monkeypatch.setattr(ranks, "on_every_rank", self.exchange)
+
+    def exchange(self, work):
+        self.values[self.thread.rank] = work()
+        self.met.wait()
+        found = list(self.values)
+        self.met.wait()
+        return found
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("number", [2, 3])
+def test_threads_of_several_processes_take_the_same_weights_between_the_same_spells(number, staleness, monkeypatch):
+    """Trainers wait for one another within each spell, as collective operations do, so each ends only where all begin
+    it; the work between takes as long as chance has it.
+    """
+    several, last = Ranks(number, monkeypatch), 60
+    sampled, taken, errors = ([[] for _ in range(number)] for _ in range(3))
+
+    def work(rng):
+        sum(range(int(10 ** rng.uniform(1, 5))))
+
+    def ahead_of(rank, rng):
+        def collect(iteration, version):
+            work(rng)
+            sampled[rank].append((iteration, version))
+            return iteration
+
+        def hand_over():
+            several.exchange(lambda: None)  # gathers weights of all
+            taken[rank].append((ahead._num_ended, ahead._version))
+            return lambda: work(rng)
+
+        ahead = Ahead(collect, hand_over, 0, last, staleness, rank)
+        return ahead
+
+    def train(rank):
+        rng = np.random.default_rng([number, staleness, rank])
+        ahead = ahead_of(rank, np.random.default_rng([number, staleness, rank, 1]))
+        ahead.start()
+        try:
+            for iteration in range(last):
+                assert ahead.take(iteration) == iteration
+                for version in (iteration + 1, None):  # trains, saves
+                    work(rng)
+                    with ahead.working(version):
+                        several.trained.wait()
+                        work(rng)
+        except BaseException as error:
+            errors[rank].append(error)
+        ahead.close()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(number)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == [[] for _ in range(number)]
+    assert sampled == [sampled[0]] * number
+    assert taken == [taken[0]] * number
+    assert all(iteration - staleness <= version <= iteration for iteration, version in sampled[0])
+    assert staleness > 1 or [version for _, version in sampled[0]] == [0, *range(last - 1)]

@@ -8,14 +8,22 @@ from treewise.rl.online.journal import Journal, completion_from_json, completion
 from treewise.rl.samplers import Completion
 
 
+def once(journal, name, question, answer):
+    """The answer that is recorded; else this one, which is recorded then."""
+    found = journal.recall("n", str(name), question)
+    if found is None:
+        journal.record("n", [(str(name), question, answer)])
+    return answer if found is None else found
+
+
 def test_a_line_that_was_cut_off_is_computed_again(tmp_path):
     path = tmp_path / "journal" / "iteration-00001.jsonl"
     journal = Journal(path)
     for number in range(3):
-        assert journal.once("n", number, lambda n=number: [n, 0.1]) == [number, 0.1]
+        assert once(journal, number, number, [number, 0.1]) == [number, 0.1]
     path.write_bytes(path.read_bytes()[:-5])
     again = Journal(path)
-    answers = [again.once("n", number, lambda n=number: [n, 0.2]) for number in range(3)]
+    answers = [once(again, number, number, [number, 0.2]) for number in range(3)]
     assert answers == [[0, 0.1], [1, 0.1], [2, 0.2]]
     assert again.num_replayed == 2
     assert len(path.read_text().splitlines()) == 3
@@ -25,14 +33,14 @@ def test_another_question_is_computed_and_the_others_keep_their_answers(tmp_path
     path = tmp_path / "iteration-00001.jsonl"
     journal = Journal(path)
     for number in range(3):
-        journal.once("n", number, lambda n=number: n)
+        once(journal, number, number, number)
     again = Journal(path)
     with caplog.at_level(logging.WARNING):
-        answers = [again.once("n", number, lambda n=number: 10 + n) for number in (0, 5, 2)]
+        answers = [once(again, name, question, 10 + question) for name, question in enumerate((0, 5, 2))]
     assert answers == [0, 15, 2]
     assert "computed again" in caplog.text
     third = Journal(path)
-    assert [third.once("n", number, lambda: 99) for number in (0, 5, 2)] == [0, 15, 2]
+    assert [once(third, name, question, 99) for name, question in enumerate((0, 5, 2))] == [0, 15, 2]
 
 
 def test_a_batch_is_recorded_whole_or_not_at_all_and_recalled_in_any_order(tmp_path):
@@ -50,6 +58,18 @@ def test_a_batch_is_recorded_whole_or_not_at_all_and_recalled_in_any_order(tmp_p
     ]
     again.begin_phase()
     assert again.recall("sample", "a", [1]) is None
+
+
+def test_the_first_line_that_is_marked_is_forgotten_with_all_after_it_in_whatever_order_they_are_recalled(tmp_path):
+    path = tmp_path / "iteration-00001.jsonl"
+    for number in range(4):
+        once(Journal(path), number, number, number)
+    journal = Journal(path)
+    for number in (2, 1, 3):
+        assert journal.recall("n", str(number), number) == number
+        journal.mark()
+    journal.forget_from_mark()
+    assert list(Journal(path)._answers) == ["n 0 0"]
 
 
 def test_completions_survive_bit_for_bit():

@@ -14,12 +14,13 @@ from accelerate.state import AcceleratorState
 
 from tests.distributed.test_mesh import with_adapters
 from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, assert_same_rollouts, settings, tiny_policy
+from tests.rl.samplers.stand_in import StandIn, asked_of, running
 from tests.trainer.forked_ranks import free_port, join
 from tests.trainer.helpers import in_child
 from treewise.distributed import ranks
 from treewise.distributed.mesh import load_on_mesh
 from treewise.rl.online import OnlineTrainer
-from treewise.rl.samplers import TransformersSampler
+from treewise.rl.samplers import ServerSampler, TransformersSampler
 from treewise.trainer.checkpoint import store
 
 pytestmark = [
@@ -72,7 +73,7 @@ class OnAServer(TransformersSampler):
         self.model.load_state_dict(given)
 
 
-def trainer_of(folder, name, family, mesh, sampler=TransformersSampler):
+def trainer_of(folder, name, family, mesh, sampler=TransformersSampler, **changes):
     """One process's part of a run. The other processes of a run without a mesh begin with other weights."""
     family, _, adapters = family.partition(" with ")
     optimizer = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
@@ -84,7 +85,7 @@ def trainer_of(folder, name, family, mesh, sampler=TransformersSampler):
         model = tiny_policy(seed=ranks.own() if not adapters else 0, family=family)
     model = with_adapters(model) if adapters else model
     sampled = tiny_policy(seed=7, family=family) if sampler is OnAServer else model
-    loop = settings(trees_per_iteration=3, tokens_per_iteration=72, mini_batches=2)
+    loop = settings(trees_per_iteration=3, tokens_per_iteration=72, mini_batches=2, **changes)
     return OnlineTrainer(
         model, EvenBytes(), TOKENIZER, loop, args, sampler=sampler(sampled, isolate_requests=True)
     )  # fmt: skip
@@ -95,14 +96,14 @@ def kill_in_second_iteration(trainer):
     judge = trainer.task.rewards
 
     def killed(requests):
-        if trainer.state.global_step == 1 and ranks.own() == 1:
+        if store.checkpoints(trainer.folder) and ranks.own() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return judge(requests)
 
     trainer.task.rewards = killed
 
 
-def attempt(folder, name, number, family, mesh, sampler, *, is_killed):
+def attempt(folder, name, number, family, mesh, sampler, *, is_killed, **changes):
     """A run of several processes, from its newest checkpoint if there is one: how each of them ended."""
     port = free_port()
 
@@ -112,12 +113,14 @@ def attempt(folder, name, number, family, mesh, sampler, *, is_killed):
         try:
             warnings.simplefilter("default")  # of transformers about torch
             AcceleratorState._reset_state(reset_partial_state=True)
-            trainer = trainer_of(folder, name, family, mesh, sampler)
+            trainer = trainer_of(folder, name, family, mesh, sampler, **changes)
             if is_killed:
                 kill_in_second_iteration(trainer)
             trainer.train(resume_from_checkpoint=bool(store.checkpoints(folder / name)) or None)
-            assert is_whole(trainer.sampler.model)
-            torch.save(dict(trainer.sampler.model.named_parameters()), folder / f"{name}-{rank}.pt")
+            if not isinstance(trainer.sampler, ServerSampler):
+                model = trainer.rollouts.sampler.model  # of the last evaluation
+                assert is_whole(model)
+                torch.save(dict(model.named_parameters()), folder / f"{name}-{rank}.pt")
             torch.distributed.barrier()
         except BaseException:
             (folder / f"{name}-error{rank}").write_text(traceback.format_exc())
@@ -144,6 +147,10 @@ def of_one(tmp_path_factory):
     return folder, runs
 
 
+def said(folder, run):
+    return "\n".join(each.read_text() for each in sorted(folder.glob(f"{run}-error*")))
+
+
 def assert_close(found, trainer):
     for name, value in trainer.model.named_parameters():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
@@ -161,7 +168,7 @@ def test_a_run_on_a_mesh_is_that_of_one_process_killed_and_resumed_anywhere(numb
     assert [path.name for path in store.checkpoints(folder / run)] == ["checkpoint-1"]
     shutil.copytree(folder / run, folder / f"{run}-alone")
     codes = attempt(folder, run, *work, is_killed=False)
-    assert codes == [0] * number, "\n".join(each.read_text() for each in sorted(folder.glob(f"{run}-error*")))
+    assert codes == [0] * number, said(folder, run)
     assert_same_rollouts(one.folder, folder / run)
     for rank in range(number):
         assert_close(torch.load(folder / f"{run}-{rank}.pt", weights_only=False), one)
@@ -178,11 +185,73 @@ def test_a_run_is_resumed_on_another_mesh(first, second, of_one):
     for (number, name), is_killed in ((first, True), (second, False)):
         family, mesh = MESHES[number][name]
         codes = attempt(folder, run, number, family, mesh, TransformersSampler, is_killed=is_killed)
-        said = "\n".join(each.read_text() for each in sorted(folder.glob(f"{run}-error*")))
-        assert is_killed or codes == [0] * number, said
+        assert is_killed or codes == [0] * number, said(folder, run)
         assert [path.name for path in store.checkpoints(folder / run)] == ["checkpoint-1", "checkpoint-2"][
             : 2 - is_killed
         ]
     assert_same_rollouts(runs[family].folder, folder / run)
     for rank in range(number):
         assert_close(torch.load(folder / f"{run}-{rank}.pt", weights_only=False), runs[family])
+
+
+# -- a server; sampling ahead -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(2, "experts"),
+        *(pytest.param(4, name, marks=pytest.mark.exhaustive) for name in ("experts", "copies", "all")),
+    ],
+)
+def test_a_server_gets_the_weights_of_a_mesh(number, name, of_one):
+    """From the host memory of the first process, which outlives neither its run nor that of the killed one."""
+    (folder, _), (family, mesh) = of_one, MESHES[number][name]
+    run = f"{name}-{number}-server"
+
+    def on_server(*_, **__):
+        return ServerSampler(server.url, weights="reload", patience_seconds=60)
+
+    with running(StandIn(model=tiny_policy(seed=7, family=family))) as server:
+        one = trainer_of(folder, f"one-{run}", family, {}, on_server)
+        one.train()
+        assert_close(dict(server.model.named_parameters()), one)
+        server.start_anew()
+        work = (number, family, mesh, on_server)
+        assert attempt(folder, run, *work, is_killed=True)[1] == -signal.SIGKILL
+        server.seen.clear()
+        codes = attempt(folder, run, *work, is_killed=False)
+        assert codes == [0] * number, said(folder, run)
+        assert len(asked_of(server, "/collective_rpc")) == 2  # of the checkpoint, and after the second iteration
+        assert_same_rollouts(one.folder, folder / run)
+        assert_close(dict(server.model.named_parameters()), one)
+
+
+AHEAD = {"max_staleness": 1, "iterations": 3}
+
+
+@pytest.mark.parametrize(
+    ("number", "mesh"),
+    [
+        pytest.param(2, {}, id="whole"),
+        pytest.param(2, {"sharded": True}, id="shards"),
+        *(
+            pytest.param(number, mesh, id=f"{number}-{mesh}", marks=pytest.mark.exhaustive)
+            for number, mesh in ((2, {"tp_size": 2}), (2, {"context_size": 2}), (4, HYBRID))
+        ),
+    ],
+)
+def test_processes_sample_ahead_as_one_does(number, mesh, of_one):
+    folder, run = of_one[0], f"ahead-{number}-{'-'.join(mesh)}"
+    one = trainer_of(folder, f"one-{run}", "qwen3", {}, **AHEAD)
+    one.train()
+    assert [each["staleness"] for each in one.log_history if "staleness" in each] == [0, 1, 1]
+    work = (number, "qwen3", mesh, TransformersSampler)
+    codes = attempt(folder, run, *work, is_killed=True, **AHEAD)
+    assert codes[1] == -signal.SIGKILL
+    assert store.checkpoints(folder / run)
+    codes = attempt(folder, run, *work, is_killed=False, **AHEAD)
+    assert codes == [0] * number, said(folder, run)
+    assert_same_rollouts(one.folder, folder / run)
+    for rank in range(number):
+        assert_close(torch.load(folder / f"{run}-{rank}.pt", weights_only=False), one)

@@ -20,6 +20,7 @@ from treewise.rl.online import OnlineTrainer, growing, records
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.online.settings import check_parted
 from treewise.rl.samplers import TransformersSampler, copied_weights
+from treewise.rl.tasks import RewardRunner
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.step import StepRunner
@@ -84,7 +85,7 @@ def raise_at(monkeypatch, owner, name, call, *, after=False):
 
 
 KILLS = {
-    "reward": (growing, "judge", 3, False),
+    "reward": (RewardRunner, "rewards", 4, False),
     "rows are written": (records, "write_atomically", 1, False),
     "update": (StepRunner, "begin_step", 2, False),
     "within an update": (StepRunner, "end_step", 1, True),
@@ -139,7 +140,7 @@ def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
 
 
 SIGNALLED = {
-    "reward": ("judge", growing, 5),
+    "reward": ("rewards", RewardRunner, 6),
     "update": ("_train_on", OnlineTrainer, 2),
     "saving": ("save", CheckpointManager, 1),
 }

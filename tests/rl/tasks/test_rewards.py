@@ -57,7 +57,7 @@ def test_failures_are_set_aside_shown_and_counted(kind: str, caplog: pytest.LogC
     runner.count(results, {})
     assert runner.failures == {kind: 2}
     assert len(caplog.records) == 1  # the same failure is shown once
-    with pytest.raises(TaskError, match=rf"iteration 3: 2 of 6 rollouts have no reward.*max_failed=0.3.*{message}"):
+    with pytest.raises(TaskError, match=rf"iteration 3: 2 of 6 rollouts without reward.*max_failed=0.3.*{message}"):
         check_failures(runner.tally, 0.3, "iteration 3", Journal(None))
     check_failures(runner.tally, 0.34, "iteration 3", Journal(None))
 

@@ -3,18 +3,26 @@ updates old.
 
 Version `v` is the policy after `v` iterations. Before iteration `n` is sampled the sampler takes the newest weights,
 which are of version `n - max_staleness` at least: it waits for that one, and for no more. An iteration is handed to
-the trainer when the next one has its weights, so with `max_staleness` 1 iteration `n` has those of version `n - 1`,
-whatever is faster, sampling or training. With more the version depends on time; it is recorded with every token.
+the trainer when the weights for the next one are taken, so with `max_staleness` 1 iteration `n` has those of version
+`n - 1`, whatever is faster, sampling or training. With more the version depends on time; it is recorded with every
+token.
+
+The thread takes weights between two spells of work of the trainer (to train, evaluate or save). Of several processes
+each has such a thread. All trainers have the same spells in the same order, so the threads agree on one by its number:
+the last that any trainer has begun. Trainers that are behind go on to its end, none begins another, and all threads
+take the same weights. What threads exchange goes through a group of their own, and what trainers exchange outside of
+spells through another: in the run's own a thread may gather weights that are in parts.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from treewise.distributed import ranks
 from treewise.rl.online.collecting import Sampled
 from treewise.rl.tasks import RewardRunner
 
@@ -36,24 +44,28 @@ class Ahead:
 
     Parameters:
         collect: samples an iteration with a version of the policy, in the thread.
-        hand_over: gives the sampler the present weights, while nothing trains.
+        hand_over: takes the present weights for the sampler, between spells of work; what it returns gives them to it.
         first, last: iterations to sample, `last` not included. The policy at hand is of version `first`.
+        group: of the threads of all processes (`ranks.new_group`).
     """
 
     def __init__(
         self,
         collect: Callable[[int, int], Sampled],
-        hand_over: Callable[[], None],
+        hand_over: Callable[[], Callable[[], None]],
         first: int,
         last: int,
         max_staleness: int,
+        group: object = None,
     ) -> None:
-        self._collect, self._hand_over, self._staleness = collect, hand_over, max_staleness
+        self._collect, self._hand_over, self._staleness, self._group = collect, hand_over, max_staleness, group
         self._first, self._last = first, last
         self._version, self._sampling_version = first, -1
         self._collected: dict[int, Sampled] = {}
         self._changed = threading.Condition()
-        self._is_training = self._is_over = self._is_done = False
+        self._is_over = self._is_done = False
+        self._num_begun = self._num_ended = 0  # spells of the trainer
+        self._limit: int | None = None  # the spell after which none may begin
         self._needed: int | None = None  # the version that the thread waits for
         self._error: BaseException | None = None
         self.seconds_waited = 0.0
@@ -67,32 +79,56 @@ class Ahead:
 
     def _run(self) -> None:
         try:
-            self._renew(self._first)
+            ranks.go_through(self._group)
+            self._renew(self._first)()
             for iteration in range(self._first, self._last):
                 collected = self._collect(iteration, self._sampling_version)
-                if iteration + 1 < self._last:
-                    self._renew(iteration + 1)
+                finish = self._renew(iteration + 1) if iteration + 1 < self._last else None
                 with self._changed:
                     self._collected[iteration] = collected
                     self._changed.notify_all()
+                if finish is not None:
+                    finish()
         except BaseException as error:  # raised again where the trainer waits
             self._error = error
         with self._changed:
             self._is_done = True
             self._changed.notify_all()
 
-    def _renew(self, iteration: int) -> None:
-        """Takes the newest weights, if the trainer lets them be or the ones at hand are too old."""
+    def _renew(self, iteration: int) -> Callable[[], None]:
+        """Takes the newest weights, if all trainers let them be or the ones at hand are too old; what is returned gives
+        them to the sampler, while trainers work.
+        """
         oldest = max(self._first, iteration - self._staleness)
         with self._changed:
-            if self._is_training and self._sampling_version >= oldest:
-                return
-            self._needed = oldest
-            self._changed.wait_for(lambda: self._is_over or (not self._is_training and self._version >= oldest))
-            self._needed = None
+            if is_needed := self._sampling_version < oldest:
+                self._needed = oldest
+                self._changed.wait_for(lambda: self._is_over or self._version >= oldest)
+            self._needed, self._limit = None, self._num_begun
+            own = self._num_begun, self._num_begun > self._num_ended
+        begun = ranks.on_every_rank(lambda: own)
+        if not is_needed and any(is_working for _, is_working in begun):
+            self._let_begin()
+            return lambda: None
+        with self._changed:
+            self._limit = max(number for number, _ in begun)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_over or self._num_ended == self._limit)
             self.check()
-            self._hand_over()
-            self._sampling_version = self._version
+            give, version = self._hand_over(), self._version
+        self._let_begin()
+
+        def finish() -> None:
+            give()
+            with self._changed:
+                self._sampling_version = version
+                self._changed.notify_all()
+
+        return finish
+
+    def _let_begin(self) -> None:
+        with self._changed:
+            self._limit = None
             self._changed.notify_all()
 
     def check(self, *_: object) -> None:
@@ -117,19 +153,25 @@ class Ahead:
         return self._collected.pop(iteration)
 
     @contextmanager
-    def training(self, iteration: int) -> Iterator[None]:
-        """Around what changes the weights; they are of the next version afterwards. Where it fails, the run is over."""
+    def working(self, version: int | None = None) -> Iterator[None]:
+        """Around a spell of work, during which the weights are not taken. version: theirs afterwards. Where the work
+        fails, the run is over.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._needed is None or self._needed > self._version)
-            self._is_training = True
+            self._changed.wait_for(self._may_begin)
+            self._num_begun += 1
         try:
             yield
         except BaseException:
             self._is_over = True  # weights in between are of no version
             raise
         with self._changed:
-            self._is_training, self._version = False, iteration + 1
+            self._num_ended, self._version = self._num_begun, self._version if version is None else version
             self._changed.notify_all()
+
+    def _may_begin(self) -> bool:
+        is_free = self._limit is None or self._num_begun < self._limit
+        return self._is_over or self._is_done or (is_free and (self._needed is None or self._needed > self._version))
 
     @contextmanager
     def newest(self) -> Iterator[None]:
@@ -137,23 +179,24 @@ class Ahead:
         with self._changed:
             self._changed.wait_for(lambda: self._sampling_version == self._version or self._is_done)
             if self._sampling_version != self._version:
-                self._hand_over()
+                self._hand_over()()
                 self._sampling_version = self._version
-            self._is_training = True
-        try:
+        with self.working():
             yield
-        finally:
-            with self._changed:
-                self._is_training = False
-                self._changed.notify_all()
 
     def close(self) -> bool:
         """Ends the thread; what it was sampling is lost, as by a kill. Whether it has ended."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+        ranks.go_through(None)
         self._thread.join(JOIN_SECONDS)
         return not self._thread.is_alive()
+
+
+def working(ahead: Ahead | None, version: int | None = None) -> AbstractContextManager[None]:
+    """`Ahead.working`, where there is a thread."""
+    return nullcontext() if ahead is None else ahead.working(version)
 
 
 def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead:
@@ -173,6 +216,8 @@ def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead:
         loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(trainer.items.state_dict())
         return Sampled(collected, rewards.tally, rounds, deepcopy(loop))
 
-    ahead = Ahead(collect, rollouts.hand_over, first, settings.iterations, settings.max_staleness)
+    last, staleness = settings.iterations, settings.max_staleness
+    ranks.go_through(ranks.new_group())
+    ahead = Ahead(collect, rollouts.begin_hand_over, first, last, staleness, ranks.new_group())
     ahead.start()
     return ahead

@@ -18,15 +18,16 @@ from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, TaskSampler
 from treewise.rl.node_values import node_values
 from treewise.rl.online.continuing import Rounds, continue_all
-from treewise.rl.online.growing import GrowingTree, check_failures, grow_trees, rewards_of
+from treewise.rl.online.growing import GrowingTree, check_failures, grow_trees
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.records import Sample
 from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import Sampler, SampleRequest
 from treewise.rl.samplers.copied_weights import WholeCopy
+from treewise.rl.samplers.protocol import begin_update
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks import Calls, ChatTokens, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
@@ -197,11 +198,19 @@ class Collector:
 
     def hand_over(self) -> None:
         """Gives new weights to the sampler of each process; servers get those of the first."""
+        self.begin_hand_over()()
+
+    def begin_hand_over(self) -> Callable[[], None]:
+        """Takes the model's weights, which may change then; what is returned gives them to the sampler."""
         if self.whole is not None:
             self.whole.take(self.model)
-        whole: Any = self.model if self.whole is None else self.whole.model
-        self.sampler.update(whole)
-        ranks.on_first_rank(lambda: None)  # the others wait until a server has them
+        give = begin_update(self.sampler, self.model if self.whole is None else self.whole.model)
+
+        def finish() -> None:
+            give()
+            ranks.on_first_rank(lambda: None)  # the others wait until a server has them
+
+        return finish
 
     def num_items(self) -> int | None:
         """The items that a run practises; None: without end.
@@ -268,12 +277,11 @@ class Collector:
                 tree, conversation = RolloutTree(first.token_ids), first.branch(len(first.token_ids))
                 continuations.append(Continuation(tree, Branch(), conversation, rounds.limits, (seed, i)))
             continue_all(continuations, rounds)
-            ended = [(item, each.conversation) for (_, item, _), each in zip(own, continuations, strict=True)]
             found = []
-            outcomes = rewards_of(ended, rounds.rewards, rounds.journal)
-            for (i, item, first), each, outcome in zip(own, continuations, outcomes, strict=True):
+            for (i, item, first), each in zip(own, continuations, strict=True):
                 ids, num_prompt = each.conversation.token_ids, len(first.token_ids)
-                reward, failure = (None, str(outcome)) if isinstance(outcome, RewardFailure) else (outcome, None)
+                reward = each.outcome if isinstance(each.outcome, float) else None
+                failure = str(each.outcome or each.refused) if reward is None else None
                 prompt, text = (self.chat.tokenizer.decode(part) for part in (ids[:num_prompt], ids[num_prompt:]))
                 found.append((i, Sample(item.key, prompt, text, reward), failure, each.num_drawn))
             return found

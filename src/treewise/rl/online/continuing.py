@@ -1,25 +1,26 @@
-"""Continues rollouts side by side, turn after turn: requests of all that are ready go out as one batch, and
+"""Continues rollouts side by side until each has its reward: requests of all that are ready go out as one batch, and
 environments answer in threads meanwhile, so that one that takes seconds holds up no other rollout.
 
 What is drawn depends on weights, requests and their seeds. Which requests share a batch depends, where environments
 take longer than `gather_seconds`, on time: it changes logits by rounding, and not even that where the sampler gives
-each request a batch of its own.
+each request a batch of its own. Without environments it does not, as reward functions are waited for.
 """
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from treewise.rl.branching import Branching
 from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rollout import Continuation, Limits
+from treewise.rl.online.rollout import Continuation, Limits, Turns
 from treewise.rl.samplers import Completion, Sampler, SampleRequest
 from treewise.rl.samplers.protocol import sample_in_parts
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import RewardRunner
+from treewise.rl.tasks import RewardFailure, RewardRunner
 from treewise.rl.tasks.calls import Beside
 
 
@@ -31,13 +32,13 @@ class Rounds:
     iterations. episodes_at_once: environments that work at a time. gather_seconds: for so long requests that are ready
     wait for environments that have not answered; None: until all have. version: of the policy that the sampler has;
     None where nobody counts. progress: is called with the tokens of each completion. seconds: of sampling, of this
-    those in which all rollouts waited for environments, and of rewards, added up.
+    those in which all rollouts waited for environments, and those in which they waited for rewards alone, added up.
     """
 
     branching: Branching
     sampler: Sampler
     book: SuccessBook
-    rewards: RewardRunner
+    rewards: RewardRunner | None
     journal: Journal
     limits: Limits
     request: SampleRequest
@@ -49,96 +50,137 @@ class Rounds:
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "environments": 0.0, "reward": 0.0})
 
 
-def continue_all(continuations: Sequence[Continuation], rounds: Rounds) -> None:
-    """Samples continuations, turn after turn, until all have ended or were refused."""
-    started = time.perf_counter()
+Ended = Callable[[Continuation], Sequence[Continuation]]
+
+
+def continue_all(continuations: Sequence[Continuation], rounds: Rounds, ended: Ended = lambda _: ()) -> None:
+    """Samples continuations, turn after turn, until all have ended and got their rewards, or were refused.
+
+    ended: is called with each of them then; what it returns is continued beside the others.
+
+    Raises:
+        TaskError: a reward failed, and the runner raises.
+    """
+    started, before = time.monotonic(), rounds.seconds["reward"]
     rounds.journal.begin_phase()
     with (
         Beside(rounds.episodes_at_once) as environments,
         Beside(getattr(rounds.sampler, "max_concurrent", 0), environments) as servers,
     ):
-        _SideBySide(list(continuations), rounds, environments, servers).run()
-    rounds.seconds["sampling"] += time.perf_counter() - started
+        _SideBySide(rounds, ended, environments, servers).run(continuations)
+    rounds.seconds["sampling"] += time.monotonic() - started - (rounds.seconds["reward"] - before)
 
 
 @dataclass(slots=True)
 class _SideBySide:
-    """environments: threads that wait for them. servers: threads that wait for a server that answers several calls at
-    once, each request as soon as it is ready; a sampler in this process takes batches. ready: whose next request can be
-    in one.
+    """environments: threads that wait for them, and for rewards. servers: threads that wait for a server that answers
+    several calls at once, each request as soon as it is ready; a sampler in this process takes batches. ready: whose
+    next request can be in one. unrewarded: that ended and wait for reward functions, which get them together.
+    num_rewarding: calls for rewards that are under way. gathering_since: when requests began to wait for one another.
     """
 
-    continuations: list[Continuation]
     rounds: Rounds
+    ended: Ended
     environments: Beside
     servers: Beside
-    ready: list[int] = field(default_factory=list)
+    ready: list[Continuation] = field(default_factory=list)
+    unrewarded: list[Continuation] = field(default_factory=list)
+    num_rewarding: int = 0
+    gathering_since: float = 0.0
 
-    def run(self) -> None:
-        for index in range(len(self.continuations)):
-            self._go_on(index)
-        while self.ready or self._num_under_way:
-            self._take_answers()
-            if self.ready:
+    def run(self, continuations: Sequence[Continuation]) -> None:
+        self.gathering_since = time.monotonic()
+        self._go_on(continuations)
+        while self.ready or self.unrewarded or self._num_under_way:
+            if self.ready and (self.servers.at_once or not self._num_under_way):
                 self._sample()
+            elif self.unrewarded and not self.ready and not self.num_rewarding:
+                batch, self.unrewarded = _in_order(self.unrewarded), []
+                self._reward(batch)
+            else:
+                self._take_answer()
 
     @property
     def _num_under_way(self) -> int:
         return self.environments.num_under_way + self.servers.num_under_way
 
-    def _go_on(self, index: int) -> None:
-        each = self.continuations[index]
-        if each.wait is not None:
-            self.environments.start((index, None), each.wait)
-        elif not each.is_finished:
-            self.ready.append(index)
-            if self.servers.at_once:
-                self._sample()
-
-    def _take_answers(self) -> None:
-        """What environments have answered: all of it where that comes soon, else what there is, or the next."""
-        began, limit = time.monotonic(), self.rounds.gather_seconds
-        while self._num_under_way:
-            asked, is_idle = time.monotonic(), not self.servers.num_under_way
-            left = None if limit is None or not self.ready else max(0.0, began + limit - asked)
-            try:
-                (index, request), result = self.environments.take(left)
-            except queue.Empty:
-                return
-            finally:
-                self.rounds.seconds["environments"] += time.monotonic() - asked if is_idle else 0.0
-            if request is None:
-                self.continuations[index].go_on()
-                self._go_on(index)
+    def _go_on(self, continuations: Sequence[Continuation]) -> None:
+        """Whatever comes next for each: its environment, a request, its reward, or what follows its end."""
+        left = deque(continuations)
+        while left:
+            each = left.popleft()
+            if each.wait is not None:
+                self.environments.start(partial(self._waited, each), each.wait)
+            elif not each.is_finished:
+                self.ready.append(each)
+            elif each.has_ended and each.outcome is None and self.rounds.rewards is not None:
+                answer = self.rounds.journal.recall("reward", str(each.seed), _question(each))
+                if answer is not None:
+                    self._give(each, *answer)
+                    left.append(each)
+                elif isinstance(each.conversation, Turns):
+                    self._reward([each])
+                else:
+                    self.unrewarded.append(each)
             else:
-                answer = self._answer(result[0][0])
-                self._record([(request, answer)])
-                self._take(index, answer)
+                left.extend(self.ended(each))
+
+    def _take_answer(self) -> None:
+        """The next one; where none comes in time for the requests that are ready, one batch of these."""
+        asked, limit, is_idle = time.monotonic(), self.rounds.gather_seconds, not self.servers.num_under_way
+        waits_for = "reward" if self.num_rewarding == self._num_under_way else "environments"
+        left = None if limit is None or not self.ready else max(0.0, self.gathering_since + limit - asked)
+        try:
+            then, result = self.environments.take(left)
+        except queue.Empty:
+            then = None
+        finally:
+            self.rounds.seconds[waits_for] += time.monotonic() - asked if is_idle else 0.0
+        if then is None:
+            self._sample()
+        else:
+            then(result)
+
+    def _waited(self, continuation: Continuation, _: None) -> None:
+        continuation.go_on()
+        self._go_on([continuation])
+
+    # -- samples ------------------------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
         """One batch of all that are ready; what the journal holds is not sampled again."""
-        batch, self.ready = sorted(self.ready), []
-        requests = [(index, self.continuations[index].request(self.rounds.request)) for index in batch]
-        missing: list[tuple[int, SampleRequest]] = []
-        for index, request in requests:
+        batch, self.ready = _in_order(self.ready), []
+        missing: list[tuple[Continuation, SampleRequest]] = []
+        for each in batch:
+            request = each.request(self.rounds.request)
             answer = self.rounds.journal.recall("sample", str(request.seed), question_of(request))
             if answer is None:
-                missing.append((index, request))
+                missing.append((each, request))
             else:
-                self._take(index, answer)
+                self._take(each, answer)
         if self.servers.at_once:
-            for index, request in missing:
-                self.servers.start((index, request), partial(self.rounds.sampler.sample, [request]))
+            for each, request in missing:
+                self.servers.start(
+                    partial(self._sampled, each, request), partial(self.rounds.sampler.sample, [request])
+                )
         elif missing:
             found: list[tuple[SampleRequest, Any]] = []
 
             def done(number: int, completions: Sequence[Completion]) -> None:
-                index, request = missing[number]
+                each, request = missing[number]
                 found.append((request, self._answer(completions[0])))
-                self._take(index, found[-1][1])
+                self._take(each, found[-1][1])
 
             sample_in_parts(self.rounds.sampler, [request for _, request in missing], done)
             self._record(found)
+        self.gathering_since = time.monotonic()
+
+    def _sampled(
+        self, continuation: Continuation, request: SampleRequest, result: Sequence[Sequence[Completion]]
+    ) -> None:
+        answer = self._answer(result[0][0])
+        self._record([(request, answer)])
+        self._take(continuation, answer)
 
     def _answer(self, completion: Completion) -> Any:
         return completion_to_json(replace(completion, version=self.rounds.version))
@@ -148,8 +190,51 @@ class _SideBySide:
             "sample", [(str(request.seed), question_of(request), answer) for request, answer in found]
         )
 
-    def _take(self, index: int, answer: Any) -> None:
-        self.continuations[index].take(completion_from_json(answer))
+    def _take(self, continuation: Continuation, answer: Any) -> None:
+        continuation.take(completion_from_json(answer))
         if self.rounds.progress is not None:
             self.rounds.progress(len(answer["token_ids"]))
-        self._go_on(index)
+        self._go_on([continuation])
+
+    # -- rewards ------------------------------------------------------------------------------------------------------
+
+    def _reward(self, batch: Sequence[Continuation]) -> None:
+        """One call, in a thread: of the environment of one rollout, or of the reward functions."""
+        runner: Any = self.rounds.rewards
+        rollouts: list[Any] = [each.conversation for each in batch]
+        if isinstance(rollouts[0], Turns):
+            work: Callable[[], Any] = partial(runner.of_episodes, [each.episode for each in rollouts])
+        else:
+            work = partial(runner.rewards, rollouts[0].task, [each.request() for each in rollouts])
+        self.num_rewarding += 1
+        self.environments.start(partial(self._rewarded, batch), work)
+
+    def _rewarded(self, batch: Sequence[Continuation], found: Any) -> None:
+        self.num_rewarding -= 1
+        outcomes, metrics = (found[0], found[1].metrics) if isinstance(found, tuple) else (found, {})
+        values = [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
+        answers: list[list[Any]] = [[value, {} if number else metrics] for number, value in enumerate(values)]
+        named = zip(batch, answers, strict=True)
+        self.rounds.journal.record("reward", [(str(each.seed), _question(each), answer) for each, answer in named])
+        for each, answer in zip(batch, answers, strict=True):
+            self._give(each, *answer)
+        self._go_on(batch)
+
+    def _give(self, continuation: Continuation, value: Any, metrics: Mapping[str, list[float]]) -> None:
+        """Gives a rollout that ended its reward, or sets it aside."""
+        runner: Any = self.rounds.rewards
+        continuation.outcome = RewardFailure(*value) if isinstance(value, list) else float(value)
+        if isinstance(value, list):
+            self.rounds.journal.mark()
+        runner.count([continuation.outcome], metrics)
+
+
+def _in_order(continuations: Sequence[Continuation]) -> list[Continuation]:
+    """Whoever was ready first, so that no batch depends on it."""
+    return sorted(continuations, key=lambda each: each.seed)
+
+
+def _question(continuation: Continuation) -> list[Any]:
+    """Everything that decides a reward, but the functions."""
+    conversation: Any = continuation.conversation
+    return [conversation.item.key, conversation.token_ids]

@@ -1,14 +1,15 @@
-"""Grows rollout trees: rounds of branches, sampled as one batch each and rewarded, until budgets are spent.
+"""Grows rollout trees: rounds of branches, sampled and rewarded, until budgets are spent.
 
-A round asks each tree's policy for branches, continues all of them (`continuing.py`), gives the rollouts that ended
-their rewards, and goes on with the next round. Everything is a function of weights, settings, items and seed.
+A round of a tree asks its policy for branches, continues all of them until those that ended have their rewards
+(`continuing.py`, with the rollouts of all other trees), and the next one begins. Everything is a function of weights,
+settings, items and seed.
 
-Trees do not depend on one another, so each of several processes grows its own, and all get the whole: environments,
-samples and rewards of a tree are those of one process, and it does not matter which.
+Trees do not depend on one another. So each goes through its rounds by itself, and each of several processes grows its
+own, and all get the whole: environments, samples and rewards of a tree are those of one process, and it does not matter
+which.
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ from treewise.errors import TaskError, num
 from treewise.rl.branching import PROMPT, Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
-from treewise.rl.online.rollout import Continuation, OpenRollout, SingleTurn
-from treewise.rl.tasks import RewardFailure, RewardRunner, TaskItem
+from treewise.rl.online.rollout import Continuation, OpenRollout
+from treewise.rl.tasks import RewardFailure, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
@@ -80,18 +81,21 @@ class GrowingTree:
         self.is_complete = True  # until a branch is added: where all were refused, the policy would ask for the same
         return started
 
-    def add(self, continuation: Continuation) -> int | None:
-        """Adds a finished continuation as a node; its index. None where it was refused."""
+    def add(self, continuation: Continuation) -> None:
+        """Adds a finished continuation as a node with its reward, or the reason why it has none; not a refused one."""
         if continuation.refused is not None:
             self.num_refused += 1
             logger.warning("%s; this branch is left out (%d so far)", continuation.refused, self.num_refused)
-            return None
+            return
         self.is_complete = False
         index = self.tree.add(continuation.node())
+        if isinstance(continuation.outcome, RewardFailure):
+            self.tree.judge(index, error=str(continuation.outcome))
+        elif continuation.outcome is not None:
+            self.tree.judge(index, reward=continuation.outcome)
         self.conversations[index] = continuation.conversation
         self.num_sampled += continuation.num_drawn
         self.num_chosen += continuation.num_chosen
-        return index
 
 
 def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
@@ -104,82 +108,46 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
     if ranks.count() == 1:
         return _grow(trees, rounds)
     own = [each for each in trees if each.number % ranks.count() == ranks.own()]
-    before, seconds = rounds.rewards.failures.copy(), dict(rounds.seconds)
-    tally, rounds.rewards.tally = rounds.rewards.tally, RewardTally()
+    rewards, seconds = rounds.rewards, dict(rounds.seconds)
+    assert rewards is not None
+    before, tally, rewards.tally = rewards.failures.copy(), rewards.tally, RewardTally()
 
     def work() -> Any:
         _grow(own, rounds)
-        failures = rounds.rewards.failures - before
         grown = {each.number: {name: getattr(each, name) for name in _GROWN} for each in own}
-        return grown, failures, rounds.seconds, rounds.rewards.tally
+        return grown, rewards.failures - before, rounds.seconds, rewards.tally
 
     parts = ranks.on_every_rank(work)
     for each in trees:
         found = parts[each.number % ranks.count()][0][each.number]
         for name in _GROWN if each not in own else ():
             setattr(each, name, found[name])
-    rounds.rewards.failures = sum((failures for _, failures, *_ in parts), Counter(before))
+    rewards.failures = sum((failures for _, failures, *_ in parts), Counter(before))
     for *_, part in parts:
         tally.add(part)
-    rounds.rewards.tally = tally
+    rewards.tally = tally
     for name in seconds:  # of the slowest process, which the others wait for
         rounds.seconds[name] = max(times[name] for _, _, times, _ in parts)
 
 
 def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
-    while batch := [(tree, each) for tree in trees for each in tree.next_round(rounds)]:
-        continue_all([each for _, each in batch], rounds)
-        indices = [(tree, index) for tree, each in batch if (index := tree.add(each)) is not None]
-        started = time.perf_counter()
-        judge([(tree, index) for tree, index in indices if tree.tree[index].has_ended], rounds.rewards, rounds.journal)
-        rounds.seconds["reward"] += time.perf_counter() - started
+    """Each tree begins its next round when all of its own rollouts have their rewards, whatever others wait for."""
+    under_way: dict[Continuation, tuple[GrowingTree, list[Continuation]]] = {}
 
+    def next_round(tree: GrowingTree) -> list[Continuation]:
+        batch = tree.next_round(rounds)
+        under_way.update(dict.fromkeys(batch, (tree, batch)))
+        return batch
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+    def ended(continuation: Continuation) -> list[Continuation]:
+        tree, batch = under_way.pop(continuation)
+        if any(each in under_way for each in batch):
+            return []
+        for each in batch:
+            tree.add(each)
+        return next_round(tree)
 
-
-def judge(ended: Sequence[tuple[GrowingTree, int]], runner: RewardRunner, journal: Journal) -> None:
-    """Gives each rollout that ended (its tree and node) its reward; one whose reward failed is set aside, with the
-    reason on its node.
-
-    Raises:
-        TaskError: a reward failed, and the runner raises.
-    """
-    outcomes = rewards_of([(each.item, each.conversations[index]) for each, index in ended], runner, journal)
-    for (each, index), outcome in zip(ended, outcomes, strict=True):
-        if isinstance(outcome, RewardFailure):
-            each.tree.judge(index, error=str(outcome))
-        else:
-            each.tree.judge(index, reward=outcome)
-
-
-def rewards_of(
-    rollouts: Sequence[tuple[TaskItem, OpenRollout]], runner: RewardRunner, journal: Journal
-) -> list[float | RewardFailure]:
-    """A reward or a failure for each rollout, in their order; recorded ones are not computed again."""
-    if not rollouts:
-        return []
-
-    def compute() -> Any:
-        conversations: list[Any] = [conversation for _, conversation in rollouts]
-        metrics: dict[str, list[float]] = {}
-        outcomes: list[float | RewardFailure]
-        if isinstance(conversations[0], SingleTurn):
-            requests = [each.request() for each in conversations]
-            outcomes, logged = runner.rewards(conversations[0].task, requests)
-            metrics = logged.metrics
-        else:
-            outcomes = runner.of_episodes([each.episode for each in conversations])
-        values = [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
-        return {"rewards": values, "metrics": metrics}
-
-    question = [[item.key, conversation.token_ids] for item, conversation in rollouts]
-    answer = journal.once("reward", question, compute)
-    outcomes = [RewardFailure(*each) if isinstance(each, list) else float(each) for each in answer["rewards"]]
-    if any(isinstance(each, RewardFailure) for each in outcomes):
-        journal.mark()
-    runner.count(outcomes, answer["metrics"])
-    return outcomes
+    continue_all([each for tree in trees for each in next_round(tree)], rounds, ended)
 
 
 def check_failures(tally: RewardTally, max_failed: float, where: str, journal: Journal) -> None:

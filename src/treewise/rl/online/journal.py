@@ -10,8 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,6 @@ class Journal:
         self.path = path
         self.num_replayed = 0
         self._answers: dict[str, tuple[str, Any, int]] = {}  # by name: hash of the question, answer, offset of the line
-        self._counts: Counter[str] = Counter()
         self._phase = 0
         self._size = 0
         self._last = 0  # offset of the line of the answer that was given last
@@ -154,21 +152,9 @@ class Journal:
         self._last = self._size
         self._size += len(line)
 
-    def once(self, kind: str, question: object, compute: Callable[[], Any]) -> Any:
-        """The answer to a question, computed or as recorded; both are plain JSON values, and not None. The questions of
-        a kind come in a fixed order.
-        """
-        self._counts[kind] += 1
-        name = str(self._counts[kind])
-        answer = self.recall(kind, name, question)
-        if answer is None:
-            answer = compute()
-            self.record(kind, [(name, question, answer)])
-        return answer
-
     def mark(self) -> None:
         """Marks the answer that was given last, unless one before it is marked."""
-        self._marked = self._last if self._marked is None else self._marked
+        self._marked = self._last if self._marked is None else min(self._marked, self._last)
 
     def forget_from_mark(self) -> None:
         """Drops the marked answer and all that were recorded after it, so that a resumed run computes them."""

@@ -1,6 +1,5 @@
 """One rollout while it is sampled: a conversation whose token ids grow, and what makes a node of its tree of it."""
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, Episode, TaskItem
+from treewise.rl.tasks import Calls, ChatTokens, Episode, RewardFailure, TaskItem
 from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
 
@@ -82,6 +81,10 @@ class Turns:
     @property
     def token_ids(self) -> list[int]:
         return [*self.episode.token_ids, *self.pending]
+
+    @property
+    def item(self) -> TaskItem:
+        return self.episode.item
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.pending += [int(token) for token in token_ids]
@@ -157,10 +160,11 @@ class Continuation:
 
     Parameters:
         conversation: at the branch point; the node's own.
-        seed: numbers that name the random stream.
+        seed: numbers that name the random stream, and the continuation among those that are continued together.
 
     Attributes:
         wait: see above; also before the first request. refused: why the environment could not be brought back.
+        outcome: the reward of a rollout that ended, or why it has none; None before it is known.
         num_drawn: tokens that came from the sampler. num_chosen: that the policy drew from recorded candidates, 0 or 1.
     """
 
@@ -172,7 +176,7 @@ class Continuation:
         self.is_finished = False
         self._limits = limits
         self._finish: str | None = None
-        self._tree = zlib.crc32(tree.prompt_ids.tobytes())
+        self._tree = tree
         self._num_before = tree.num_sampled_before(branch.node, branch.position)
         self._num_turns = 0
         self._is_sampled: list[bool] = []
@@ -181,6 +185,7 @@ class Continuation:
         self._first: Completion | None = None
         self._reason: str | None = None  # why the part that was sampled last ended; None before the first
         self.refused: TaskError | None = None
+        self.outcome: float | RewardFailure | None = None
         self.wait: Callable[[], None] | None = None
         self._chosen = None if branch.first_token is None else _first_token(tree, branch)
         if conversation.opening is None:
@@ -220,7 +225,7 @@ class Continuation:
         first = [] if self._first is None else self._first.token_ids.tolist()
         prefix, room = (*self.conversation.token_ids, *first), self._room() - len(first)
         (seed,) = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64).tolist()
-        return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=self._tree)
+        return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=id(self._tree))
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""
@@ -239,6 +244,11 @@ class Continuation:
         self._reason, self.wait = reason, self.conversation.end_turn(reason)
         if self.wait is None:
             self.go_on()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a rollout ends here."""
+        return self._finish is not None
 
     def node(self) -> RolloutNode:
         """The finished node."""

@@ -46,8 +46,8 @@ def checked_objective(
     """The objective of a run; one that is given by its name has the settings of online runs.
 
     Raises:
-        ConfigError: settings of a training run that an online run does not have; older weights sample than a loss, a
-            curriculum or several processes allow; a KL without a reference that stays where it is, or a reference
+        ConfigError: settings of a training run that an online run does not have; older weights sample than a loss or a
+            curriculum allows; a KL without a reference that stays where it is, or a reference
             without a KL.
     """
     from treewise.objectives.registry import objective_named
@@ -71,8 +71,6 @@ def checked_objective(
             f"curriculum {settings.curriculum!r} measures angles with the model that trains, so it cannot draw items "
             "meanwhile; leave max_staleness out."
         )
-    if staleness and int(args.world_size) > 1:
-        raise ConfigError("max_staleness: runs of several processes sample and train in turns; leave it out.")
     beta = getattr(objective, "beta", 0.0)
     if beta and reference is None and not hasattr(model, "peft_config"):
         raise ConfigError(

@@ -39,7 +39,7 @@ from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
-from treewise.rl.online.ahead import Ahead, start_ahead
+from treewise.rl.online.ahead import Ahead, start_ahead, working
 from treewise.rl.online.collecting import Collected, Collector, Sampled, token_progress
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import begin_curriculum
@@ -186,7 +186,8 @@ class OnlineTrainer(TreeTrainer):
                 if is_last:
                     break
             self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-            self.save_model()
+            with working(self._ahead):
+                self.save_model()
             if self.args.should_save:
                 self.state.save_to_json(str(self.folder / contents.STATE))
         return logs
@@ -229,11 +230,10 @@ class OnlineTrainer(TreeTrainer):
         rows = [each.tree.trajectories(source=f"iteration {number}, {each.tree.group}") for each in trees]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
-        # Credit.
-        update = self._credited([rows[kept] for kept in collected.kept])
-        account = account_of(trees, rows, update, number)
-        # Train.
-        with nullcontext() if self._ahead is None else self._ahead.training(iteration):
+        # Credit, train.
+        with working(self._ahead, version=number):
+            update = self._credited([rows[kept] for kept in collected.kept])
+            account = account_of(trees, rows, update, number)
             trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
         num_updates = self.loop.num_updates + int(trained["optimizer_steps"])
         if sampled.state is None:
@@ -293,7 +293,7 @@ class OnlineTrainer(TreeTrainer):
 
     def collected(self, rollouts: Collector, loop: LoopState, iteration: int, rounds: Rounds) -> Collected:
         collected = rollouts.collect(self.items, rollouts.budget(loop), (self.args.seed, iteration, _TREES), rounds)
-        check_failures(rounds.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
+        check_failures(rollouts.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         if self.items.curriculum.measures_angles:
             prompts = [each.tree.prompt_ids for each in collected.trees]
             collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
@@ -429,7 +429,8 @@ class OnlineTrainer(TreeTrainer):
         if self._ahead is None:
             self.loop.failures = dict(self.rewards.failures)
             self.loop.curriculum = self.items.state_dict()
-        self._save_checkpoint(self.model, None)
+        with working(self._ahead):
+            self._save_checkpoint(self.model, None)
         if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
             for path in journals(self.folder, self.loop.iteration):
                 path.unlink()

@@ -74,7 +74,7 @@ class CopyingSampler(TransformersSampler):
 
     def __init__(self, copy: WholeCopy, **settings: Any) -> None:
         assert copy.model is not None
-        super().__init__(copy.model, **settings)
+        super().__init__(copy.model.eval(), **settings)  # as two threads may sample from it
         self.copy = copy
 
     def update(self, model: nn.Module | None) -> None:

@@ -75,8 +75,9 @@ class Weights:
         self._held = Held()
         self._clients: list[Any] = []
 
-    def hand_over(self, model: nn.Module) -> Held:
-        """Gives all servers the model's weights, and says what they hold then.
+    def hand_over(self, model: nn.Module) -> Callable[[], Held]:
+        """Takes the model's weights, which may change then; what is returned gives them to all servers, and says what
+        they hold.
 
         Raises:
             ConfigError: no way was chosen, or the one that was cannot take this model.
@@ -90,15 +91,12 @@ class Weights:
         version = self._held.version + 1
         if callable(self.mode):
             self.mode(model)
-            self._held = Held(version)
         elif self.mode == "nccl":
             self._send(model)
-            self._held = Held(version)
-        elif self.mode == "fixed":
-            self._held = Held(version)
-        else:
-            self._held = self._by_folder(model, version)
-        return self._held
+        elif self.mode != "fixed":
+            return self._by_folder(model, version)
+        self._held = Held(version)
+        return lambda: self._held
 
     def restore(self, server: "Server", held: Held) -> Held:
         """Gives a server that was started anew what the others hold.
@@ -126,7 +124,7 @@ class Weights:
 
     # -- by a folder --------------------------------------------------------------------------------------------------
 
-    def _by_folder(self, model: nn.Module, version: int) -> Held:
+    def _by_folder(self, model: nn.Module, version: int) -> Callable[[], Held]:
         before = self._held
         folder = self._own_folder() / f"{version:05d}"
         adapter = None
@@ -142,14 +140,19 @@ class Weights:
         else:
             save_whole(model, folder)
         held = Held(version, str(folder), adapter)
-        for server in self.servers:
-            self._load(server, held)
-        if before.adapter is not None:
+
+        def load() -> Held:
             for server in self.servers:
-                self._unload(server, before.adapter)
-        if before.folder is not None:
-            shutil.rmtree(before.folder, ignore_errors=True)
-        return replace(held, starts={server.url: server.start() for server in self.servers})
+                self._load(server, held)
+            if before.adapter is not None:
+                for server in self.servers:
+                    self._unload(server, before.adapter)
+            if before.folder is not None:
+                shutil.rmtree(before.folder, ignore_errors=True)
+            self._held = replace(held, starts={server.url: server.start() for server in self.servers})
+            return self._held
+
+        return load
 
     def _load_base(self, model: nn.Module, folder: Path) -> None:
         """Gives servers that take whole weights too those below the adapter, once: they may hold another run's."""

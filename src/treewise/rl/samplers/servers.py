@@ -234,10 +234,20 @@ class ServerSampler:
             ConfigError: it was not said how (`weights`), or that way cannot take this model.
             SamplerError: a server does not take them.
         """
-        self._held = ranks.on_first_rank(lambda: self._weights.hand_over(model))
-        self._homes.clear()  # what servers computed for these trees is of the weights before
-        for server in self.servers:
-            server.was_away, server.num_trees = False, 0
+        self.begin_update(model)()
+
+    def begin_update(self, model: nn.Module) -> Callable[[], None]:
+        """See `protocol.begin_update`: weights that go through a folder are written first, and loaded then."""
+        load: list[Callable[[], Held]] = []
+        ranks.on_first_rank(lambda: load.append(self._weights.hand_over(model)))
+
+        def finish() -> None:
+            self._held = ranks.on_first_rank(lambda: load[0]())
+            self._homes.clear()  # what servers computed for these trees is of the weights before
+            for server in self.servers:
+                server.was_away, server.num_trees = False, 0
+
+        return finish
 
     def close(self) -> None:
         """Closes all connections."""
