@@ -19,7 +19,7 @@ from treewise.serve.wire import check_cells, check_ids, dense, read_prompt, samp
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A checked request. asked: of the SDK's type. prompt: what is asked about the prompt; None: nothing."""
+    """A checked request. asked: of the SDK's type. prompt: the log-probs of the prompt that are wanted; None: none."""
 
     asked: Any
     rules: SampleRequest
