@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from treewise import objectives
 from treewise.engine import TreeEngine, step_checks, walk
 from treewise.engine.flat import flat_weights
-from treewise.errors import ConfigError, VerificationError
+from treewise.errors import ConfigError, DataError, VerificationError
 from treewise.nn.attention.gateway import Gateway
 from treewise.objectives import NORMALIZATIONS, SFT, Terms
 from treewise.planning.layout import Layout, lay_out
@@ -244,6 +244,11 @@ def test_a_loss_that_cancels_is_held_to_its_terms() -> None:
     report = verify(tiny_llama(), items, objective=objectives.GRPO())  # its ratios are 1: the loss is 0
     assert abs(report.loss_flat) < 1e-7
     assert report.passed, report.describe()
+
+
+def test_a_token_beyond_the_vocabulary_is_named() -> None:
+    with pytest.raises(DataError, match=r"token id 97 .* is beyond the model's 97 embeddings"):
+        verify(tiny_llama(), [Trajectory([1, 2, 97])])
 
 
 def test_an_objective_without_a_flat_form_is_refused() -> None:

@@ -74,7 +74,7 @@ def verify(
 
     Raises:
         ConfigError: an objective that flat rows cannot express, or a tolerance that is not positive.
-        DataError: a stream that the objective needs is missing.
+        DataError: a stream that the objective needs is missing, or a token id beyond the vocabulary.
         UnsupportedModelError: a model that cannot follow a tree.
     """
     items = list(trajectories)
@@ -96,6 +96,7 @@ def verify(
     ]
     dtype = _lowest_dtype(model)
     with _state_restored(model):
+        engines[0].check(forest)
         flat = _run_flat(model, loss)
         wide = _run_wide_copy(model, loss) if dtype in LOW_PRECISION and tolerance is None else None
         flat_errors = None if wide is None else _compare(wide, flat)
