@@ -35,7 +35,7 @@ class Session:
 
     def reset(self, seed: int = 0) -> str:
         """Opens a session and begins the episode of a seed."""
-        self._client = _client(self._url)
+        self._client = _client_class(self._url)(base_url=self._url).sync()
         self.done, self._total = False, 0.0
         return self._taken(self._client.reset(seed=seed))
 
@@ -59,12 +59,12 @@ class Session:
         return str(values[self._observation]) if self._observation else json.dumps(values)
 
 
-def _client(url: str) -> Any:
+def _client_class(url: str) -> Any:
     try:
         from openenv.core import GenericEnvClient
     except ImportError as error:
         raise ConfigError(f"openenv:{url} needs {error.name}: {pip_install('openenv')}.") from None
-    return GenericEnvClient(base_url=url).sync()
+    return GenericEnvClient
 
 
 def openenv_task(
@@ -75,7 +75,12 @@ def openenv_task(
     replay: bool = True,
     **settings: Any,
 ) -> EnvironmentTask:
-    """The task of a server; see `Session`. settings: of `EnvironmentTask`."""
+    """The task of a server; see `Session`. settings: of `EnvironmentTask`.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    _client_class(url)
     factory = partial(Session, url, action, observation, action_fields or {}, replay=replay)
     given = {"prompt": "Answer with your next action alone.", "text_tool": "act", **settings}
     return EnvironmentTask(factory, name=f"openenv:{url}", **given)
