@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PAIR = ("prompt", "completion")
-NEEDS_TOKENIZER = "holds text, which needs a tokenizer; give one (--tokenizer, or load_trees(..., tokenizer))."
+NEEDS_TOKENIZER = (
+    "holds text, which needs a tokenizer; give one (--model or --tokenizer; in Python load_trees(..., tokenizer))."
+)
 
 
 class RecordReader:

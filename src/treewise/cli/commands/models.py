@@ -58,6 +58,8 @@ def _find(table: CapabilityTable, name: str) -> Capability:
             raise ConfigError(
                 f"{config}: names no model_type; is this the configuration of a transformers model?"
             ) from None
+    elif "/" in name or Path(name).is_dir():
+        raise ConfigError(f"{name}: no config.json, so this is no folder of a model; name one, or a family.")
     row = table.find(family)
     if row is None:
         hint = did_you_mean(family, [row.family for row in table.rows], "`treewise models` lists all.")

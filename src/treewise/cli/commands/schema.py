@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="train",
         choices=("train", "rl"),
-        help="the command that the configuration is for (train)",
+        metavar="COMMAND",
+        help="the command that the configuration is for: train, or rl (train)",
     )
     parser.epilog = (
         "Save it, and name it in the first line of a configuration: # yaml-language-server: $schema=train.schema.json"

@@ -142,7 +142,8 @@ def read_run(folder: str | Path) -> RunReport:
 
 def _state_file(run: Path) -> Path:
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such folder; give the output_dir of a run.")
+        what = "a file, not a folder" if run.exists() else "no such folder"
+        raise ConfigError(f"{run}: {what}; give the output_dir of a run.")
     if (run / STATE).is_file():
         return run / STATE
     candidates = [path for path in run.glob(f"checkpoint-*/{STATE}") if path.parent.name.rpartition("-")[2].isdigit()]
