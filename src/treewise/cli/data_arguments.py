@@ -97,7 +97,7 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
     for name in required:
         if getattr(args, name) in (None, []):
             flag = "data files" if name == "data" else f"--{name}"
-            raise ConfigError(f"give {flag}, or a run's configuration that names them: --config RUN.yaml.")
+            raise ConfigError(f"give {flag}, or a run's configuration with it: --config RUN.yaml.")
     given = {item.name: getattr(args, item.name, None) for item in fields(RenderOptions)}
     values = {name: value for name, value in given.items() if value is not None}
     for name in {"merge_siblings", "images_from_network"} & set(values):
@@ -125,13 +125,13 @@ def load_data(args: argparse.Namespace, tokenizer: object, *, progress: bool) ->
 
 
 def rendering_note(args: argparse.Namespace, data: Trees) -> str:
-    """Why chats have more trajectories than records, as a line for the terminal; empty where they have not."""
+    """Why there are more trajectories than records, as a line for the terminal; empty where there are not."""
     report = data.report
     if args.render.thinking == "keep" or report.num_trajectories <= report.num_records:
         return ""
     return (
         f"{num(report.num_trajectories, 'trajectory', 'trajectories')} of {num(report.num_records, 'record')}: each "
-        "trained turn is one, rendered as inference saw it (of chats --thinking keep makes one each)"
+        "row, trained turn, logged call, completion or leaf is one (with --thinking keep, each chat)"
     )
 
 

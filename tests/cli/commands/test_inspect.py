@@ -70,3 +70,11 @@ def test_dropped_records_are_shown(
     dropped = next(each for each in facts["findings"] if each["kind"] == "dropped record")
     assert dropped["count"] == 1
     assert "rows.jsonl:8" in dropped["examples"][0]
+
+
+def test_why_there_are_more_trajectories_than_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A record of several rows has no turn."""
+    seqs = [{"ids": [*TRUNK, 30 + i], "loss": [[20, 21]]} for i in range(3)]
+    assert call("inspect", write_rows(tmp_path / "rows.jsonl", [{"seqs": seqs, "group": "a"}])) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 trajectories of 1 record: each row, trained turn, logged call, completion or leaf is one" in said
