@@ -74,6 +74,9 @@ def main() -> int:
         console.print(f"[bold red]{type(error).__name__}:[/] ", end="")
         console.print(str(error), markup=False)
         return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
     return 0
 
 

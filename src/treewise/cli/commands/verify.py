@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from treewise.engine.engine import TreeEngine  # slow to import, as are all below
     from treewise.nn.device import chosen_device
     from treewise.objectives import DPO, KTO
+    from treewise.trainer.data_loader import check_preferences
     from treewise.verification.compare import verify
 
     objective = _objective(args)
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tokenizer is not None:
         tokenizer = load_processor(args.tokenizer)
     data = load_data(args, tokenizer, progress=not args.json)
+    check_preferences(data, objective)
     data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     trajectories = _trajectories(data, objective, args)
     model.to(device)

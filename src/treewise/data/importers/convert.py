@@ -90,7 +90,7 @@ class RolloutImport:
             records = self._records(path)
             first = next(records, None)
             if first is None:
-                raise DataError(f"{path}: no record; the file is empty.")
+                raise DataError(f"{path}: no record; the file is empty, or blank.")
             name = self.format or detect_format(first.value)
             if name is None:
                 keys = ", ".join(str(key) for key in list(first.value)[:12]) or "none"

@@ -67,7 +67,7 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
 def require_tasks(num_tasks: int) -> None:
     """Raises `DataError` where so few tasks have no rank correlation."""
     if num_tasks < 3:
-        raise DataError(f"{num_tasks} tasks; a rank correlation needs at least 3.")
+        raise DataError(f"{num(num_tasks, 'task')}; a rank correlation needs at least 3 (--items).")
 
 
 def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000, seed: int = 0) -> Correlation:
