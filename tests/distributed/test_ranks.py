@@ -1,5 +1,7 @@
 """Work of one process alone; of several: tests/trainer/test_ranks.py."""
 
+import errno
+
 import pytest
 import torch
 
@@ -23,3 +25,17 @@ def test_one_process_does_all_the_work():
 def test_its_errors_are_raised_as_they_are(work):
     with pytest.raises(DataError, match="bad row"):
         work(fails)
+
+
+def test_an_error_of_the_system_on_another_process_keeps_its_number_and_file(monkeypatch):
+    def gather(outcomes, own, group=None):
+        outcomes[:] = own, ranks._outcome(open_full)
+
+    def open_full():
+        raise OSError(errno.ENOSPC, "No space left on device", "/run/journal")
+
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with pytest.raises(OSError, match="No space") as full:
+        ranks.on_every_rank(lambda: 7)
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "/run/journal")

@@ -144,20 +144,26 @@ def _is_started() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[Any, str | None, str]:
-    """(result, name of the error's type or None, its message)."""
+def _outcome(work: Callable[[], Any]) -> tuple[Any, str | None, tuple[Any, ...]]:
+    """(result, name of the error's type or None, what makes it again)."""
     try:
-        return work(), None, ""
+        return work(), None, ()
+    except OSError as error:  # a disk that is full
+        if error.errno is None:
+            return None, type(error).__name__, (str(error),)
+        return None, OSError.__name__, (error.errno, error.strerror, error.filename)
     except Exception as error:
-        return None, type(error).__name__, str(error)
+        return None, type(error).__name__, (str(error),)
 
 
-def _unpack(outcomes: list[tuple[Any, str | None, str]]) -> list[Any]:
-    for rank, (_, name, message) in enumerate(outcomes):
+def _unpack(outcomes: list[tuple[Any, str | None, tuple[Any, ...]]]) -> list[Any]:
+    for rank, (_, name, made_of) in enumerate(outcomes):
         if name is None:
             continue
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, TreewiseError):
-            raise kind(message)
-        raise RuntimeError(f"rank {rank}: {name}: {message}")
+            raise kind(*made_of)
+        if name == OSError.__name__ and len(made_of) > 1:
+            raise OSError(*made_of)  # of the class of its number
+        raise RuntimeError(f"rank {rank}: {name}: {made_of[0]}")
     return [result for result, _, _ in outcomes]

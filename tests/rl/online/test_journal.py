@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 
-from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json
+from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, forget_foreign, journal_file
 from treewise.rl.samplers import Completion
 
 
@@ -70,6 +70,23 @@ def test_the_first_line_that_is_marked_is_forgotten_with_all_after_it_in_whateve
         journal.mark()
     journal.forget_from_mark()
     assert list(Journal(path)._answers) == ["n 0 0"]
+
+
+def test_what_policies_of_a_run_of_other_facts_sampled_is_cut_off_with_all_after_it(tmp_path):
+    def written(facts, *versions):
+        path = journal_file(tmp_path, len(versions))
+        journal = Journal(path, facts)
+        for number, version in enumerate(versions):
+            journal.record("sample", [(str(number), number, {"version": version})])
+            journal.record("reward", [(str(number), number, [0.5, {}])])
+        return path
+
+    one, other = written("own", 1, 4, 1), written("others", 1, 2, 3, 1)
+    whole = one.read_bytes()
+    assert forget_foreign(tmp_path, 3, "own") == 0
+    assert forget_foreign(tmp_path, 2, "own") == 4
+    assert one.read_bytes() == whole
+    assert list(Journal(other)._answers) == ["sample 0 0", "reward 0 0", "sample 0 1", "reward 0 1"]
 
 
 def test_completions_survive_bit_for_bit():

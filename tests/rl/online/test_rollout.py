@@ -90,6 +90,23 @@ def test_observations_are_recorded_with_weight_0_and_turns_end_after_them(episod
     assert "not a number" in TOKENIZER.decode(node.token_ids[first].tolist())
 
 
+def test_an_observation_beyond_max_length_is_left_out_and_ends_the_rollout(episode):
+    tree = RolloutTree(episode.token_ids)
+    wrong = [*TOKENIZER.encode("none", add_special_tokens=False), END]
+    limits = Limits(99, len(episode.token_ids) + len(wrong) + 3, (END,))
+    each = opened(Continuation(tree, Branch(), episode.branch(len(episode.token_ids)), limits, (0,)))
+    each.take(completed(wrong, "stop"))
+    opened(each)
+    node = each.node()
+    assert (node.finish, node.token_ids.tolist(), node.turn_ends.tolist()) == ("length", wrong, [len(wrong)])
+    index = tree.add(node)
+    copy = each.conversation.branch(len(tree.prefix_ids(index, 2)))
+    again = opened(Continuation(tree, Branch(index, 2), copy, limits, (0,)))
+    again.take(completed(wrong, "stop"))
+    assert opened(again).node().finish == "length"
+    assert len(tree.prefix_ids(index, 2)) + len(again.node()) <= limits.max_length
+
+
 def test_a_branch_within_a_turn_continues_the_turn(episode):
     tree = RolloutTree(episode.token_ids)
     wrong = [*TOKENIZER.encode("none", add_special_tokens=False), END]

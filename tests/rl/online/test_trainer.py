@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 import threading
 import traceback
@@ -137,6 +138,41 @@ def test_a_run_killed_at_random_moments_again_and_again(undisturbed, tmp_path):
     again.train(resume_from_checkpoint=True)  # nothing is left; it loads the end
     assert digest(again.model) == undisturbed[0]
     assert [rollouts_file(again.folder, iteration).read_bytes() for iteration in (1, 2)] == undisturbed[2]
+
+
+@pytest.mark.parametrize("save_every", [1, 9])
+def test_other_settings_of_updates_leave_no_rollout_of_a_policy_that_this_run_does_not_have(
+    save_every, tmp_path, monkeypatch, caplog
+):
+    """The first run dies when it has sampled its third iteration; with `save_every` 9 that is before a checkpoint."""
+    changes = {"iterations": 3, "eval_every": 1, "save_every": save_every}
+    first = new_trainer(tmp_path / "run", **changes)
+    with monkeypatch.context() as patch:
+        raise_at(patch, OnlineTrainer, "_train_on", 3)
+        with pytest.raises(Killed):
+            first.train()
+    for name in ("run", "same"):
+        shutil.copytree(first.folder, tmp_path / f"copy-{name}")
+    second = new_trainer(tmp_path / "copy-run", arguments_={"learning_rate": 0.05}, **changes)
+    with caplog.at_level(logging.WARNING):
+        second.train(resume_from_checkpoint=True)
+    assert ("settings of updates changed" in caplog.text) == (save_every == 9)  # else the checkpoint's policy sampled
+    gaps = [each["logprob_gap"] for each in second.log_history if "logprob_gap" in each]
+    assert gaps == pytest.approx([1.0] * 3, abs=1e-4)
+    if save_every == 9:
+        whole = new_trainer(tmp_path / "whole", arguments_={"learning_rate": 0.05}, **changes)
+        whole.train()
+        assert digest(second.model) == digest(whole.model)
+        for folder in (records.ROLLOUTS, records.EVALUATIONS):
+            own, other = (sorted((each.folder / folder).iterdir()) for each in (second, whole))
+            assert [path.read_bytes() for path in own] == [path.read_bytes() for path in other]
+    caplog.clear()
+    same = new_trainer(tmp_path / "copy-same", arguments_={"logging_steps": 7}, **changes)
+    monkeypatch.setattr(same.sampler, "sample", lambda requests: pytest.fail("sampled again"))
+    raise_at(monkeypatch, OnlineTrainer, "_train_on", 3 if save_every == 9 else 1, after=True)
+    with pytest.raises(Killed):  # up to there all is in the journal
+        same.train(resume_from_checkpoint=True)
+    assert "settings of updates" not in caplog.text
 
 
 SIGNALLED = {

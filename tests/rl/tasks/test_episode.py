@@ -1,7 +1,9 @@
 """Episodes: ids only grow, only sampled ids are trained, and a branch is what the episode was at that turn."""
 
+import copy
 import itertools
 import json
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -282,6 +284,92 @@ def test_faults_of_the_environment_are_failures_of_the_rollout(chat: ChatTokens)
     take_turn(other, "nothing")
     assert isinstance(reward_of(other, runner), RewardFailure)
     assert "get_reward returned nan" in str(reward_of(other, runner))
+
+
+class Forking(Counting):
+    """Its third fork goes wrong, and all after it."""
+
+    def __init__(self, fault: Any) -> None:
+        super().__init__()
+        self.fault, self.num_forks = fault, 0
+
+    def fork(self) -> Any:
+        self.num_forks += 1
+        if self.num_forks > 2:
+            return self.fault()
+        return self
+
+
+def raises() -> None:
+    raise KeyError("no session")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (raises, r"reward raised: .*KeyError: 'no session'"),
+        (lambda: None, "reward raised: .*TypeError: fork returned None"),
+        (threading.Event().wait, "reward timeout: .*no answer within 0.3 seconds"),
+    ],
+    ids=["raises", "none", "hangs"],
+)
+def test_a_fork_that_goes_wrong_costs_its_rollout_or_its_branch(chat: ChatTokens, fault: Any, reason: str) -> None:
+    task = EnvironmentTask(lambda: Forking(fault), name="forking")
+    episode = start_episode(task, task.item("train", 0), chat, Calls(0.3))
+    for _ in range(2):
+        take_turn(episode, call("add", number=1))
+        assert episode.end_reason is None
+    with pytest.raises(TaskError, match="forking/train/0, episode 0: " + reason.split(": ", 1)[1]):
+        branch_of(episode, 2)
+    take_turn(episode, call("add", number=1))
+    assert episode.end_reason == "failed"
+    failure = f"forking/train/0, episode 0: {reason.split(':')[0]}: fork before turn 2: "
+    assert re.search(failure, str(reward_of(episode)))
+    with pytest.raises(TaskError):
+        branch_of(episode, 2)
+
+
+def test_what_can_no_longer_be_copied_when_a_branch_begins_is_played_again(chat: ChatTokens) -> None:
+    class Late(Corridor):
+        is_closed = False
+
+        def __deepcopy__(self, memo: Any) -> "Late":
+            if self.is_closed:
+                raise TypeError("a socket")
+            return copy.copy(self)
+
+    episode = begin(chat, Late)
+    assert episode.method == "deepcopy"
+    take_turn(episode, call("move", direction="right"))
+    episode.environment.is_closed = True
+    branch = branch_of(episode, 1)
+    assert (branch.environment.room, branch.environment.is_closed) == (episode.environment.room, False)
+
+
+@pytest.mark.parametrize("where", ["tool", "reset"])
+def test_half_of_a_surrogate_pair_is_a_failure_and_not_the_end_of_the_tokenizer(chat: ChatTokens, where: str) -> None:
+    class Cut(Counting):
+        def reset(self, seed: int) -> str:
+            super().reset(seed)
+            return "\ud83d" if where == "reset" else ""
+
+        def add(self, number: int) -> str:
+            """Adds.
+
+            Args:
+                number: A number.
+            """
+            return "\ud83d"
+
+    if where == "reset":
+        with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
+            begin(chat, Cut)
+        return
+    episode = begin(chat, Cut)
+    take_turn(episode, call("add", number=1))
+    assert episode.end_reason == "failed"
+    assert "tool add of turn 0: " in str(reward_of(episode))
+    assert "UnicodeEncodeError" in str(reward_of(episode))
 
 
 def test_a_template_without_tools_is_refused_and_text_actions_need_none() -> None:

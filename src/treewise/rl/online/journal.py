@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,17 @@ from transformers.trainer_callback import ExportableState
 from treewise.distributed import ranks
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
+from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint.store import own_file
 
 logger = logging.getLogger("treewise")
 
 JOURNAL = "journal"  # the folder
+_OF_UPDATES = (  # arguments of training that decide by how much an update changes the weights
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
+    *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("router_z_coefficient", "temperature", "nonfinite", "bf16", "fp16"),
+)
 
 _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")
 _ARRAYS = {
@@ -92,16 +98,44 @@ def journals(run_dir: Path, last: int | None = None) -> list[Path]:
     return [path for path in found if last is None or int(path.stem.split("-")[1]) <= last]
 
 
+def facts_of_updates(args: TreeTrainingArguments, num_updates: int, objective: object, others: Any) -> str:
+    """Names what decides the weights that a run ends each iteration with, beside its rollouts and what rounds.
+
+    num_updates: of the whole run, for its schedule. others: what identifies the run, as plain values.
+    """
+    own = {name: str(getattr(args, name, None)) for name in _OF_UPDATES}
+    loss = repr(objective) if is_dataclass(objective) else type(objective).__qualname__
+    return hashlib.sha256(json.dumps([own, num_updates, loss, others], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def forget_foreign(run_dir: Path, version: int, facts: str) -> int:
+    """Cuts every journal before what a policy after `version` sampled in a run of other facts: this run will not have
+    that policy. Returns the number of completions and rewards that are dropped.
+    """
+    num_dropped = 0
+    for path in journals(run_dir):
+        size = 0
+        for _, end, entry in _lines(path):
+            versions = [each["version"] or 0 for each in entry["answers"] if isinstance(each, dict)]
+            if entry.get("facts") != facts and max(versions, default=0) > version:
+                num_dropped += sum(len(entry["names"]) for start, _, entry in _lines(path) if start >= size)
+                os.truncate(path, size)
+                break
+            size = end
+    return num_dropped
+
+
 class Journal:
     """The answers of one iteration. A line that was cut off by the end of the process is dropped, with all answers of
     the batch that it holds.
 
     Parameters:
         path: of the file, made with the first answer; None where nothing is resumed, so nothing is recorded.
+        facts: of the run, by which later ones tell whether its policies are theirs (`forget_foreign`).
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, facts: str = "") -> None:
+        self.path, self._facts = path, facts
         self.num_replayed = 0
         self._answers: dict[str, tuple[str, Any, int]] = {}  # by name: hash of the question, answer, offset of the line
         self._phase = 0
@@ -141,7 +175,8 @@ class Journal:
             return
         names = [f"{kind} {self._phase} {name}" for name, _, _ in answers]
         keys = [_hash(kind, question) for _, question, _ in answers]
-        line = json.dumps({"names": names, "keys": keys, "answers": [each[2] for each in answers]}).encode() + b"\n"
+        entry = {"names": names, "keys": keys, "answers": [each[2] for each in answers], "facts": self._facts}
+        line = json.dumps(entry).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
             stream.truncate(self._size)
@@ -163,16 +198,25 @@ class Journal:
             os.truncate(self.path, self._size)
 
     def _read(self, path: Path) -> None:
-        for line in path.read_bytes().splitlines(keepends=True):
-            try:
-                if not line.endswith(b"\n"):
-                    break
-                entry = json.loads(line)
-                for name, key, answer in zip(entry["names"], entry["keys"], entry["answers"], strict=True):
-                    self._answers[name] = (key, answer, self._size)
-            except (ValueError, KeyError, TypeError):
-                break
-            self._size += len(line)
+        for start, end, entry in _lines(path):
+            for name, key, answer in zip(entry["names"], entry["keys"], entry["answers"], strict=True):
+                self._answers[name] = (key, answer, start)
+            self._size = end
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The whole lines of a journal up to the first that is not: where each begins and ends, and what it holds."""
+    start = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            is_whole = len(entry["names"]) == len(entry["keys"]) == len(entry["answers"])
+        except (ValueError, KeyError, TypeError):
+            return
+        if not is_whole or not line.endswith(b"\n"):
+            return
+        yield start, start + len(line), entry
+        start += len(line)
 
 
 def _hash(kind: str, question: object) -> str:

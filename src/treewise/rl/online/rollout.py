@@ -207,7 +207,8 @@ class Continuation:
             self.is_finished = True
         elif self._reason is not None:
             observation, finish = self.conversation.answered(self._reason)
-            self._observe(observation)
+            is_too_long = len(self.conversation.token_ids) > self._limits.max_length
+            self._observe([] if is_too_long else observation)
             if finish is None and self._room_in_loop() <= 0:
                 finish = "length"
             self._finish, self.is_finished = finish, finish is not None or self._is_segment_full()

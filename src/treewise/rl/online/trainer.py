@@ -32,7 +32,7 @@ from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
-from treewise.errors import CheckpointError, ConfigError, StoppedError
+from treewise.errors import CheckpointError, ConfigError, StoppedError, num
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.checks import gap_warning
@@ -44,7 +44,15 @@ from treewise.rl.online.collecting import Collected, Collector, Sampled, token_p
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import begin_curriculum
 from treewise.rl.online.growing import check_failures
-from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
+from treewise.rl.online.journal import (
+    JOURNAL,
+    Journal,
+    LoopState,
+    facts_of_updates,
+    forget_foreign,
+    journal_file,
+    journals,
+)
 from treewise.rl.online.report import PrintedLine, account_of, few_recorded, figures, nothing_learned, staleness_of
 from treewise.rl.online.settings import OnlineSettings, checked_objective
 from treewise.rl.samplers import Sampler, TransformersSampler
@@ -270,7 +278,7 @@ class OnlineTrainer(TreeTrainer):
     def journal(self, iteration: int) -> Journal:
         """Of an iteration, one for all that writes into it; 0: of what comes before the first."""
         if iteration not in self._journals:
-            self._journals[iteration] = Journal(journal_file(self.folder, iteration))
+            self._journals[iteration] = Journal(journal_file(self.folder, iteration), self._facts_of_updates())
         return self._journals[iteration]
 
     # -- its parts ----------------------------------------------------------------------------------------------------
@@ -370,6 +378,7 @@ class OnlineTrainer(TreeTrainer):
     def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[records.Sample]]:
         """Figures of the held-out items, and the first of their samples, which are written."""
         self.rewards.begin(self.state)
+        rounds = replace(rounds, version=iteration)
         has_own = self._ahead is not None and self.rollouts.sampler is self.sampler  # not the model at hand
         with self._ahead.newest() if self._ahead is not None and has_own else nullcontext():
             found, samples = self.rollouts.evaluation(rounds, self.args.seed + _EVALUATION)
@@ -419,6 +428,14 @@ class OnlineTrainer(TreeTrainer):
             self.loop = LoopState.from_json(own)
             self.rewards.failures.update(self.loop.failures)
             self.items.load_state_dict(self.loop.curriculum)
+        if num_dropped := ranks.on_first_rank(
+            lambda: forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates())
+        ):
+            logger.warning(
+                "settings of updates changed since the journal was written: %s of policies after iteration %d, which "
+                "this run will not have, are dropped and computed again",
+                *(num(num_dropped, "recorded answer"), self.loop.iteration),
+            )
         self.rollouts.hand_over()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
 
@@ -448,6 +465,10 @@ class OnlineTrainer(TreeTrainer):
 
     def _is_due(self, iteration: int, every: int) -> bool:
         return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
+
+    def _facts_of_updates(self) -> str:
+        num_updates = self.settings.iterations * self.settings.updates_per_iteration
+        return facts_of_updates(self.args, num_updates, self.loss_objective, self._run_facts())
 
     def _stopped(self) -> StoppedError:
         checkpoints = store.checkpoints(self.folder)

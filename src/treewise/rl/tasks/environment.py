@@ -153,6 +153,7 @@ def opened(factory: Callable[[], Any], item: TaskItem) -> tuple[Any, Any]:
         return environment, clean_conversation(result, item.key, "prompt").messages
     if result is not None and not isinstance(result, str):
         raise TypeError(f"reset returned {type(result).__name__}; only text or None can join a prompt")
+    (result or "").encode()  # as `answer`
     return environment, result
 
 
@@ -188,18 +189,25 @@ def reward_of(environment: Any, messages: Sequence[Message]) -> float | FailedCa
 def answer(environment: Any, call: ToolCall) -> str:
     """The answer of the environment to one call; an error of a tool is returned as text, as in TRL. To a whole turn:
     the messages that follow, as JSON.
+
+    Raises:
+        UnicodeEncodeError: it is no text.
     """
     if answers_turns(environment):
-        return json.dumps(awaited(environment.respond(dict(call.arguments))))
+        messages = awaited(environment.respond(dict(call.arguments)))
+        json.dumps(messages, ensure_ascii=False).encode()  # raises where a tokenizer would
+        return json.dumps(messages)
     if call.problem is not None:
         return str({"error": call.problem})
     tool = tools_of(environment).get(call.name)
     if tool is None:
         return str({"error": f"Tool {call.name} not found."})
     try:
-        return str(awaited(tool(**call.arguments)))
+        text = str(awaited(tool(**call.arguments)))
     except Exception as error:  # a tool may raise anything, and the model reads it
         return str({"error": str(error)})
+    text.encode()  # raises where a tokenizer would: a half of a surrogate pair is no character
+    return text
 
 
 def awaited(result: object) -> object:
@@ -234,7 +242,10 @@ def state_method(environment: object) -> StateMethod:
 def snapshot(environment: Any, method: StateMethod) -> object:
     """An independent copy; None where the method makes none."""
     if method == "fork":
-        return environment.fork()
+        copied = environment.fork()
+        if copied is None:
+            raise TypeError("fork returned None")
+        return copied
     return copy.deepcopy(environment) if method == "deepcopy" else None
 
 

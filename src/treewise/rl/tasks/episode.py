@@ -7,6 +7,7 @@ else, tokenizing above all, belongs to one thread.
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -156,14 +157,17 @@ class Episode:
         return Job(env.reward_of, (self.environment, messages), get_reward)
 
     def _saved(self) -> object:
-        """The environment before a turn; what can no longer be copied is replayed."""
+        """The environment before a turn, or why there is none; what can no longer be copied is replayed."""
+        if self.method == "fork":
+            return self._forked(self.environment)
         try:
             return env.snapshot(self.environment, self.method)
         except Exception:  # an environment may hold more with every turn
-            if self.method == "fork":
-                raise
             self.method = "replay"
             return None
+
+    def _forked(self, environment: Any) -> object:
+        return self.calls.run(env.snapshot, environment, "fork", owner=getattr(environment, "fork", None))
 
     def _read(self, ids: list[int], *, is_cut: bool) -> tuple[str, Message, tuple[ToolCall, ...]]:
         """The text of a turn, the turn as a message, and what the environment is called with."""
@@ -182,16 +186,22 @@ class Episode:
         return text, message, () if is_cut else (ToolCall(env.RESPOND, message),)
 
     def _carry_out(self, turn: _Turn) -> None:
-        turn.saved = self._saved()
+        saved = self._saved()
+        if isinstance(saved, FailedCall):
+            self._fail(saved, "fork before")
+            return
+        turn.saved = saved
         for call in turn.calls:
             owner = getattr(self.environment, call.name, None)
             result = self.calls.run(env.carried_out, self.environment, call, owner=owner)
             if isinstance(result, FailedCall):
-                message = f"tool {call.name} of turn {self.num_turns - 1}: {result.message}"
-                self.failure = FailedCall(result.kind, message, result.cause)
+                self._fail(result, f"tool {call.name} of")
                 return
             text, self.environment = result
             turn.answers.append(text)
+
+    def _fail(self, found: FailedCall, what: str) -> None:
+        self.failure = FailedCall(found.kind, f"{what} turn {self.num_turns - 1}: {found.message}", found.cause)
 
     def _append(self, turn: _Turn) -> None:
         role = "tool" if self.task.text_tool is None else "user"
@@ -208,12 +218,16 @@ class Episode:
         self.token_ids += ids
 
     def _state(self, turn: int) -> object:
-        if self.method in ("fork", "deepcopy"):
-            with self._lock:
-                source = self.environment if turn == self.num_turns else self.records[turn].snapshot
+        source = self.environment if turn == self.num_turns else self.records[turn].snapshot
+        if self.method == "deepcopy":
+            with self._lock, suppress(Exception):  # of which each kind of object raises its own; as `_saved`
                 return env.snapshot(source, self.method)
-        played = (self.task.environment, self.item, self.first, self.records[:turn], self.name)
-        found = self.calls.run(env.replayed, *played, owner=self.task.environment)
+        if self.method == "fork":
+            with self._lock:
+                found = self._forked(source)
+        else:
+            played = (self.task.environment, self.item, self.first, self.records[:turn], self.name)
+            found = self.calls.run(env.replayed, *played, owner=self.task.environment)
         if isinstance(found, FailedCall):
             own = found.cause if isinstance(found.cause, TaskError) else None
             raise TaskError(str(own) if own else f"{self.item.key}, episode {self.name}: {found.message}")
