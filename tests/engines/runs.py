@@ -60,7 +60,9 @@ def sampled_ids(trainer):
 
 
 def assert_the_same(trainer, whole):
-    assert sampled_ids(trainer) == sampled_ids(whole)
+    pairs = list(zip(sampled_ids(trainer), sampled_ids(whole), strict=True))
+    others = [(number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
+    assert not others, f"{len(others)} of {len(pairs)} rollouts are others, the first: {others[0]}"
     for name, value in whole.model.state_dict().items():
         torch.testing.assert_close(trainer.model.state_dict()[name], value, atol=1e-6, rtol=0)
 

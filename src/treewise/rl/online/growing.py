@@ -85,7 +85,8 @@ class GrowingTree:
         """Adds a finished continuation as a node with its reward, or the reason why it has none; not a refused one."""
         if continuation.refused is not None:
             self.num_refused += 1
-            logger.warning("%s; this branch is left out (%d so far)", continuation.refused, self.num_refused)
+            if self.num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, ...
+                logger.warning("%s; this branch is left out (%d so far)", continuation.refused, self.num_refused)
             return
         self.is_complete = False
         index = self.tree.add(continuation.node())
