@@ -31,6 +31,7 @@ CASES = [
     ("llama", "autocast", WHOLE, FLOAT),
     ("qwen3", "autocast entropy tied", QUARTER, FLOAT),
     ("qwen3_moe", "routers experts checkpointing", WHOLE, FLOAT),
+    ("qwen3_moe", "parameters", QUARTER, FLOAT),
 ]
 REST = [
     (family, more, part, dtype)
@@ -38,6 +39,7 @@ REST = [
         *((each, "") for each in ("llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "qwen3_next")),
         *(("qwen3", each) for each in ("tied", "lora", "checkpointing")),
         ("qwen3_moe", "checkpointing"),
+        *(("qwen3_moe", each) for each in ("parameters", "parameters checkpointing")),
     )
     for part in (WHOLE, QUARTER)
     for dtype in (FLOAT, HALF)
@@ -77,6 +79,9 @@ def model_of(family: str, more: str, dtype: torch.dtype) -> Any:
     model: Any = tiny_model(family, dtype, **sizes, **tied)
     if "lora" in more:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    if "parameters" in more:  # peft disables autocast around adapters on those, which torch refuses for `meta`
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts))
     if "checkpointing" in more:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model

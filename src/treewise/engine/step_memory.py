@@ -113,8 +113,9 @@ def step_memory(
     costs = flop_model(model)
     dtype = autocast or next(model.parameters()).dtype
     fullest = _fullest(plan, costs, dtype)
-    fake = None if autocast is None else FakeTensorMode(allow_non_fake_inputs=True)
-    with _as_on(device_type, autocast):
+    asks_for_autocast = autocast is not None or _adapts_parameters(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if asks_for_autocast else None
+    with _as_on(device_type, "meta" if fake is None else "cpu", autocast):
         with fake or nullcontext():
             twin = without_data(model, "meta" if fake is None else "cpu")
         lm = split_model(twin)
@@ -143,12 +144,12 @@ def step_memory(
 
 
 @contextmanager
-def _as_on(device_type: str, autocast: torch.dtype | None) -> Iterator[None]:
+def _as_on(device_type: str, stand_in: str, autocast: torch.dtype | None) -> Iterator[None]:
     """Inside, the head works on tensors without data as on `device_type`, under autocast if there is one.
 
-    torch has none for `meta`; tensors without data are then fake tensors, which claim to be on the CPU.
+    stand_in: where they claim to be. torch has no autocast for `meta`, nor can it be disabled there; tensors without
+    data are then fake tensors, on the `cpu`.
     """
-    stand_in = "meta" if autocast is None else "cpu"
     with ExitStack() as around:
         for most in (MAX_LOGITS, MAX_PRODUCT):
             around.callback(most.__setitem__, stand_in, most.get(stand_in, most["cpu"]))
@@ -156,6 +157,11 @@ def _as_on(device_type: str, autocast: torch.dtype | None) -> Iterator[None]:
         if autocast is not None:
             around.enter_context(torch.autocast("cpu", autocast))
         yield
+
+
+def _adapts_parameters(model: nn.Module) -> bool:
+    """Whether adapters of PEFT stand on parameters, as on experts: these disable autocast in their forward."""
+    return any(getattr(each, "target_parameters", None) for each in getattr(model, "peft_config", {}).values())
 
 
 def _loss(forest: Forest, rule: RouterLossRule | None, outputs: tuple[str, ...], measured: tuple[str, ...]) -> LossOf:
