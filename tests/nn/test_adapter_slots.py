@@ -50,3 +50,14 @@ def test_what_has_no_layer_to_adapt_is_named():
     slots = Slots(tiny_model("llama"), trains_all=False)
     with pytest.raises(UnsupportedModelError, match="no linear layer"):
         slots.new_weights(Shape(2, mlp=False, attn=False, unembed=False), 0)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"])
+def test_mixers_of_which_peft_refuses_a_layer_get_adapters_on_the_others(family):
+    """A refusal by PEFT would come halfway, with adapters on some layers of the model that all share."""
+    slots = Slots(tiny_model(family).eval(), trains_all=False)
+    plain, weights = logits(slots, None), slots.new_weights(Shape(2), 0)
+    assert torch.equal(logits(slots, weights), plain)
+    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in weights.parameters}
+    assert "in_proj" in names
+    assert "out_proj" not in names

@@ -18,6 +18,8 @@ from treewise.errors import ConfigError, UnsupportedModelError
 
 ALPHA = 32  # of every adapter: learning rates do not depend on the rank
 _MIXERS = ("attn", "attention", "mixer", "mamba", "conv", "rwkv", "delta")  # parts of a layer that mix tokens
+# Types of models on whose `out_proj` PEFT takes no adapter: kernels of Mamba read its weight past the module.
+_WITHOUT_OUT_PROJ = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,9 @@ def _put(slot: _Slot, parameters: dict[str, nn.Parameter]) -> None:
 def _layers(base: Any) -> dict[str, str]:
     """The linear layers by name, each with its kind; those of no kind (of a tower) have ``."""
     inner, head = {id(each) for each in (base.get_decoder() or base).modules()}, base.get_output_embeddings()
-    found = {}
+    left_out, found = "out_proj" if base.config.model_type in _WITHOUT_OUT_PROJ else None, {}
     for name, module in base.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != left_out:
             own = ("attn" if any(part in name.lower() for part in _MIXERS) else "mlp") if id(module) in inner else ""
             found[name] = "unembed" if module is head else own
     return found
