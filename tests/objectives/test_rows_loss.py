@@ -62,3 +62,18 @@ def test_a_tree_gives_the_losses_and_gradients_of_rows_alone(loss, max_tokens):
 def test_wrong_data_are_named(loss, inputs, settings, says):
     with pytest.raises(DataError, match=says):
         make_row(np.arange(3), {"target_tokens": np.arange(3), **inputs}, loss, settings)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 3])
+@pytest.mark.parametrize("loss", INPUTS)
+def test_rows_without_a_target_have_no_loss(loss, max_tokens):
+    """As beside rows that have some."""
+    given = {name: np.ones(3) for name in INPUTS[loss]}
+    rows = [
+        make_row(np.arange(first, first + 3), {"target_tokens": np.full(3, -1), **given}, loss, {}) for first in (0, 9)
+    ]
+    own, model = RowsLoss(rows), tiny_model("llama")
+    forest = Forest.from_trajectories([Trajectory(row.token_ids) for row in rows])
+    out = TreeEngine(model, max_tokens).step([forest], own)
+    assert (out.loss, own.losses.any(), own.logprobs.any()) == (0.0, False, False)
+    assert not any(each.grad is not None and each.grad.any() for each in model.parameters())

@@ -139,6 +139,8 @@ class RowsLoss:
         flat = np.flatnonzero(targets >= 0)
         width = int(targets.max(initial=0)) + 1
         pairs, pair = np.unique(positions[flat] * width + targets[flat], return_inverse=True)
+        if not len(pairs):  # a step needs a term; no target is this one
+            pairs = positions[:1] * width
         self._order = flat[np.argsort(pair, kind="stable")]
         self._count = np.bincount(pair, minlength=len(pairs))
         self._start = np.cumsum(self._count) - self._count
@@ -183,7 +185,9 @@ def _surrogate(ratios: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 def _gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], row: Tensor) -> Tensor:
     mask = (inputs["sequence_ratio_mask"] != 0).to(logprobs)
     sums, counts = (
-        torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype, device=logprobs.device).index_add(0, row, each)
+        torch.zeros(int(row.max()) + 1 if len(row) else 0, dtype=logprobs.dtype, device=logprobs.device).index_add(
+            0, row, each
+        )
         for each in (mask * (logprobs.detach() - inputs["logprobs"]), mask)
     )
     mean = sums / counts.clamp(min=1)
