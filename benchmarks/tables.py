@@ -244,7 +244,7 @@ def _serve(record: dict[str, Any]) -> str:
     share = (
         f"{http['overhead_cpu']:.1%} of the CPU time of a step, {http['overhead']:.1%} of its {http['seconds']:.2f} s"
     )
-    return "\n".join([*lines, "", f"HTTP, serialisation and the SDK itself: {share} on the busy machine."])
+    return "\n".join([*lines, "", f"HTTP, serialisation and the SDK itself: {share}."])
 
 
 def _precision(record: dict[str, Any]) -> str:
