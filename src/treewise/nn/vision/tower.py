@@ -165,7 +165,7 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
         raise UnsupportedModelError(f"{name} {reason}. {SUPPORTED_MODELS}")
     if "mm_encoder_outputs" not in inspect.signature(type(module).forward).parameters:
         raise UnsupportedModelError(
-            f"{name} takes images only as pixels, as all models of transformers before 5.20 do, so their features "
+            f"{name} takes images only as pixels, as all models of transformers before 5.18 do, so their features "
             f"cannot be shared by branches. {SUPPORTED_MODELS}"
         )
     refuse_unsupported(base)
