@@ -2,6 +2,7 @@
 rounds by themselves, and to the same rollouts.
 """
 
+import json
 import logging
 import threading
 from collections import Counter
@@ -98,7 +99,7 @@ class Held:
     changed = threading.Condition()
 
     def reset(self, seed: int) -> None:
-        self.seed, self.total = seed, 0
+        self.seed, self.total, self.counts = seed, 0, Held.rewarded  # those of the run that began the episode
 
     def say(self, text: str) -> str:
         """Says something.
@@ -113,7 +114,7 @@ class Held:
     def get_reward(self) -> float:
         self._wait("get_reward")
         with self.changed:
-            self.rewarded[self.seed] += 1
+            self.counts[self.seed] += 1
             self.changed.notify_all()
         return float(self.total % 2)
 
@@ -122,12 +123,12 @@ class Held:
             if (self.seed, self.held, Held.was_in_time) == (0, call, None):
                 Held.was_in_time = False
                 Held.was_in_time = self.changed.wait_for(
-                    lambda: sum(self.rewarded.values()) - self.rewarded[0] >= self.num_others, SECONDS
+                    lambda: sum(self.counts.values()) - self.counts[0] >= self.num_others, SECONDS
                 )
 
     def fork(self):
         copy = type(self)()
-        copy.seed, copy.total = self.seed, self.total
+        copy.seed, copy.total, copy.counts = self.seed, self.total, self.counts
         return copy
 
 
@@ -208,18 +209,34 @@ def test_requests_of_trees_in_different_rounds_share_a_batch(tmp_path):
     assert len(set(first)) == 3
 
 
-@pytest.mark.parametrize("call", [3, 6, 9])
-def test_a_run_that_is_killed_while_one_tree_waits_draws_what_an_undisturbed_one_does(call, tmp_path):
+class KilledWhileOneWaits(Scripted):
+    """Ends the process at the first call after so many rewards while tree 0 waits."""
+
+    def __init__(self, num_rewards):
+        super().__init__()
+        self.num_rewards = num_rewards
+
+    def sample(self, requests):
+        if Held.was_in_time is False and sum(Held.rewarded.values()) >= self.num_rewards:
+            raise Killed
+        return super().sample(requests)
+
+
+@pytest.mark.parametrize("num_rewards", [0, 1, 5])
+def test_a_run_that_is_killed_while_one_tree_waits_draws_what_an_undisturbed_one_does(num_rewards, tmp_path):
     whole, rewarded = run_held(tmp_path / "whole", lambda _: Scripted(), gather_seconds=None)
-    first = Scripted(kill_at=call)
+    first = KilledWhileOneWaits(num_rewards)
     with pytest.raises(Killed):
         run_held(tmp_path / "run", lambda _: first, "say", 10**6, gather_seconds=0.0)
     assert Held.was_in_time is False  # it waits still, and the others have gone on
+    lines = [json.loads(line) for path in journals(tmp_path / "run") for line in path.read_text().splitlines()]
+    num_recorded = sum(name.startswith("reward ") for line in lines for name in line["names"])
     with Held.changed:
         Held.num_others = 0
         Held.changed.notify_all()
     second, again = run_held(tmp_path / "run", lambda _: Scripted(), resume=True, gather_seconds=0.0)
     assert sorted(first.asked + second.sampler.asked) == sorted(whole.sampler.asked)  # nothing twice
-    assert sum(again.values()) < sum(rewarded.values()) or call == 3
+    assert sum(again.values()) == sum(rewarded.values()) - num_recorded
+    assert num_recorded > 0 or num_rewards < 5  # a tree goes on once those of its round are recorded
     rows = [rollouts_file(each.folder, 1).read_bytes() for each in (whole, second)]
     assert rows[0] == rows[1]
