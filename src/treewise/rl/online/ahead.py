@@ -211,7 +211,7 @@ def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead:
         state.global_step = iteration
         rewards.begin(state)
         rounds = replace(rollouts.rounds(loop, trainer.journal(iteration + 1), version), progress=ahead.check)
-        collected = trainer.collected(rollouts, loop, iteration, rounds)
+        collected = rollouts.collect(trainer.items, loop, trainer.args.seed, iteration, rounds)
         trainer.observe(loop, collected)
         loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(trainer.items.state_dict())
         return Sampled(collected, rewards.tally, rounds, deepcopy(loop))

@@ -32,6 +32,8 @@ from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
+_TREES = 2  # names random streams, beside those of the trainer
+
 
 @dataclass(slots=True)
 class Collected:
@@ -149,15 +151,19 @@ class Collector:
         """Generated tokens of the next iteration: less what earlier ones took too many."""
         return max(self.settings.tokens_per_iteration - loop.overshoot, self.settings.trees_per_iteration)
 
-    def collect(self, items: TaskSampler, budget: int, stream: tuple[int, ...], rounds: Rounds) -> Collected:
-        """Draws and grows the trees of an iteration.
+    def collect(self, items: TaskSampler, loop: LoopState, seed: int, iteration: int, rounds: Rounds) -> Collected:
+        """Draws and grows the trees of an iteration. All first trees together may spend its budget of generated tokens,
+        and a refilled tree the share of one more tree.
 
         Parameters:
             items: draws them, refills those that it leaves out, and decides which are trained.
-            budget: generated tokens of all first trees together; a refilled tree may spend the share of one more tree.
-            stream: names their random streams, with a tree's number.
+            seed: names their random streams, with the iteration and a tree's number.
+
+        Raises:
+            TaskError: more rewards failed than may.
         """
         done, count, wave = Collected(), self.settings.trees_per_iteration, 0
+        budget, stream = self.budget(loop), (seed, iteration, _TREES)
         indices = items.draw(count, rounds.book)
         share, more = divmod(budget, max(len(indices), 1))
         shares = [share + (number < more) for number in range(len(indices))]
@@ -174,6 +180,7 @@ class Collector:
             missing, wave = count - len(done.kept), wave + 1
             indices = items.refill(missing, rounds.book) if missing > 0 else []
             shares = [max(1, budget // count)] * len(indices)
+        check_failures(self.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         return done
 
     def new_trees(

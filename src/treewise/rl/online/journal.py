@@ -19,6 +19,7 @@ import numpy as np
 from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
+from treewise.errors import num
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -108,9 +109,9 @@ def facts_of_updates(args: TreeTrainingArguments, num_updates: int, objective: o
     return hashlib.sha256(json.dumps([own, num_updates, loss, others], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def forget_foreign(run_dir: Path, version: int, facts: str) -> int:
+def forget_foreign(run_dir: Path, version: int, facts: str) -> None:
     """Cuts every journal before what a policy after `version` sampled in a run of other facts: this run will not have
-    that policy. Returns the number of completions and rewards that are dropped.
+    that policy. Says how many completions and rewards are dropped.
     """
     num_dropped = 0
     for path in journals(run_dir):
@@ -122,7 +123,12 @@ def forget_foreign(run_dir: Path, version: int, facts: str) -> int:
                 os.truncate(path, size)
                 break
             size = end
-    return num_dropped
+    if num_dropped:
+        logger.warning(
+            "settings of updates changed since the journal was written: %s of policies after iteration %d, which this "
+            "run will not have, are dropped and computed again",
+            *(num(num_dropped, "recorded answer"), version),
+        )
 
 
 class Journal:

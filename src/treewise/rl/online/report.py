@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from treewise.errors import DataError, duration, num
 from treewise.objectives import PolicyGradient
 from treewise.rl.branching import PROMPT
+from treewise.rl.checks import gap_warning
 from treewise.rl.online.growing import GrowingTree
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import Update
@@ -128,6 +129,23 @@ def figures(
     if book.brier == book.brier:
         values["book_brier"] = book.brier
     return values
+
+
+def warnings_of(
+    trees: Sequence[GrowingTree],
+    account: Mapping[str, int],
+    update: Update | None,
+    objective: object,
+    gap: float,
+    gap_limit: float,
+) -> list[str]:
+    """Sentences on an iteration that should not pass unseen. gap: `logprob_gap`, which an objective may correct."""
+    is_corrected = getattr(objective, "sampler_correction", None) is not None
+    found = (
+        *(nothing_learned(trees, update, objective), few_recorded(account)),
+        None if is_corrected else gap_warning(gap, gap_limit),
+    )
+    return [line for line in found if line is not None]
 
 
 def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objective: object) -> str | None:

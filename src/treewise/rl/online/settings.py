@@ -215,6 +215,11 @@ class OnlineSettings:
         """Optimizer steps of an iteration."""
         return self.mini_batches * self.update_epochs
 
+    def is_due(self, iteration: int, setting: str) -> bool:
+        """Whether an `..._every` is due after an iteration (the first is 0); each is after the last, unless it is 0."""
+        every = getattr(self, setting)
+        return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.iterations)
+
     def batches(self, num_trees: int, stream: tuple[int, ...]) -> list[list[int]]:
         """The trees of each optimizer step: where fewer are left than `mini_batches`, each is a step. stream: names the
         random streams, with an epoch's number.

@@ -32,10 +32,9 @@ from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
 from treewise.engine.scoring import StepOutput
-from treewise.errors import CheckpointError, ConfigError, StoppedError, num
+from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.rl.checks import gap_warning
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
@@ -43,7 +42,6 @@ from treewise.rl.online.ahead import Ahead, start_ahead, working
 from treewise.rl.online.collecting import Collected, Collector, Sampled, token_progress
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.curriculum import begin_curriculum
-from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import (
     JOURNAL,
     Journal,
@@ -53,7 +51,7 @@ from treewise.rl.online.journal import (
     journal_file,
     journals,
 )
-from treewise.rl.online.report import PrintedLine, account_of, few_recorded, figures, nothing_learned, staleness_of
+from treewise.rl.online.report import PrintedLine, account_of, figures, staleness_of, warnings_of
 from treewise.rl.online.settings import OnlineSettings, checked_objective
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.samplers.copied_weights import samplers_of
@@ -69,7 +67,7 @@ from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
 
-_TREES, _BATCHES, _EVALUATION = 2, 3, 4  # name random streams, beside those of curricula
+_BATCHES, _EVALUATION = 3, 4  # name random streams, beside those of curricula and of trees
 
 
 class OnlineTrainer(TreeTrainer):
@@ -184,7 +182,7 @@ class OnlineTrainer(TreeTrainer):
                 logs = self._iteration_or_stop(iteration)
                 is_last = iteration + 1 == self.settings.iterations or self.control.should_training_stop
                 has_to_stop = not is_last and stop_of_all(self._signals)
-                if has_to_stop or is_last or self._is_due(iteration, self.settings.save_every):
+                if has_to_stop or is_last or self.settings.is_due(iteration, "save_every"):
                     if self._ahead is not None and not is_last:
                         with suppress(StepAbandoned), self._signals.computing():
                             self._ahead.wait_for(iteration + 1)  # so the journal holds all that older weights sampled
@@ -260,18 +258,17 @@ class OnlineTrainer(TreeTrainer):
         logs["seconds_iteration"], self._ended = time.perf_counter() - self._ended, time.perf_counter()
         logs["learning_rate"] = float(self.lr_scheduler.get_last_lr()[0])
         held_out = []
-        if self._is_due(iteration, settings.eval_every):
+        if settings.is_due(iteration, "eval_every"):
             found, held_out = self._evaluation(number, rounds)
             logs |= found
         self._log(logs)
-        if settings.show_every and (iteration == 0 or self._is_due(iteration, settings.show_every)):
+        if settings.show_every and (iteration == 0 or settings.is_due(iteration, "show_every")):
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
-        warnings = [nothing_learned(trees, update, self.loss_objective), few_recorded(account)]
-        if getattr(self.loss_objective, "sampler_correction", None) is None:
-            warnings.append(gap_warning(logs.get("logprob_gap", 1.0), settings.logprob_gap_limit))
-        for line in filter(None, warnings if self.args.should_log else []):
-            logger.warning("iteration %d: %s", number, line)
+        if self.args.should_log:
+            gap, limit = logs.get("logprob_gap", 1.0), settings.logprob_gap_limit
+            for line in warnings_of(trees, account, update, self.loss_objective, gap, limit):
+                logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)
         return logs
 
@@ -296,16 +293,12 @@ class OnlineTrainer(TreeTrainer):
         self.rewards.begin(self.state)
         budget, hidden = self.rollouts.budget(self.loop), bool(self.args.disable_tqdm)
         with token_progress(f"iteration {iteration + 1}", budget, hidden=hidden) as advance:
-            collected = self.collected(self.rollouts, self.loop, iteration, replace(rounds, progress=advance))
-        return Sampled(collected, self.rewards.tally, rounds)
-
-    def collected(self, rollouts: Collector, loop: LoopState, iteration: int, rounds: Rounds) -> Collected:
-        collected = rollouts.collect(self.items, rollouts.budget(loop), (self.args.seed, iteration, _TREES), rounds)
-        check_failures(rollouts.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
+            advancing = replace(rounds, progress=advance)
+            collected = self.rollouts.collect(self.items, self.loop, self.args.seed, iteration, advancing)
         if self.items.curriculum.measures_angles:
             prompts = [each.tree.prompt_ids for each in collected.trees]
             collected.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
-        return collected
+        return Sampled(collected, self.rewards.tally, rounds)
 
     def _credited(self, rows: Sequence[list[Trajectory]]) -> Update | None:
         """The rows with advantages and the log-probs that the objective needs; None where nothing is left to train."""
@@ -428,14 +421,7 @@ class OnlineTrainer(TreeTrainer):
             self.loop = LoopState.from_json(own)
             self.rewards.failures.update(self.loop.failures)
             self.items.load_state_dict(self.loop.curriculum)
-        if num_dropped := ranks.on_first_rank(
-            lambda: forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates())
-        ):
-            logger.warning(
-                "settings of updates changed since the journal was written: %s of policies after iteration %d, which "
-                "this run will not have, are dropped and computed again",
-                *(num(num_dropped, "recorded answer"), self.loop.iteration),
-            )
+        ranks.on_first_rank(lambda: forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates()))
         self.rollouts.hand_over()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
 
@@ -462,9 +448,6 @@ class OnlineTrainer(TreeTrainer):
             "seed": self.args.seed,
             "online_settings": json.dumps(self.settings.sampling_facts(), sort_keys=True, default=str),
         }
-
-    def _is_due(self, iteration: int, every: int) -> bool:
-        return every > 0 and ((iteration + 1) % every == 0 or iteration + 1 == self.settings.iterations)
 
     def _facts_of_updates(self) -> str:
         num_updates = self.settings.iterations * self.settings.updates_per_iteration
