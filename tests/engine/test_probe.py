@@ -18,6 +18,7 @@ from treewise.engine import scoring, walk
 from treewise.engine.probe import probe
 from treewise.engine.scoring import EdgeScorer
 from treewise.errors import UnsupportedModelError
+from treewise.nn.adapter_slots import Shape, Slots
 from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
@@ -59,6 +60,21 @@ def test_models_with_a_norm_after_each_layer_pass_under_autocast(family: str) ->
 def test_mixtures_of_experts_pass_in_bfloat16(seed: int) -> None:
     torch.manual_seed(seed)
     run_probes(louder(tiny_model("qwen3_moe")).bfloat16())
+
+
+@pytest.mark.parametrize(("seed", "is_trained"), [(3, False), (15, False), (29, True)])
+def test_adapters_of_rank_1_pass_in_float64(seed: int, is_trained: bool) -> None:
+    """A norm after each layer makes a result of rank 1 little more than its sign, which the model's own rounding to
+    float32 can turn at single rows."""
+    slots = Slots(tiny_model("gemma2", torch.float64), trains_all=False)
+    weights = slots.new_weights(Shape(1), seed)
+    torch.manual_seed(seed)
+    for name, parameter in weights.parameters.items():
+        if is_trained and "lora_B" in name:
+            parameter.data.normal_(0, 0.05)
+    ids = np.random.default_rng(seed).integers(0, 64, 60)
+    with slots.using(weights), torch.set_grad_enabled(not is_trained):
+        probe(split_model(slots.model), "reference", Forest.from_trajectories([Trajectory(ids)]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])

@@ -63,7 +63,9 @@ _LOW, _LOW_EXPERTS, _UNREACHED = 0.2, 0.5, 1e-6  # of the whole gradient
 _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
 _TREE_SCALE = -0.5  # of two walks, whose gradients flat ones are added to
-_NOISE = 0.05  # on parameters of adapters: of their own size, or absolute where that is zero
+# On parameters of adapters: of their own size; where that is zero, by the factor of their layer: at LoRA's 32 of rank 1
+# more makes a tiny model a function of the adapter alone, which rounding moves by 1e-3.
+_NOISE = 0.05
 
 
 def probe(
@@ -121,8 +123,9 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     with torch.inference_mode(mode=False), torch.no_grad():  # a parameter cannot be a tensor of inference mode
         for _, path, _, parameter in slots:
             if id(parameter) not in made:
-                is_stirred = id(parameter) in adapters
-                data = _stirred(parameter.detach(), len(made)) if is_stirred else parameter.detach()
+                data = parameter.detach()
+                if id(parameter) in adapters:
+                    data = _stirred(data, len(made), _NOISE / max(adapters[id(parameter)], 1.0))
                 made[id(parameter)] = names[path] = nn.Parameter(data)
                 for hook in (parameter._backward_hooks or {}).values():  # they are part of its gradient
                     names[path].register_hook(hook)
@@ -135,15 +138,15 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             setattr(module, name, parameter)
 
 
-def _stirred(data: Tensor, seed: int) -> Tensor:
+def _stirred(data: Tensor, seed: int, least: float) -> Tensor:
     if isinstance(data, DTensor):  # parts of an adapter may have any noise; whole ones have the same on all ranks
-        part = _stirred(data.to_local(), seed)
+        part = _stirred(data.to_local(), seed, least)
         mesh, places = data.device_mesh, data.placements
         return DTensor.from_local(part, mesh, places, run_check=False, shape=data.shape, stride=data.stride())
     generator = torch.Generator(data.device).manual_seed(seed)
     noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
     size = data.float().square().mean().sqrt().nan_to_num()
-    return (data.float() + noise * torch.where(size > 0, _NOISE * size, _NOISE)).to(data.dtype)
+    return (data.float() + noise * torch.where(size > 0, _NOISE * size, least)).to(data.dtype)
 
 
 @contextmanager
@@ -262,35 +265,36 @@ def _where(plan: Plan) -> str:
 
 @torch.no_grad()
 def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) -> float:
-    """How far the rows of one trajectory move by rounding, relative to the norm of a row.
+    """How far rows move by rounding, relative to the norm of a row.
 
-    In float32 or wider: the largest, when each number of the embeddings moves by its rounding. In low precision: the
-    largest of the medians over rows, between correct orders of computation: alone, in a batch, as a tree. None of them
-    has anything else in its row, so a leak does not widen it.
+    In float32 or wider: the largest of all rows that are compared, when each number of the embeddings moves by its
+    rounding; some move a hundred times as far as others. In low precision: the largest of the medians over rows of one
+    text, between correct orders of computation: alone, in a batch, as a tree. None of them has anything else in its
+    row, so a leak does not widen it.
     """
-    text = Trajectory(rows.text)
-    tokens = torch.as_tensor(rows.text, dtype=torch.long, device=lm.device)[None]
     generator = torch.Generator().manual_seed(0)
 
     def moved(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype).to(output.device)
         return output * (1 + torch.finfo(torch.float32).eps * noise)
 
-    def hidden(ids: Tensor) -> Tensor:
-        return lm.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+    def hidden(ids: np.ndarray, copies: int = 1) -> Tensor:
+        tokens = torch.as_tensor(ids, dtype=torch.long, device=lm.device).expand(copies, -1)
+        return lm.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0]
 
     has_scans = bool({*kinds_of(lm.decoder).values()} - {_WITHOUT_SCAN})
     with uncompiled(lm.model), _failing_as(f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
-        alone = hidden(tokens)
+        alone = [hidden(ids) for ids in (rows.texts if is_exact else [rows.text])]
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)
             try:
-                return max(_gaps(alone, hidden(tokens)).max().item(), _SCANS if has_scans else 0.0)
+                gaps = [_gaps(each, hidden(ids)).max().item() for each, ids in zip(alone, rows.texts, strict=True)]
+                return max(*gaps, _SCANS if has_scans else 0.0)
             finally:
                 hook.remove()
-        batched = hidden(tokens.expand(3, -1))
-    chain = Walk(lm, make_plan(Forest.from_trajectories([text])), impl).whole_output().hidden
-    return max(_gaps(alone, each).median().item() for each in (batched, chain))
+        batched = hidden(rows.text, 3)
+    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(rows.text)])), impl).whole_output().hidden
+    return max(_gaps(alone[0], each).median().item() for each in (batched, chain))
 
 
 def _gaps(expected: Float[Tensor, "n M"], found: Float[Tensor, "n M"]) -> Float[Tensor, " n"]:

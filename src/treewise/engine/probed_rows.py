@@ -19,12 +19,17 @@ _WINDOWS = ("window", "chunk", "floor_scale")  # in the names of what changes wi
 @dataclass(frozen=True, slots=True)
 class ProbedRows:
     """items: the trunk with its longest branch first. own: tokens of each beyond its fork. budget: cuts the trunk.
-    text: a few tokens, without an image."""
+    texts: the tokens of each but its images."""
 
     items: list[Trajectory]
     own: tuple[int, ...]
     budget: int
-    text: np.ndarray
+    texts: list[np.ndarray]
+
+    @property
+    def text(self) -> np.ndarray:
+        """A few tokens, without an image."""
+        return self.texts[0][:20]
 
 
 def text_ids(forest: Forest) -> np.ndarray:
@@ -52,10 +57,11 @@ def probed_rows(lm: DecoderAndHead, forest: Forest, *, with_image: bool) -> Prob
         ids[0] = draw.other(int(ids[0]), siblings)
         siblings.append(int(ids[0]))
     parts = [(trunk, tail), *((trunk[:at], ids) for at, ids in zip(forks, others, strict=True))]
+    texts = [np.concatenate(part) for part in parts]
     above = 0 if image is None else len(image[0])
     items, sizes = [], []
     for index, (before, own) in enumerate(parts):
-        ids, spans = np.concatenate([before, own]), []
+        ids, spans = texts[index], []
         if image is not None:
             again = [len(before) + above + 1] if index == 2 else []
             for start in (min(2, fork), *again):
@@ -65,7 +71,7 @@ def probed_rows(lm: DecoderAndHead, forest: Forest, *, with_image: bool) -> Prob
         weights[[0, *(place for span in spans for place in range(span.start, span.end))]] = 0
         items.append(Trajectory(ids, loss_weights=weights, images=tuple(spans)))
         sizes.append(len(own) + (above if index == 2 else 0))
-    return ProbedRows(items, tuple(sizes), max(1, fork - 4 + above), trunk[:20])
+    return ProbedRows(items, tuple(sizes), max(1, fork - 4 + above), texts)
 
 
 def _length(lm: DecoderAndHead) -> int:

@@ -209,8 +209,9 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def adapter_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters of modules within adapter layers, apart from the layers that these adapt."""
+def adapter_parameters(model: nn.Module) -> dict[int, float]:
+    """Ids of parameters of modules within adapter layers, apart from the layers that these adapt; each with the largest
+    factor of its layer's result (LoRA's alpha over rank; 1 where there is none)."""
     layers: list[Any] = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
     adapted = {
         id(parameter)
@@ -218,7 +219,14 @@ def adapter_parameters(model: nn.Module) -> set[int]:
         if isinstance(getattr(layer, "base_layer", None), nn.Module) and not hasattr(layer.base_layer, "base_layer")
         for parameter in layer.base_layer.parameters()
     }
-    return {id(each) for layer in layers for each in layer.parameters() if each.is_floating_point()} - adapted
+    factors = [max(map(abs, dict(getattr(layer, "scaling", {})).values()), default=1.0) for layer in layers]
+    found = {
+        id(each): factor
+        for layer, factor in zip(layers, factors, strict=True)
+        for each in layer.parameters()
+        if each.is_floating_point()
+    }
+    return {key: factor for key, factor in found.items() if key not in adapted}
 
 
 def base_model(model: Any) -> nn.Module:

@@ -40,14 +40,17 @@ def prompt_scores(engine: TreeEngine, requests: Sequence[PromptRequest]) -> list
     """For each prompt, by name: `own` [n] and `top`, `top_ids` [n, num_top], NaN and minus infinity where none are, as
     at the first token; `targets` [n - 1, K], 0 where there is none; `drawn`, `drawn_ids` [n - 1, num_drawn].
     """
+    if not requests:
+        return []
     # a trajectory has a token to predict: a prompt of one token, or that ends in an image, is given one
     ids = [
         np.append(each.token_ids, 0) if len(each.token_ids) < 2 or each.images else each.token_ids for each in requests
     ]
     items = [Trajectory(own, images=each.images) for own, each in zip(ids, requests, strict=True)]
     with sampling_mode(engine.model):
-        hidden = engine.hidden_states(Forest.from_trajectories(items)) if items else []
-        return [_scored(engine.lm.head(), own, each) for own, each in zip(hidden, requests, strict=True)]
+        hidden = engine.hidden_states(Forest.from_trajectories(items))
+        head = engine.lm.head()  # with adapters a sum over all of its weight, which is taken once
+        return [_scored(head, own, each) for own, each in zip(hidden, requests, strict=True)]
 
 
 def _scored(head: Any, hidden: torch.Tensor, asked: PromptRequest) -> dict[str, np.ndarray]:
