@@ -51,9 +51,9 @@ class Api(Catalog):
     paths, and those of other servers of this API (projects, publishing, billing), are 404.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(worker)
-        self.settings = worker.settings
+    def __init__(self, store: Store) -> None:
+        super().__init__(Worker(store, self.on_answers))
+        self.settings = self.worker.settings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answered = asyncio.Event()  # a new one after each time that something was
 
@@ -76,6 +76,15 @@ class Api(Catalog):
             yield
             await run_in_threadpool(self.worker.stop)
 
+        hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
+        guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+        answers: Any = dict.fromkeys((HTTPException, ClientDisconnect, TreewiseError, KeyError, ValueError), _refused)
+        every = [Route("/", _page), *self._routes()]
+        return Starlette(routes=every, lifespan=lifespan, middleware=[guard], exception_handlers=answers)
+
+    # -- every request ------------------------------------------------------------------------------------------------
+
+    def _routes(self) -> list[Route]:
         # What the SDK leaves out or does otherwise with this server.
         part = min(5_000_000, (self.settings.max_request_mb << 20) // 2)
         off = ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side")
@@ -119,16 +128,9 @@ class Api(Catalog):
             ("GET", "status", self.status),
         ]
         table = [("POST", *each) for each in posted] + [(*each, None) for each in others]
-        routes = [
+        return [
             Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=[way]) for way, path, handler, kind in table
         ]
-        hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
-        guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-        answers: Any = dict.fromkeys((HTTPException, ClientDisconnect, TreewiseError, KeyError, ValueError), _refused)
-        every = [Route("/", _page), *routes]
-        return Starlette(routes=every, lifespan=lifespan, middleware=[guard], exception_handlers=answers)
-
-    # -- every request ------------------------------------------------------------------------------------------------
 
     def _guarded(self, handler: Any, kind: Any) -> Any:
         async def guarded(request: Request) -> Response:
@@ -342,9 +344,7 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
     journal = Journal(folder / "journal.sqlite")
-    worker = Worker(Store(folder, served, settings.names[0], journal), lambda: api.on_answers())
-    api = Api(worker)
-    return api.app()
+    return Api(Store(folder, served, settings.names[0], journal)).app()
 
 
 def serve(settings: ServeSettings) -> None:
@@ -358,5 +358,4 @@ def serve(settings: ServeSettings) -> None:
         config = uvicorn.Config(
             app, host=settings.host, port=settings.port, access_log=False, timeout_graceful_shutdown=5, ws="none"
         )
-        server = uvicorn.Server(config)
-        server.run()  # prints the address
+        uvicorn.Server(config).run()  # prints the address
