@@ -50,8 +50,8 @@ from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 # In float32 or wider, largest differences of a hidden row relative to it, and of a parameter's gradient relative to its
-# own norm and to that of the whole gradient: these, or so many spreads of the model (3e-6 in SmolLM2-135M, where the
-# tree differs by 1.3, 7 and 1.7 spreads). Of a log-prob.
+# own norm and to that of the whole gradient: these, or so many spreads of the model (2e-6 in SmolLM2-135M, where the
+# tree differs by 0.9, 7 and 0.9 spreads). Of a log-prob.
 _ROW, _OWN, _WHOLE = (2e-5, 20), (1e-4, 100), (1e-5, 10)
 _LOGPROB = 1e-3
 # At least the spread of scans, which round in float32 in every order; short convolutions alone have none.
