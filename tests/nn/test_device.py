@@ -90,18 +90,21 @@ def test_autocast_is_kept_for_later() -> None:
 
 
 FAULTS = """
-import resource, torch
+import mmap, resource, torch
 from treewise.nn.device import keep_freed_memory
 
-def num_faults():
-    for _ in range(4):  # where pieces of memory that were freed lie is settled after a few
-        torch.ones(2**24)
+def num_faults(work):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
-        torch.ones(2**24)
+    work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-print(num_faults(), keep_freed_memory(), num_faults())
+def most_of_last(number):
+    # glibc first holds some freed pieces of few bytes back (tcache), and the next tensor lies behind the last one.
+    found = [num_faults(lambda: torch.ones(2**24)) for _ in range(number)]
+    return max(found[-3:])
+
+fresh = num_faults(lambda: mmap.mmap(-1, 2**26).write(bytes(2**26)))
+print(fresh, most_of_last(6), keep_freed_memory(), most_of_last(40))
 """
 
 
@@ -109,9 +112,11 @@ print(num_faults(), keep_freed_memory(), num_faults())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_kept_memory_is_not_faulted_in_again() -> None:
     run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
-    returned, is_kept, kept = run.stdout.split()
+    fresh, returned, is_kept, kept = run.stdout.split()
+    if int(fresh) < 20:
+        pytest.skip("this system counts no page faults")  # or has pages of more than 2 MiB
     assert is_kept == "True"
-    assert int(kept) < 20 < int(returned)  # huge pages: 32 of 2 MiB each time
+    assert int(kept) < 10 < int(returned)  # huge pages: 32 of 2 MiB
 
 
 KERNELS = """
