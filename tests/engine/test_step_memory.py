@@ -1,6 +1,6 @@
 """The predicted peak of a step against every allocation that torch makes in one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import LiveBytes, step_memory
 from treewise.objectives import SFT
 from treewise.objectives.policy_gradient import PolicyGradient
-from treewise.planning.planner import plan
+from treewise.planning.planner import FORWARD, HOLD, Pass, Plan, plan
 from treewise.testing.families import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -32,6 +32,7 @@ CASES = [
     ("qwen3", "autocast entropy tied", QUARTER, FLOAT),
     ("qwen3_moe", "routers experts checkpointing", WHOLE, FLOAT),
     ("qwen3_moe", "parameters", QUARTER, FLOAT),
+    ("llama", "tied checkpointing small", WHOLE, FLOAT),
 ]
 REST = [
     (family, more, part, dtype)
@@ -62,12 +63,15 @@ REST = [
 ]
 
 
-def forest() -> Forest:
-    """A prompt of 100 tokens with two answers that fork once more; 480 tokens."""
+COSTS = module.flop_model(tiny_model("llama"))
+
+
+def forest(part: int = 1) -> Forest:
+    """A prompt of 100 tokens with two answers that fork once more; 480 tokens. part: each a `part`-th as long."""
     rng = np.random.default_rng(0)
     tokens = iter(rng.integers(3, 60, (9, 100)).astype(np.int32))
-    prompt, left, right = next(tokens), next(tokens)[:80], next(tokens)[:60]
-    rows = [np.concatenate([prompt, half, next(tokens)[:60]]) for half in (left, left, right, right)]
+    prompt, left, right = next(tokens)[: 100 // part], next(tokens)[: 80 // part], next(tokens)[: 60 // part]
+    rows = [np.concatenate([prompt, half, next(tokens)[: 60 // part]]) for half in (left, left, right, right)]
     return Forest.from_trajectories([Trajectory(row, advantages=np.ones(len(row))) for row in rows])
 
 
@@ -103,7 +107,7 @@ def allocated(step: Callable[[], object], model: torch.nn.Module) -> int:
 )
 def test_the_peak_is_what_a_step_allocates_from_above(family: str, more: str, part: float, dtype: torch.dtype) -> None:
     """Predicted bytes of tensors over those that were allocated."""
-    model, items = model_of(family, more, dtype), forest()
+    model, items = model_of(family, more, dtype), forest(8 if "small" in more else 1)
     coefficient = 0.1 if "routers" in more else 0.0
     more_of_engine = {"router_aux_loss": "routers" in more, "router_z_coefficient": coefficient, "check": False}
     engine = TreeEngine(model, None if part == WHOLE else int(part * items.num_tokens), **more_of_engine)
@@ -150,6 +154,14 @@ def test_live_bytes_are_counted_once_for_all_views_until_the_last_is_gone() -> N
     assert (live.now, live.peak) == (0, 2 * 8 * 4 * 4)
 
 
+def test_a_log_sum_exp_allocates_its_terms() -> None:
+    live = LiveBytes(torch.nn.Linear(4, 4))
+    with live:
+        rows = torch.zeros(64, 100)
+        torch.logsumexp(rows, dim=1)
+    assert live.peak == 2 * rows.nbytes + 64 * 4
+
+
 def test_operations_on_shapes_that_were_met_before_count_as_the_first_did() -> None:
     """New results, views, a result in another's place, one that is given."""
     linear = torch.nn.Linear(4, 4, device="meta")
@@ -174,5 +186,48 @@ def test_a_plan_of_many_passes_runs_only_those_that_its_fullest_need() -> None:
     rows = [np.concatenate([np.arange(30), rng.integers(3, 60, 20)]).astype(np.int32) for _ in range(40)]
     made = plan(Forest.from_trajectories([Trajectory(row) for row in rows]), 60, hold="never")
     model = model_of("llama", "", FLOAT)
-    chosen = module._fullest(made, module.flop_model(model), FLOAT)
-    assert len(chosen.schedule) <= 5 < len(made.schedule)
+    assert len(module._fullest(made, module.flop_model(model), FLOAT).schedule) <= 5 < len(made.schedule)
+
+
+def test_each_pass_that_runs_finds_alive_what_it_does_in_the_whole_plan() -> None:
+    for made in plans():
+        whole = alive(made)
+        assert all(whole[step] == found for step, found in alive(chosen(made)).items())
+
+
+def test_the_pass_that_finds_most_graphs_is_one_of_them() -> None:
+    for made in plans():
+        held = {each.micro_batch for each in made.schedule if each.action == HOLD}
+        most = [max(len(found & held) for found in alive(each).values()) for each in (made, chosen(made))]
+        assert most[0] == most[1]
+
+
+def chosen(made: Plan) -> Plan:
+    return module._fullest(made, COSTS, FLOAT)
+
+
+def plans() -> Iterator[Plan]:
+    """Of trees with three forks at 10 tokens, each with another 1 to 11 tokens further down, at three budgets."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        rows = []
+        for _ in range(4):
+            prompt = rng.integers(3, 60, 10)
+            for _ in range(3):
+                trunk = np.concatenate([prompt, rng.integers(3, 60, rng.integers(1, 12))])
+                rows += [np.concatenate([trunk, rng.integers(3, 60, rng.integers(1, 12))]) for _ in range(2)]
+        items = Forest.from_trajectories([Trajectory(each.astype(np.int32)) for each in rows])
+        yield from (plan(items, budget) for budget in (15, 40, 60))
+
+
+def alive(made: Plan) -> dict[Pass, set[int]]:
+    """At each pass with a backward, the micro-batches that were opened and not ended."""
+    found: dict[Pass, set[int]] = {}
+    opened: set[int] = set()
+    for step in made.schedule:
+        if step.action in (FORWARD, HOLD):
+            opened.add(step.micro_batch)
+        else:
+            found[step] = set(opened)
+            opened.discard(step.micro_batch)
+    return found

@@ -30,6 +30,10 @@ PRIVATE_NAMES = {
     "torch.ops.higher_order.flex_attention": "torch:ops.higher_order.flex_attention",
     "_dynamo": "torch:_dynamo.maybe_mark_dynamic",  # one kernel for all lengths; the limit of graphs for one function
     "_subclasses": "torch:_subclasses.fake_tensor",  # tensors without data that autocast takes for the CPU's
+    # Whether autograd itself adds two gradients, and whether anything else holds the first: it then adds in place.
+    "_current_autograd_node": "torch:_C",
+    "_storage_Use_Count": "torch:_C",
+    "_cdata": "torch:UntypedStorage",
     "_from_config": "transformers.modeling_utils",  # a model of a configuration, as `from_pretrained` makes it
     "_orig_mod": "torch._dynamo.eval_frame",  # the model inside a compiled one
     "_compiled_call_impl": MODULE,  # detects layers that are compiled in place

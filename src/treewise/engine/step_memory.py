@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,8 +41,12 @@ _attention = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attention_backward = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 _aten = torch.ops.aten
 _device = torch.ops.prim.device.default  # what fake tensors are asked for their device by
+_sum = _aten.add.Tensor
+_running_node = part_of_torch("_C._current_autograd_node")
+_num_owners = part_of_torch("_C._storage_Use_Count")
 _IN_PLACE = "the tensor that was given"
 _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
+_TILES = ((768, 256), (192, 64), (0, 32))  # of attention on a CPU: queries from which on, rows of a tile
 # Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
 INSIDE_KERNELS = 1.03
 # Of the resident set, on a CPU: an allowance above all but two cases measured (docs/performance.md). Holes in glibc's
@@ -185,30 +191,38 @@ def _loss(forest: Forest, rule: RouterLossRule | None, outputs: tuple[str, ...],
 def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
     """The plan with only those passes that its fullest ones need to find alive what they do in the step.
 
-    These are the forwards whose gateways or graphs are alive then, and the backward before, by which gateways and head
-    have gradients. The fullest are the pass with most live tokens and gateways, and the largest one: with gradient
-    checkpointing tokens that are held take little.
+    These are the forwards whose gateways or graphs are alive then, what ends those of an earlier one, and the backward
+    before, by which gateways and head have gradients. The fullest are the pass with most graphs, each of which may hold
+    casts of weights, that with most live tokens and gateways, and the largest one: with gradient checkpointing tokens
+    that are held take little.
     """
     if plan.is_whole:
         return plan
     width = dtype.itemsize
     token, gateway = width * costs.activation_values, gateway_bytes(costs.gateway_values, width)
     opened: dict[int, int] = {}  # micro-batch: index of its first pass
+    ends: dict[int, int] = {}  # index of the first pass of an open micro-batch: that of its last
     alive: list[list[int]] = []  # at each pass, the indices of those
-    backwards: list[tuple[int, int, int]] = []  # bytes, own tokens and index of passes with a backward
+    backwards: list[tuple[int, int, int, int]] = []  # of passes with a backward: graphs held, bytes, own tokens, index
     for index, (step, (gateway_tokens, live_tokens)) in enumerate(zip(plan.schedule, plan.timeline, strict=True)):
         if step.action in (FORWARD, HOLD):
             opened[step.micro_batch] = index
         alive.append(list(opened.values()))
         if step.action in (TRAIN, BACKWARD):
             num_bytes = token * live_tokens + gateway * gateway_tokens
-            backwards.append((num_bytes, plan.micro_batches[step.micro_batch].num_tokens, index))
-            opened.pop(step.micro_batch, None)
+            num_graphs = sum(plan.schedule[each].action == HOLD for each in alive[-1])
+            num_tokens = plan.micro_batches[step.micro_batch].num_tokens
+            backwards.append((num_graphs, num_bytes, num_tokens, index))
+            if step.micro_batch in opened:
+                ends[opened.pop(step.micro_batch)] = index
     # Of equal ones the last, which finds most gradients.
-    fullest = {max(backwards)[2], max(backwards, key=lambda each: each[1:])[2]}
-    before = {index for last in fullest for _, _, index in [each for each in backwards if each[2] < last][-1:]}
-    needed = fullest | before
-    needed |= {each for index in needed for each in alive[index]}
+    fullest = {max(backwards, key=lambda each: each[by:])[-1] for by in range(3)}
+    before = {max((each[-1] for each in backwards if each[-1] < index), default=index) for index in fullest}
+    needed, found = fullest | before, set[int]()
+    while needed != found:
+        found = set(needed)
+        needed |= {each for index in found for each in alive[index]}
+        needed |= {ends[index] for index in found if ends.get(index, len(alive)) < max(fullest)}
     return replace(plan, schedule=tuple(plan.schedule[index] for index in sorted(needed)))
 
 
@@ -235,6 +249,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _device:
             return args[0].fake_device
+        if func is _sum and _adds_in_place(*args):
+            return args[0]
         result = self._results.of(func, args, kwargs or {})
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.layout is torch.strided:
@@ -254,6 +270,15 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, identity: int, size: int) -> None:
         self._known.discard(identity)
         self.now -= size
+
+
+def _adds_in_place(first: torch.Tensor, second: Any) -> bool:
+    """Whether this sum is one of two gradients of one tensor, by autograd itself, which does it in place where nothing
+    else holds the first; but not under a mode that sees operations, nor on `meta`.
+    """
+    if torch.is_grad_enabled() or isinstance(_running_node(), NoneType | BackwardCFunction) or first is second:
+        return False
+    return _num_owners(first.untyped_storage()._cdata) == 2  # noqa: SLF001 (it and the object of this line)
 
 
 class Results:
@@ -327,14 +352,18 @@ def _is_new(result: Any, given: Any) -> bool:
 def _work_space(func: Any, args: Sequence[torch.Tensor], result: Any) -> int:
     """Bytes that a kernel of the CPU allocates inside, where they are more than a few.
 
-    Attention: scores of a tile in float32 and their gradients, for each thread, and in half precision keys and values
-    once more for every head. Sums and products of two dtypes: a copy of the narrower tensor.
+    Attention: scores of a tile in float32 and their gradients, for each thread, in half precision both once more, and
+    keys and values for every head. Sums and products of two dtypes: a copy of the narrower tensor. Log-sum-exp: terms.
     """
+    if func is _aten.logsumexp.default:
+        return args[0].nbytes
     if func in (_attention, _attention_backward):
         query, key = args[func is _attention_backward :][:2]
-        rows, keys = min(query.shape[2], 128 if query.shape[2] >= 512 else 64), min(key.shape[2], 512)
-        packed = 2 * key.shape[2] * query.shape[1] * query.shape[3] * query.itemsize if query.itemsize < 4 else 0
-        return 2 * 4 * rows * keys * torch.get_num_threads() + packed
+        rows = next(most for least, most in _TILES if query.shape[2] >= least)
+        tile = min(query.shape[2], rows) * min(key.shape[2], 512) * torch.get_num_threads()
+        if query.itemsize >= 4:
+            return 2 * 4 * tile
+        return 2 * 6 * tile + 2 * key.shape[2] * query.shape[1] * query.shape[3] * query.itemsize
     if func.overloadpacket in _POINTWISE:
         narrow = (each for each in args if isinstance(each, torch.Tensor) and each.dtype != result.dtype)
         return sum(each.numel() for each in narrow) * int(result.itemsize)
