@@ -348,12 +348,36 @@ def test_what_can_no_longer_be_copied_when_a_branch_begins_is_played_again(chat:
     assert (branch.environment.room, branch.environment.is_closed) == (episode.environment.room, False)
 
 
+@pytest.mark.parametrize(
+    "answer", [None, "and?", ["and?"], [{"role": "user", "content": None}], [{"role": b"user", "content": "and?"}], {}]
+)
+def test_what_answers_a_turn_and_is_no_list_of_messages_is_a_failure(chat: ChatTokens, answer: Any) -> None:
+    class Odd(Talker):
+        def respond(self, message: dict[str, Any]) -> Any:
+            return answer
+
+    episode = begin(chat, Odd)
+    take_turn(episode, "hello")
+    assert episode.end_reason == "failed"
+    assert "TypeError: respond returned" in str(reward_of(episode))
+
+
+class Pretending(str):
+    """A text that hides what it is, as subclasses may."""
+
+    def __str__(self) -> str:
+        return self
+
+    def encode(self, *_: Any) -> bytes:
+        return b""
+
+
 @pytest.mark.parametrize("where", ["tool", "reset"])
 def test_half_of_a_surrogate_pair_is_a_failure_and_not_the_end_of_the_tokenizer(chat: ChatTokens, where: str) -> None:
     class Cut(Counting):
         def reset(self, seed: int) -> str:
             super().reset(seed)
-            return "\ud83d" if where == "reset" else ""
+            return Pretending("\ud83d") if where == "reset" else ""
 
         def add(self, number: int) -> str:
             """Adds.
@@ -361,9 +385,15 @@ def test_half_of_a_surrogate_pair_is_a_failure_and_not_the_end_of_the_tokenizer(
             Args:
                 number: A number.
             """
-            return "\ud83d"
+            return Pretending("\ud83d")
+
+    class Talking(Talker):
+        def reset(self, seed: int) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "\ud83d"}]
 
     if where == "reset":
+        with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
+            begin(chat, Talking)
         with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
             begin(chat, Cut)
         return
