@@ -6,13 +6,13 @@ Every process trains the flat side by itself and compares whole gradients with i
 import atexit
 import multiprocessing
 import os
-import socket
 import time
 from multiprocessing.connection import Connection
 
 import torch
 
 from tests.crossings.drawing import Draw, ImpossibleError, Outcome, WrongError, judged
+from tests.trainer.forked_ranks import free_port
 from treewise import errors
 from treewise.errors import TreewiseError
 
@@ -26,8 +26,7 @@ class Pool:
 
     def __init__(self, num_ranks: int) -> None:
         context, self.num_draws = multiprocessing.get_context("spawn"), 0
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self.ends = [own for own, _ in pipes]
         self.workers = [

@@ -51,7 +51,7 @@ EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
 notebook.cells.append(nbformat.v4.new_code_cell(sys.argv[2]))
-nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": sys.argv[3]}}).execute()
+nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": sys.argv[3]}}).execute()
 print("".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ())))
 """
 
@@ -69,7 +69,7 @@ def test_the_notebook_of_the_walkthrough_runs_and_learns(tmp_path: Path) -> None
         command = [sys.executable, "-c", EXECUTE, notebook, CHECKS, str(tmp_path)]
     folders = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | folders, capture_output=True, text=True, check=False, timeout=400
+        command, cwd=tmp_path, env=os.environ | folders, capture_output=True, text=True, check=False, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "share ratio" in done.stdout

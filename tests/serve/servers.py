@@ -37,7 +37,7 @@ class Address:
     url: str
 
     def ask(self, path: str, body: object = None, *, method: str | None = None, **headers: str) -> tuple[int, Any]:
-        """Status and JSON of a plain request."""
+        """Status and JSON of a plain request; sent again where its answer is not there yet, as the SDK does."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"X-API-Key": KEY, **headers}, method=method)
         try:
@@ -46,6 +46,8 @@ class Address:
         except urllib.error.HTTPError as error:
             with error:
                 status, content = error.code, error.read()
+        if status == 408:
+            return self.ask(path, body, method=method, **headers)
         return status, json.loads(content) if content[:1] in (b"{", b"[") else content
 
 
@@ -67,7 +69,7 @@ def running(folder: Path, model: Any, tokenizer: Any = None, **settings: Any) ->
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        assert is_up.wait(60)
+        assert is_up.wait(600)
         yield Address(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
     finally:
         server.should_exit = True

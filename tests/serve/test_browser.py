@@ -43,8 +43,9 @@ def test_the_page_shows_what_the_server_did(tmp_path):
         sampler = run.save_weights_and_get_sampling_client().result()
         sampler.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4, stop=[])).result()
         with sync_api.sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=300_000)
             page = browser.new_page()
+            page.set_default_timeout(300_000)
             asked, errors = [], []
             page.on("request", lambda each: asked.append(each.url))
             page.on("pageerror", lambda each: errors.append(str(each)))

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import tinker
 from tinker import types
 
 from tests.serve.servers import KEY, Address, running, tree_of_data
+from tests.trainer.forked_ranks import free_port
 from treewise.serve.journal import Journal, Work
 from treewise.testing.families import tiny_model
 
@@ -38,12 +38,6 @@ def train(client, num_steps, begins=lambda number: None):
     last = run.forward(tree_of_data("cross_entropy"), "cross_entropy").result()
     logprobs = np.concatenate([each["logprobs"].to_numpy() for each in last.loss_fn_outputs])
     return run, seen, logprobs
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Killer(threading.Thread):
@@ -104,7 +98,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_pa
     def begins(number):
         killer.may_kill.set()  # not before: the SDK asks for a run once, and gives up where the connection ends
         if number == len(wanted) - 1:  # a fast machine ends its steps before the first kill
-            assert killer.has_killed.wait(60)
+            assert killer.has_killed.wait(600)
 
     try:
         client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)

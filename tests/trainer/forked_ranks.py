@@ -27,7 +27,8 @@ from treewise.trainer.checkpoint.store import MANIFEST, read_manifest
 NUM_RANKS = 2
 NUM_KILLS = 3  # of each run; then it is left to end
 FAULT_STEP = 3
-SECONDS = 60  # for one attempt; a process that hangs is ended by an alarm
+SECONDS = 200  # for one attempt, on a machine that does other things, too; a process that hangs is ended by an alarm
+HELD: list[socket.socket] = []  # bound, and listening to nobody
 
 
 class Killer:
@@ -79,8 +80,18 @@ def join(rank, port, num_ranks=NUM_RANKS):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port for a server of this test. Linux gives it to nobody else while this process lives, and still lets a
+    server listen there that reuses addresses, as those of torch, asyncio and http do.
+    """
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind(("127.0.0.1", 0))
+    port = found.getsockname()[1]
+    if sys.platform == "linux":
+        HELD.append(found)
+    else:
+        found.close()
+    return port
 
 
 def train(run_dir, settings, trouble):

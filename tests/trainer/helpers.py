@@ -57,7 +57,7 @@ def flat_loss(model, trajectories):
     return total / weight
 
 
-def in_child(work, seconds=20):
+def in_child(work, seconds=200):
     """Runs `work` in a forked process, for so many seconds at most; returns its process id at once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child does not need them

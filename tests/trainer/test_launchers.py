@@ -1,7 +1,6 @@
 """`accelerate launch` as a user types it: several processes end with the weights of one, sharded where asked for."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.cli.helpers import save_tiny_model, write_rows
+from tests.trainer.forked_ranks import free_port
 from treewise.cli.main import main
 from treewise.trainer.checkpoint.store import read_manifest
 
@@ -58,7 +58,7 @@ def launch(words):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 
@@ -105,9 +105,8 @@ sys.exit(main(sys.argv[1:]))
 
 def test_processes_that_torchrun_starts_again_find_one_another_and_go_on(folder):
     (folder / "script.py").write_text(RESTARTED)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "2", "--master_port", port]
+    port = ["--master_port", str(free_port())]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "2", *port]
     more = ["--max_steps", "60", "--save_steps", "1", "--ddp_timeout", "60", "--per_device_train_batch_size", "1"]
     words = ["train", str(folder / "run.yaml"), *more, "--resume", "--output_dir", str(folder / "again")]
     ended = launch([*torchrun, str(folder / "script.py"), *words])

@@ -103,7 +103,7 @@ def test_the_next_step_is_planned_while_a_step_computes_also_that_of_the_next_ep
         nonlocal step
         step += 1
         if step < 8:  # without a thread this would wait in vain
-            assert events[step].wait(timeout=20), f"step {step + 1} was not prepared while step {step} ran"
+            assert events[step].wait(timeout=120), f"step {step + 1} was not prepared while step {step} ran"
             assert batches[step].ready.plan is not None
         assert batch is batches[step - 1]
         planned.append(trainer.engine.plan(batch.ready) is batch.ready.plan)

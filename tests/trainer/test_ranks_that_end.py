@@ -50,7 +50,7 @@ def found(tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-6000:]

@@ -11,7 +11,7 @@ import pytest
 from tests.trainer.helpers import in_child
 from treewise import TreeTrainingArguments
 from treewise.distributed.signals import StopSignals
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, LostRankError
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.store import own_file
 from treewise.trainer.run_context import NAME, RunLock, entered_run
@@ -142,6 +142,24 @@ def test_a_run_enters_no_folder_that_leads_out_of_its_own(tmp_path):
     with pytest.raises(ConfigError, match="rollouts is a link"), entered_run(args, signals, "rollouts"):
         pass
     with entered_run(args, signals, "journal"):
+        pass
+
+
+def test_the_loss_of_another_process_is_named_while_the_folder_is_entered(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def watching(_):
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostRankError("rank 1 is gone") from error
+
+    def lose(_):
+        raise RuntimeError("gloo: Connection reset by peer")
+
+    monkeypatch.setattr("treewise.trainer.run_context.watching", watching)
+    monkeypatch.setattr("treewise.trainer.run_context.ranks.on_first_rank", lose)
+    args, signals = TreeTrainingArguments(output_dir=str(tmp_path / "run")), StopSignals(may_abandon=False)
+    with pytest.raises(LostRankError, match="rank 1 is gone"), entered_run(args, signals):
         pass
 
 

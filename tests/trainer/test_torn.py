@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(make_
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1200,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]

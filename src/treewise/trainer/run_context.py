@@ -52,8 +52,8 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals, *folders: str
             logger.warning("%s", line)
 
     with ExitStack() as stack:
-        ranks.on_first_rank(enter_folder)
         stack.enter_context(watching(args.ddp_timeout))
+        ranks.on_first_rank(enter_folder)
         stack.enter_context(signals)
         yield
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from treewise.data import RenderOptions, load_trees
+from treewise.data.render import piece_tokenizer
 from treewise.data.render import template as templates
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import Template, template_text
@@ -185,6 +186,22 @@ def test_pieces_give_the_ids_of_the_whole_text(fixtures, tokenizer):
     texts = [tokenizer.decode(item.token_ids) for item in tree.trajectories] + ["", "plain", "<|im_end|>"]
     for text, pieces in zip(texts, Encoder(tokenizer).encode(texts), strict=True):
         assert np.array_equal(joined(pieces), tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class Crowded(Encoder):
+    """Another thread encodes, and forgets what it does not need, when this one has just remembered its pieces."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "_known_chars" and value > 2:
+            super().__setattr__(name, piece_tokenizer.MAX_REMEMBERED_CHARS + 1)
+            self.encode(["b"])
+
+
+def test_pieces_that_a_thread_needs_stay_while_another_one_forgets_them(tokenizer):
+    pieces = Crowded(tokenizer).encode(["some words", "more words"])
+    for found, expected in zip(pieces, Encoder(tokenizer).encode(["some words", "more words"]), strict=True):
+        assert np.array_equal(joined(found), joined(expected))
 
 
 def test_continuations_get_no_space_in_front_from_a_sentencepiece_tokenizer():

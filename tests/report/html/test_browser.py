@@ -63,7 +63,8 @@ class One:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        args = ["--no-sandbox", "--disable-gpu"]
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=args, timeout=300_000)
         yield launched
         launched.close()
 
@@ -105,7 +106,7 @@ def open_page(browser: Any, files: dict[str, Path]) -> Iterator[Any]:
         context = context or browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(300_000)
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("dialog", lambda dialog: troubles.append("a dialog"))

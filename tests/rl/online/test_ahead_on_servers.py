@@ -26,7 +26,8 @@ pytestmark = pytest.mark.xdist_group("rl/online/test_ahead_on_servers")
 
 
 def trainer_on(folder, *servers, **changes):
-    sampler = ServerSampler([each.url for each in servers], weights="reload", patience_seconds=20) if servers else None
+    urls = [each.url for each in servers]
+    sampler = ServerSampler(urls, weights="reload", patience_seconds=SECONDS) if servers else None
     return new_trainer(folder, sampler=sampler, arguments_=SGD, **{**RUN, **changes})
 
 

@@ -1,6 +1,8 @@
 """An environment that waits holds up nobody; what is drawn does not depend on who was ready first."""
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from tests.rl.online.helpers import TOKENIZER, new_trainer
 from tests.rl.online.test_trainer import Killed
 from treewise.errors import TaskError
 from treewise.rl.branching import Branch, RolloutTree
+from treewise.rl.online import continuing
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
 from treewise.rl.online.records import rollouts_file
@@ -17,7 +20,7 @@ from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask
 
 END = TOKENIZER.eos_token_id
-SECONDS = 20.0  # after which a test of what waits has failed
+SECONDS = 200.0  # after which a test of what waits has failed
 
 
 class Scripted:
@@ -141,13 +144,39 @@ def waiting(monkeypatch):
     return of
 
 
-def test_an_environment_that_waits_holds_up_nobody(waiting, tmp_path):
+def test_an_environment_that_waits_holds_up_nobody(waiting, tmp_path, monkeypatch):
+    monkeypatch.setattr(continuing, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     waiting(5)
     nodes, rounds = continued(Scripted(), task_of(), 6, tmp_path, gather_seconds=0.0)
     assert Waiting.was_alone  # every other one had answered while it waited
     assert [each.finish for each in nodes] == ["max_turns"] * 6
     assert 0 < rounds.seconds["environments"] < rounds.seconds["sampling"]
     waiting(5, waits=False)
+    again, _ = continued(Scripted(), task_of(), 6, tmp_path / "other", gather_seconds=None)
+    for one, other in zip(nodes, again, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.turn_ends, other.turn_ends)
+
+
+def test_a_long_observation_is_tokenized_while_others_go_on(waiting, tmp_path, monkeypatch):
+    """The first of one rollout takes until all others have theirs."""
+    waiting(0, waits=False)
+    others, was_alone, tokenize = threading.Semaphore(0), [], ChatTokens.answer_ids
+
+    def tokenized(self, *args):
+        item, _, turn = args[-1].split(", ")  # the location
+        if (item, turn) == ("waiting/train/0", "turn 0"):
+            is_beside = threading.current_thread() is not threading.main_thread()
+            was_alone.append(is_beside and all(others.acquire(timeout=SECONDS) for _ in range(5)))
+        elif turn == "turn 1":
+            others.release()
+        return tokenize(self, *args)
+
+    monkeypatch.setattr(ChatTokens, "answer_ids", tokenized)
+    nodes, _ = continued(Scripted(), task_of(), 6, tmp_path, gather_seconds=0.0)
+    assert was_alone == [True]
+    monkeypatch.undo()
+    waiting(0, waits=False)
     again, _ = continued(Scripted(), task_of(), 6, tmp_path / "other", gather_seconds=None)
     for one, other in zip(nodes, again, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)

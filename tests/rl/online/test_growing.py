@@ -141,6 +141,7 @@ ROUNDS = {
     "tokens_per_iteration": 72,
     "max_new_tokens": 40,
     "max_length": 250,
+    "reward_timeout": SECONDS,
 }
 
 

@@ -71,7 +71,7 @@ class Own:
 def episode(request):
     factory = Own().environment
     task = Own() if request.param == "own" else EnvironmentTask(factory, text_tool="guess", max_turns=3)
-    return start(task, [task.item("train", 0)], ChatTokens(TOKENIZER, "chatml"), Calls(5.0))[0]
+    return start(task, [task.item("train", 0)], ChatTokens(TOKENIZER, "chatml"), Calls())[0]
 
 
 def test_observations_are_recorded_with_weight_0_and_turns_end_after_them(episode):

@@ -1,5 +1,6 @@
 """Nothing is lost when a run is killed, every token is accounted for, and updates equal flat training of the rows."""
 
+import itertools
 import logging
 import os
 import random
@@ -71,14 +72,14 @@ def undisturbed(tmp_path_factory):
 
 def raise_at(monkeypatch, owner, name, call, *, after=False):
     """Ends the process at a call of a function, before or after its work."""
-    original, calls = getattr(owner, name), []
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def replaced(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == call and not after:
+        is_last = next(calls) == call  # of all threads
+        if is_last and not after:
             raise Killed
         result = original(*args, **kwargs)
-        if len(calls) == call:
+        if is_last:
             raise Killed
         return result
 

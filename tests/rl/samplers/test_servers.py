@@ -1,8 +1,10 @@
 """Samplers on servers, against a stand-in on loopback; tests/engines runs a real vLLM."""
 
-import threading
+import itertools
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,9 @@ import torch
 pytest.importorskip("httpx")
 
 from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
+from tests.trainer.forked_ranks import free_port
 from treewise.errors import ConfigError, SamplerError
-from treewise.rl.samplers import Sampler, SampleRequest, ServerSampler
+from treewise.rl.samplers import Sampler, SampleRequest, ServerSampler, servers
 from treewise.testing import tiny_model
 
 PREFIX = (11, 23, 5, 40)
@@ -81,16 +84,21 @@ def test_entropies_are_bounded_from_below_by_the_most_likely_tokens(server: Stan
 
 def test_busy_servers_are_asked_again(server: StandIn) -> None:
     server.failures = [503, 429, 500]
-    with sampler_on(server, patience_seconds=20) as sampler:
+    with sampler_on(server, patience_seconds=600) as sampler:
         assert sampler.sample([SampleRequest(PREFIX, 1, 3)])[0][0].num_tokens == 3
     assert len(asked_of(server, "/v1/completions")) == 4
 
 
-def test_a_server_that_stays_busy_is_an_error(server: StandIn) -> None:
+def test_a_server_that_stays_busy_is_an_error(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of its clock goes by with each try."""
     server.failures = [503] * 99
-    with sampler_on(server, patience_seconds=0.1) as sampler, pytest.raises(SamplerError, match="answers 503"):
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None))
+    with (
+        sampler_on(server, model="tiny", patience_seconds=3) as sampler,
+        pytest.raises(SamplerError, match="answers 503"),
+    ):
         sampler.sample([SampleRequest(PREFIX, 1, 3)])
-    assert len(asked_of(server, "/v1/completions")) > 1
+    assert len(asked_of(server, "/v1/completions")) == 4
 
 
 def test_a_refusal_is_not_repeated(server: StandIn) -> None:
@@ -180,39 +188,33 @@ def test_logprobs_that_the_server_cannot_give_are_refused(server: StandIn) -> No
         sampler.sample([SampleRequest(PREFIX, want_entropy=True)])
 
 
-def test_a_server_that_dies_and_comes_back_gets_the_weights_before_it_is_asked() -> None:
-    """Its connections are refused meanwhile, and it begins with the weights of its start."""
-    model = trained()
-    first = StandIn()
-    port = first.server_port
-    with sampler_on(first, weights="reload", patience_seconds=30) as sampler:
+def test_a_server_that_dies_and_comes_back_gets_the_weights_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections are refused until the sampler has waited twice, and it begins with the weights of its start."""
+    model, waits = trained(), itertools.count(1)
+    first = StandIn(free_port())
+    with sampler_on(first, weights="reload", patience_seconds=600) as sampler, ExitStack() as stack:
         with running(first):
             sampler.update(model)
         back: list[StandIn] = []
 
-        def come_back() -> None:
-            back.append(StandIn(port))
-            back[0].num_starts = 5
-            back[0].serve_forever(poll_interval=0.01)
+        def wait(_: float) -> None:
+            if next(waits) == 2:
+                back.append(stack.enter_context(running(StandIn(first.server_port))))
+                back[0].num_starts = 5
 
-        thread = threading.Thread(target=come_back, daemon=True)
-        threading.Timer(0.3, thread.start).start()
+        monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
         completions = sampler.sample([REQUEST])[0]
         assert largest_gap(model, REQUEST, completions) < 1e-5
-        assert len(asked_of(back[0], "/collective_rpc")) == 1
-        assert [path for path, _ in back[0].seen].index("/collective_rpc") < [path for path, _ in back[0].seen].index(
-            "/v1/completions"
-        )
-        back[0].shutdown()
-        thread.join()
-        back[0].server_close()
+        paths = [path for path, _ in back[0].seen]
+        assert paths.count("/collective_rpc") == 1
+        assert paths.index("/collective_rpc") < paths.index("/v1/completions")
 
 
 @pytest.mark.parametrize("protocol", ["openai", "sglang"])
 def test_a_server_that_was_started_anew_unseen_is_noticed(server: StandIn, protocol: str) -> None:
     """Between two batches no connection is lost; its start says so, and the batch is sampled once more."""
     model = trained()
-    with sampler_on(server, weights="reload", protocol=protocol, patience_seconds=20) as sampler:
+    with sampler_on(server, weights="reload", protocol=protocol, patience_seconds=600) as sampler:
         sampler.update(model)
         before = sampler.sample([REQUEST])[0]
         server.start_anew()
@@ -224,7 +226,7 @@ def test_a_server_that_was_started_anew_unseen_is_noticed(server: StandIn, proto
 def test_several_servers_behind_one_address_are_an_error(server: StandIn) -> None:
     """Each of them says another start."""
     model = trained()
-    with sampler_on(server, weights="reload", patience_seconds=20) as sampler:
+    with sampler_on(server, weights="reload", patience_seconds=600) as sampler:
         sampler.update(model)
         server.on_metrics = lambda _: (200, f"process_start_time_seconds {len(server.seen)}.0\n")  # type: ignore[method-assign]
         with pytest.raises(SamplerError, match="several servers"):

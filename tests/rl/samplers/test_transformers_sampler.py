@@ -2,7 +2,9 @@
 
 import logging
 import random
+import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +132,25 @@ def test_isolated_requests_are_equal_to_the_bit_whatever_else_is_sampled() -> No
         for one, other in zip(completions, sampler.sample([request])[0], strict=True):
             assert one.token_ids.tobytes() == other.token_ids.tobytes()
             assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_two_threads_may_sample_from_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while attention of the first is that of a shared prefix, and may not begin with it."""
+    sampler = TransformersSampler(tiny_model("llama"))
+    expected = [ids_of(sampler.sample([request])) for request in REQUESTS[:2]]
+    attend, found = shared_prefix._attend, list[list[list[list[int]]]]()
+    other = threading.Thread(target=lambda: found.append(ids_of(sampler.sample([REQUESTS[1]]))), daemon=True)
+
+    def beside(*args: Any) -> torch.Tensor:
+        if other.ident is None:
+            other.start()
+            other.join(0.3)  # all that it can do meanwhile
+        return attend(*args)
+
+    monkeypatch.setattr(shared_prefix, "_attend", beside)
+    assert ids_of(sampler.sample([REQUESTS[0]])) == expected[0]
+    other.join()
+    assert found == [expected[1]]
 
 
 def test_stops_and_limits() -> None:

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ class Forgetful(Counting):
 class Faulty(Counting):
     def wait(self) -> str:
         """Waits for long."""
-        time.sleep(30)
+        threading.Event().wait()
         return "done"
 
     def fail(self) -> str:
@@ -274,7 +273,8 @@ def test_mistakes_of_the_model_are_told_to_it(chat: ChatTokens) -> None:
 def test_faults_of_the_environment_are_failures_of_the_rollout(chat: ChatTokens) -> None:
     runner = RewardRunner()
     task = EnvironmentTask(Faulty, name="faulty")
-    episode = start_episode(task, task.item("train", 0), chat, Calls(0.05))
+    episode = start_episode(task, task.item("train", 0), chat)
+    episode.calls.timeout_seconds = 0.05  # of what never answers; what does may take its time
     take_turn(episode, call("wait"))
     assert episode.end_reason == "failed"
     failure = reward_of(episode, runner)
@@ -309,16 +309,18 @@ def raises() -> None:
     [
         (raises, r"reward raised: .*KeyError: 'no session'"),
         (lambda: None, "reward raised: .*TypeError: fork returned None"),
-        (threading.Event().wait, "reward timeout: .*no answer within 0.3 seconds"),
+        (threading.Event().wait, "reward timeout: .*no answer within 0.05 seconds"),
     ],
     ids=["raises", "none", "hangs"],
 )
 def test_a_fork_that_goes_wrong_costs_its_rollout_or_its_branch(chat: ChatTokens, fault: Any, reason: str) -> None:
     task = EnvironmentTask(lambda: Forking(fault), name="forking")
-    episode = start_episode(task, task.item("train", 0), chat, Calls(0.3))
+    episode = start_episode(task, task.item("train", 0), chat)
     for _ in range(2):
         take_turn(episode, call("add", number=1))
         assert episode.end_reason is None
+    if "timeout" in reason:
+        episode.calls.timeout_seconds = 0.05
     with pytest.raises(TaskError, match="forking/train/0, episode 0: " + reason.split(": ", 1)[1]):
         branch_of(episode, 2)
     take_turn(episode, call("add", number=1))
@@ -346,12 +348,36 @@ def test_what_can_no_longer_be_copied_when_a_branch_begins_is_played_again(chat:
     assert (branch.environment.room, branch.environment.is_closed) == (episode.environment.room, False)
 
 
+@pytest.mark.parametrize(
+    "answer", [None, "and?", ["and?"], [{"role": "user", "content": None}], [{"role": b"user", "content": "and?"}], {}]
+)
+def test_what_answers_a_turn_and_is_no_list_of_messages_is_a_failure(chat: ChatTokens, answer: Any) -> None:
+    class Odd(Talker):
+        def respond(self, message: dict[str, Any]) -> Any:
+            return answer
+
+    episode = begin(chat, Odd)
+    take_turn(episode, "hello")
+    assert episode.end_reason == "failed"
+    assert "TypeError: respond returned" in str(reward_of(episode))
+
+
+class Pretending(str):
+    """A text that hides what it is, as subclasses may."""
+
+    def __str__(self) -> str:
+        return self
+
+    def encode(self, *_: Any) -> bytes:
+        return b""
+
+
 @pytest.mark.parametrize("where", ["tool", "reset"])
 def test_half_of_a_surrogate_pair_is_a_failure_and_not_the_end_of_the_tokenizer(chat: ChatTokens, where: str) -> None:
     class Cut(Counting):
         def reset(self, seed: int) -> str:
             super().reset(seed)
-            return "\ud83d" if where == "reset" else ""
+            return Pretending("\ud83d") if where == "reset" else ""
 
         def add(self, number: int) -> str:
             """Adds.
@@ -359,9 +385,15 @@ def test_half_of_a_surrogate_pair_is_a_failure_and_not_the_end_of_the_tokenizer(
             Args:
                 number: A number.
             """
-            return "\ud83d"
+            return Pretending("\ud83d")
+
+    class Talking(Talker):
+        def reset(self, seed: int) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "\ud83d"}]
 
     if where == "reset":
+        with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
+            begin(chat, Talking)
         with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
             begin(chat, Cut)
         return

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from treewise.errors import TaskError
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import Journal
-from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask, SumTask, TaskItem
+from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask, SumTask, TaskItem, calls
 from treewise.rl.tasks.rewards import RewardTally
 
 ITEM = TaskItem("sum/train/3", ({"role": "user", "content": "1 + 2 ="},), {"answer": "3"})
@@ -92,10 +93,24 @@ def test_a_batch_that_fails_only_as_a_whole_is_set_aside_as_a_whole() -> None:
     assert ["returned 1 reward for 3 completions" in str(each) for each in outcomes] == [True] * 3
 
 
-def test_a_reward_that_takes_too_long_is_left_behind() -> None:
-    release = threading.Event()
-    runner = RewardRunner(Calls(0.05))
-    results = _outcomes(lambda text: release.wait(60) if text == "slow" else 0.5, "slow", "fast", runner=runner)
+def test_a_reward_that_takes_too_long_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a call has passed once it waits, and not before: the others may take their time."""
+    release, waiting = threading.Event(), set[threading.Thread]()
+
+    class Limited(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            while self.is_alive() and not (timeout and self in waiting):
+                super().join(0.01)
+
+    def reward(text: str) -> float:
+        if text == "slow":
+            waiting.add(threading.current_thread())
+            release.wait(60)
+        return 0.5
+
+    monkeypatch.setattr(calls, "threading", SimpleNamespace(Thread=Limited, Lock=threading.Lock))
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    results = _outcomes(reward, "slow", "fast", runner=RewardRunner(Calls(0.05)))
     release.set()
     assert isinstance(results[0], RewardFailure)
     assert results[0].kind == "timeout"

@@ -22,7 +22,7 @@ MAX_REMEMBERED_CHARS = 64_000_000
 
 
 class Encoder:
-    """A tokenizer with a memory of pieces. `encode` never adds special tokens."""
+    """A tokenizer with a memory of pieces, for several threads. `encode` never adds special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -43,13 +43,14 @@ class Encoder:
         """Ids of texts, as pieces to be put in a row. Equal pieces are the same array."""
         cut = [self._pieces(text) for text in texts]
         needed = dict.fromkeys(piece for pieces in cut for piece in pieces)
+        known = self._known  # in whose place another thread may put a smaller one
         if self._known_chars > MAX_REMEMBERED_CHARS:
-            self._known = {piece: self._known[piece] for piece in needed if piece in self._known}
-            self._known_chars = sum(map(len, self._known))
-        new = [piece for piece in needed if piece not in self._known]
-        self._known |= dict(zip(new, self._encode_all(new), strict=True))
+            known = {piece: known[piece] for piece in needed if piece in known}
+            self._known_chars, self._known = sum(map(len, known)), known
+        new = [piece for piece in needed if piece not in known]
+        known |= dict(zip(new, self._encode_all(new), strict=True))
         self._known_chars += sum(map(len, new))
-        return [tuple(self._known[piece] for piece in pieces) for pieces in cut]
+        return [tuple(known[piece] for piece in pieces) for pieces in cut]
 
     def encode_continuations(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of texts that continue another text, so no space is put in front of the first word."""

@@ -104,7 +104,8 @@ class Template:
             keys = _keys(conversations, tools, generation=generation)
         except (TypeError, ValueError):  # they hold what JSON does not
             return self._applied(conversations, tools, location, generation=generation)
-        texts = {key: self._kept[key] for key in keys if key in self._kept}
+        kept = self._kept  # in whose place another thread may put an empty one
+        texts = {key: kept[key] for key in keys if key in kept}
         new = {key: talk for key, talk in zip(keys, conversations, strict=True) if key not in texts}
         if new:
             rendered = self._applied(list(new.values()), tools, location, generation=generation)

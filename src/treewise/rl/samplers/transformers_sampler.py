@@ -6,6 +6,7 @@ transformers' own continuous batching (`generate_batch`) draws all rows from one
 its tokens depend on the whole batch; nor does it return entropies or candidates. That is why it is not used here.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class TransformersSampler:
         self.isolate_requests = isolate_requests
         self.method, self.processor = method, processor
         self._decoder: type[Decoder] | None = None
+        self._lock = threading.Lock()  # a decoder switches the model's attention, and several threads may sample
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -101,12 +103,14 @@ class TransformersSampler:
             _Row(index, request, i) for index, request in enumerate(requests) for i in range(request.num_continuations)
         ]
         with sampling_mode(self.model):
-            if self._decoder is None:
-                known = [token for request in requests for token in dict.fromkeys(request.prefix_ids)]
-                self._decoder = choose_decoder(self.model, self.method, known)
+            with self._lock:
+                if self._decoder is None:
+                    known = [token for request in requests for token in dict.fromkeys(request.prefix_ids)]
+                    self._decoder = choose_decoder(self.model, self.method, known)
             missing = Counter(row.request_index for row in rows)
             for batch in self._batches(rows):
-                self._run(batch)
+                with self._lock:
+                    self._run(batch)
                 missing.subtract(row.request_index for row in batch)
                 for index in dict.fromkeys(row.request_index for row in batch):
                     if not missing[index]:

@@ -150,10 +150,12 @@ def opened(factory: Callable[[], Any], item: TaskItem) -> tuple[Any, Any]:
         columns = {name: value for name, value in columns.items() if name in taken}
     result = awaited(environment.reset(**columns))
     if answers_turns(environment):
-        return environment, clean_conversation(result, item.key, "prompt").messages
+        messages = clean_conversation(result, item.key, "prompt").messages
+        json.dumps(messages, ensure_ascii=False, default=str).encode()  # as `answer`
+        return environment, messages
     if result is not None and not isinstance(result, str):
         raise TypeError(f"reset returned {type(result).__name__}; only text or None can join a prompt")
-    (result or "").encode()  # as `answer`
+    str.encode(result or "")
     return environment, result
 
 
@@ -191,10 +193,12 @@ def answer(environment: Any, call: ToolCall) -> str:
     the messages that follow, as JSON.
 
     Raises:
-        UnicodeEncodeError: it is no text.
+        UnicodeEncodeError: it is no text. TypeError: what answers a turn is no list of messages.
     """
     if answers_turns(environment):
         messages = awaited(environment.respond(dict(call.arguments)))
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+            raise TypeError(f"respond returned {shown(messages)}, not a list of messages with role and content")
         json.dumps(messages, ensure_ascii=False).encode()  # raises where a tokenizer would
         return json.dumps(messages)
     if call.problem is not None:
@@ -206,8 +210,14 @@ def answer(environment: Any, call: ToolCall) -> str:
         text = str(awaited(tool(**call.arguments)))
     except Exception as error:  # a tool may raise anything, and the model reads it
         return str({"error": str(error)})
-    text.encode()  # raises where a tokenizer would: a half of a surrogate pair is no character
+    str.encode(text)  # raises where a tokenizer would: a half of a surrogate pair is no character
     return text
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return value["role"] == "assistant" or isinstance(value.get("content"), str | list)
 
 
 def awaited(result: object) -> object:

@@ -1,7 +1,7 @@
 """An episode of several turns: token ids that only grow, the environment beside them, and branches from any turn.
 
-What its environment does (`begin_turn`, `begin_branch`) may run in another thread, with that of other episodes; all
-else, tokenizing above all, belongs to one thread.
+What its environment does (`begin_turn`, `begin_branch`) may run in another thread, with that of other episodes, and so
+may tokenizing what it answers; all else belongs to one thread.
 """
 
 import json
@@ -27,7 +27,8 @@ EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
 class _Turn:
     """A sampled turn while its environment answers.
 
-    message: as environments get it. saved: the environment before it.
+    message: as environments get it. saved: the environment before it. replies: the messages that follow it where the
+    episode goes on, and reply_ids what the template writes of them.
     """
 
     text: str
@@ -37,6 +38,9 @@ class _Turn:
     finish_reason: str
     saved: object = None
     answers: list[str] = field(default_factory=list)
+    end_reason: EndReason | None = None
+    replies: list[Message] = field(default_factory=list)
+    reply_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -74,39 +78,29 @@ class Episode:
         return len(self.turn_starts)
 
     def begin_turn(self, token_ids: Sequence[int], finish_reason: str) -> Callable[[], None]:
-        """Takes a sampled turn; what its environment has to do then, before `end_turn`."""
+        """Takes a sampled turn; what its environment has to do then, before `end_turn`. It raises `DataError` where the
+        chat template cannot continue an episode; see `ChatTokens.answer_ids`.
+        """
         assert self.end_reason is None
         ids = [int(i) for i in token_ids]
         text, message, calls = self._read(ids, is_cut=finish_reason == "length")
         self.turn_starts.append(len(self.token_ids))
         self.token_ids += ids
         self._turn = _Turn(text, message, calls, ids[-1], finish_reason)
-        return partial(self._carry_out, self._turn)
+        return partial(self._answer, self._turn)
 
     def end_turn(self) -> None:
-        """Appends what the environment answered, or ends the episode.
-
-        Raises:
-            DataError: the chat template cannot continue an episode; see `ChatTokens.answer_ids`.
-        """
+        """Appends what the environment answered, or ends the episode."""
         turn = self._turn
         assert turn is not None
         self._turn = None
         self.records.append(TurnRecord(turn.calls[: len(turn.answers)], tuple(turn.answers), turn.saved))
-        if turn.finish_reason == "length":
-            self.end_reason = "length"
-        elif self.failure is not None:
-            self.end_reason = "failed"
-        elif not turn.calls:
-            self.end_reason = "answered"
-        elif getattr(self.environment, "done", False) is True:
-            self.end_reason = "done"
-        elif self.num_turns >= self.task.max_turns:
-            self.end_reason = "max_turns"
+        self.end_reason = turn.end_reason
+        if turn.end_reason is None:
+            self.messages += [{"role": "assistant", "content": turn.text}, *turn.replies]
+            self.token_ids += turn.reply_ids
         else:
-            self._append(turn)
-            return
-        self.last = turn.message
+            self.last = turn.message
 
     def begin_branch(self, turn: int) -> "Episode":
         """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Its
@@ -185,6 +179,21 @@ class Episode:
         message["num_tokens"] = [len(self.token_ids), len(ids)]
         return text, message, () if is_cut else (ToolCall(env.RESPOND, message),)
 
+    def _answer(self, turn: _Turn) -> None:
+        self._carry_out(turn)
+        if turn.finish_reason == "length":
+            turn.end_reason = "length"
+        elif self.failure is not None:
+            turn.end_reason = "failed"
+        elif not turn.calls:
+            turn.end_reason = "answered"
+        elif getattr(self.environment, "done", False) is True:
+            turn.end_reason = "done"
+        elif self.num_turns >= self.task.max_turns:
+            turn.end_reason = "max_turns"
+        else:
+            self._reply(turn)
+
     def _carry_out(self, turn: _Turn) -> None:
         saved = self._saved()
         if isinstance(saved, FailedCall):
@@ -203,19 +212,18 @@ class Episode:
     def _fail(self, found: FailedCall, what: str) -> None:
         self.failure = FailedCall(found.kind, f"{what} turn {self.num_turns - 1}: {found.message}", found.cause)
 
-    def _append(self, turn: _Turn) -> None:
+    def _reply(self, turn: _Turn) -> None:
         role = "tool" if self.task.text_tool is None else "user"
-        replies: list[Message] = [
+        turn.replies = [
             {"role": role, "content": answer, **({"name": call.name} if role == "tool" else {})}
             for call, answer in zip(turn.calls, turn.answers, strict=True)
         ]
         if env.answers_turns(self.environment):
-            replies = [message for answer in turn.answers for message in json.loads(answer)]
+            turn.replies = [message for answer in turn.answers for message in json.loads(answer)]
         location = f"{self.item.key}, episode {self.name}, turn {self.num_turns - 1}"
         shown = self.schemas if self.task.text_tool is None else None
-        ids = self.chat.answer_ids(self.messages, turn.text, turn.end_id, replies, shown, location).tolist()
-        self.messages += [{"role": "assistant", "content": turn.text}, *replies]
-        self.token_ids += ids
+        ids = self.chat.answer_ids(self.messages, turn.text, turn.end_id, turn.replies, shown, location)
+        turn.reply_ids = ids.tolist()
 
     def _state(self, turn: int) -> object:
         source = self.environment if turn == self.num_turns else self.records[turn].snapshot
