@@ -20,8 +20,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def save_tiny_model(folder: Path, seed: int = 0) -> Path:
-    tiny_model(
-        seed=seed, vocab_size=97, num_hidden_layers=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
-    ).save_pretrained(folder)
+def save_tiny_model(folder: Path, seed: int = 0, vocab_size: int = 97) -> Path:
+    sizes = {"vocab_size": vocab_size, "num_hidden_layers": 2}
+    tiny_model(seed=seed, bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes).save_pretrained(folder)
     return folder

@@ -86,8 +86,8 @@ class FlopModel:
 
     linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
     of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
-    the values kept per token for the backward (`engine.step_memory` counts them). vocabulary: logits of a row. vision:
-    of the tower and its projector; None without.
+    the values kept per token for the backward (`engine.step_memory` counts them). vocabulary: tokens that the model
+    has embeddings for. vision: of the tower and its projector; None without.
     """
 
     linear: float

@@ -66,7 +66,7 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         gateway_values=gateway_values(config),
         activation_values=round(activations) + VALUES_PER_NORM * norms,
         vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
-        vocabulary=0 if head is None else head.weight.shape[0],
+        vocabulary=model.get_input_embeddings().weight.shape[0],
     )
 
 

@@ -1,17 +1,21 @@
 """The same facts as terminal tables, drawn with rich. Nothing is printed here."""
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from treewise.errors import bytes_as_text, num
 from treewise.planning.planner import Plan
-from treewise.report.analysis.facts import Finding, InspectReport
+from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts
 from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, PlanReport
 from treewise.report.analysis.run_log import RunReport
 
@@ -20,6 +24,9 @@ if TYPE_CHECKING:  # with torch, which takes seconds to import
     from treewise.verification.report import VerificationReport
 
 MAX_NAME = 32  # characters of a tree's name
+NUM_COUNTS = 3  # columns of the best trees that are counts; ratios follow
+MIN_NAME = 12  # fewer of them beside numbers are not shown
+BEST_TREES = "best trees, by leaf ratio (ratios are flat / tree)"
 MAX_PLACE = 300  # characters of an example of a finding: a group, or where a record stands and what is wrong with it
 
 
@@ -43,7 +50,7 @@ def inspect_view(report: InspectReport) -> RenderableType:
         bound = f"{total.flop_bound:.2f}, against leaves {total.leaf_flop_bound:.2f}  for {report.model}"
         facts.add_row("FLOP bound", escape(bound))
     facts.add_row("longest path, forks", f"{total.max_depth:,} tokens, {total.num_forks:,} forks")
-    parts: list[RenderableType] = [facts, _best_trees_table(report)]
+    parts: list[RenderableType] = [facts, _BestTrees(report)]
     if report.findings:
         parts.append(_findings_table(report.findings))
     return Group(*parts)
@@ -55,25 +62,60 @@ def verdict_view(lines: Sequence[str]) -> RenderableType:
 
 
 def short_name(name: str, limit: int = MAX_NAME) -> str:
-    """A name shortened in its middle to `limit` characters, so that names with equal beginnings stay apart."""
-    if len(name) <= limit:
+    """A name shortened in its middle to `limit` columns, so that names with equal beginnings stay apart."""
+    if cell_len(name) <= limit:
         return name
-    head = (limit - 1) // 3
-    return f"{name[:head]}\u2026{name[-(limit - 1 - head) :]}"
+    head, tail = (limit - 1) // 3, limit - 1 - (limit - 1) // 3
+    return f"{_beginning(name, head)}\u2026{_beginning(name[::-1], tail)[::-1]}"
 
 
-def _best_trees_table(report: InspectReport) -> Table:
-    names = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
-    numbers = names if report.total.flop_bound is None else [*names, "FLOPs"]
-    table = _table("best trees, by leaf ratio (ratios are flat / tree)", "tree", *numbers)
-    for tree in report.best_trees:
-        counts = (tree.num_trajectories, tree.num_flat_tokens, tree.num_tree_tokens)
-        ratios = [tree.share_ratio, tree.leaf_ratio, tree.pair_ratio]
-        if tree.flop_bound is not None:
-            ratios.append(tree.flop_bound)
-        cells = [*(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
-        table.add_row(escape(short_name(tree.name)), *cells)
-    return table
+def _beginning(text: str, limit: int) -> str:
+    """As many characters as `limit` columns of a terminal hold; some take two, some none."""
+    text = text[: 2 * limit]
+    while cell_len(text) > limit:
+        text = text[:-1]
+    return text
+
+
+class _BestTrees:
+    """The best trees as a table; a list where the terminal has no room for names beside the numbers."""
+
+    def __init__(self, report: InspectReport) -> None:
+        self.names = [short_name(tree.name) for tree in report.best_trees]
+        self.headings = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
+        if report.total.flop_bound is not None:
+            self.headings.append("FLOPs")
+        self.rows = [_numbers(tree) for tree in report.best_trees]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        longest = max(map(cell_len, self.names), default=0)
+        unlimited = options.update(max_width=sys.maxsize)
+        missing = Measurement.get(console, unlimited, self._table(self.names)).maximum - options.max_width
+        room = longest - max(0, missing)
+        if room >= min(longest, MIN_NAME):
+            yield self._table([short_name(name, room) for name in self.names])
+            return
+        yield Text(BEST_TREES, style="italic")
+        for name, row in zip(self.names, self.rows, strict=True):
+            yield Text(f"\n{short_name(name, options.max_width)}", style="bold")
+            cells = [f"{heading} {cell}" for heading, cell in zip(self.headings, row, strict=True)]
+            for line in (cells[:NUM_COUNTS], cells[NUM_COUNTS:]):
+                yield Padding(Text(", ".join(line)), (0, 0, 0, 2), expand=False)
+        yield Text()
+
+    def _table(self, names: Sequence[str]) -> Table:
+        table = _table(BEST_TREES, "tree", *self.headings)
+        for name, row in zip(names, self.rows, strict=True):
+            table.add_row(escape(name), *row)
+        return table
+
+
+def _numbers(tree: TreeFacts) -> list[str]:
+    ratios = [tree.share_ratio, tree.leaf_ratio, tree.pair_ratio]
+    if tree.flop_bound is not None:
+        ratios.append(tree.flop_bound)
+    counts = (tree.num_trajectories, tree.num_flat_tokens, tree.num_tree_tokens)
+    return [*(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:
@@ -183,7 +225,7 @@ def verification_view(report: "VerificationReport") -> RenderableType:
 
 def _table(title: str, first: str, *numbers: str) -> Table:
     """A table whose columns but the first hold numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column(first, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,11 +1,14 @@
 """`treewise inspect`: the facts are those of the forests, and what is wrong with the data is found."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from treewise.errors import DataError
 
 TRUNK = list(range(1, 21))
 ROWS = [
@@ -59,6 +62,37 @@ def test_a_long_name_does_not_flood_the_terminal(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "rewards all equal" in out
     assert 300 < out.count("x") < 500
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_names_and_numbers_of_the_best_trees_stand_whole_on_their_lines(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    groups = ["crosswords-12", "crosswords-13", "games/of/twenty/four/puzzle-14/\u8c9d\u6bbb"]
+    rows = [{"token_ids": [*range(90), i % 7], "group": group} for group in groups for i in range(1200)]
+    assert call("inspect", write_rows(tmp_path / "rows.jsonl", rows), "--model", save_tiny_model(tmp_path / "m")) == 0
+    out = capsys.readouterr().out
+    assert max(map(cell_len, out.splitlines())) <= columns
+    table = out[out.index("best trees") : out.index("worth a look")]
+    for end in ("words-12", "words-13", "/\u8c9d\u6bbb"):
+        assert sum(end in line for line in table.splitlines()) == 1, table
+    for number in ("1,200", "109,200", "97", "1125.77", "6.57"):  # 1,200 rows of 91 tokens; 7 leaves
+        assert len(re.findall(rf"(?<![\d.,-]){number}(?![\d.])", table)) == len(groups), table
+
+
+def test_token_ids_beyond_the_model_are_refused_as_in_training(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"token_ids": [1, 2]}, {"token_ids": [1, 2, 97], "group": "b"}])
+    model = save_tiny_model(tmp_path / "model")
+    assert call("inspect", data) == 0
+    said = []
+    for words in (("inspect",), ("inspect", "--html", tmp_path / "a.html"), ("plan",), ("verify",)):
+        with pytest.raises(DataError) as error:
+            call(words[0], data, "--model", model, *words[1:])
+        said.append(str(error.value))
+    assert "rows.jsonl:2: token id 97 at position 2 is outside the vocabulary of 97 tokens" in said[0]
+    assert set(said) == {said[0]}
+    assert not (tmp_path / "a.html").exists()
 
 
 def test_dropped_records_are_shown(

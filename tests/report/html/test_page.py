@@ -193,7 +193,7 @@ def test_numbers_are_printed_with_units() -> None:
 def test_the_command_writes_both_files(
     rows: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = save_tiny_model(tmp_path / "model")
+    model = save_tiny_model(tmp_path / "model", vocab_size=50_000)
     run = write_run(tmp_path / "run", HISTORY)
     html = tmp_path / "report.html"
     arguments = ["--tokenizer", tokenizer_folder, "--model", model, "--max_tokens", 64, "--trees", 2]

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         flops = None if args.model is None else load_costs(args.model, args.gguf_file)
         tokenizer = data_tokenizer(args)
         data = load_data(args, tokenizer, progress=not args.json)
+        if flops is not None:
+            data.check_vocabulary(flops.vocabulary)
         lost = LostCollector(TokenText(tokenizer))
 
         def forests() -> Iterator[tuple[str, Forest]]:
@@ -90,6 +92,8 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
         model = None if args.model is None else load_shapes(args.model, args.gguf_file, args.dtype)
         tokenizer = data_tokenizer(args)
         data = load_data(args, tokenizer, progress=not args.json)
+        if model is not None:
+            data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
         data_report = build_data_report(
             data,
             data.report,

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         if args.memory:
             memory = _memory(args, config)
     data = _data(args)
+    if flops is not None:
+        data.check_vocabulary(flops.vocabulary)
     count = len(data) if args.limit is None else min(args.limit, len(data))
     forests = [data[index].forest() for index in range(count)]
     forest = one_forest(forests)
