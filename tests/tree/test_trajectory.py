@@ -135,7 +135,7 @@ BAD_STREAMS = [
     ("reward", -INF, "reward is -inf"),
     ("reward", 10**400, "reward is inf"),
     ("reward", -1e308, r"reward is -1e\+308; it must be finite as float32"),
-    ("reward", "1", "reward must be a number, found str"),
+    ("reward", "80%", "reward must be a number, found '80%'; leave out quotes and units"),
     ("reward", True, "reward must be a number, found bool"),
     ("reward", [1.0], "reward must be a number, found list"),
 ]

@@ -4,6 +4,7 @@ Every message begins with `location`, where the values came from: a record (`rol
 """
 
 import math
+import reprlib
 from collections.abc import Sequence
 from types import UnionType
 from typing import Any
@@ -128,7 +129,8 @@ def candidates(values: ArrayLike, name: str, length: int, dtype: Any, location: 
 def finite_number(value: float, name: str, location: str) -> float:
     """One number that is finite as float32. Raises `DataError`."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise DataError(f"{location}: {name} must be a number, found {type(value).__name__}.")
+        found = f"{reprlib.repr(value)}; leave out quotes and units" if isinstance(value, str) else type(value).__name__
+        raise DataError(f"{location}: {name} must be a number, found {found}.")
     try:
         number = float(value)
     except OverflowError:

@@ -309,6 +309,25 @@ def test_calls_of_a_log_form_runs_by_their_messages(write, tokenizer):
     assert len({item.rollout for item in tree.trajectories}) == 2
 
 
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ({"request": {"input": "Q"}, "response": {"object": "response", "output": []}}, "OpenAI's Responses"),
+        ({"request": {"input": "Q"}}, "OpenAI's Responses"),
+        (
+            {
+                "request": {"messages": [{"role": "user", "content": "Q"}]},
+                "response": {"type": "message", "content": []},
+            },
+            "Anthropic's Messages",
+        ),
+    ],
+)
+def test_calls_of_other_interfaces_are_named_with_the_way_out(write, call, name):
+    with pytest.raises(DataError, match=f"data.jsonl:1: a call of {name} interface; log it as a chat completion"):
+        list(import_rollouts(write(call), "openai"))
+
+
 def test_calls_that_continue_equal_conversations_are_shared_out_and_said(write):
     user = [{"role": "user", "content": "Q"}]
     reply = {"choices": [{"message": {"role": "assistant", "content": "same"}}]}

@@ -57,7 +57,10 @@ def test_a_json_list_names_the_physical_line_of_each_record(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"token_ids": [1, 2]}', ("one list", ".jsonl")),
+        (
+            '{"train": [{"token_ids": [1, 2]}]}',
+            ("one list", """begins with '{"train": [""", "save the list alone", ".jsonl"),
+        ),
         ('[{"token_ids": [1, 2]}, 3]', ("a.json:1", "object", "found 3")),
         ('[{"token_ids": [1, 2]}\n{"token_ids": [1, 2]}]', ("a.json:2:1", "Expecting")),
         ('[{"token_ids": [1, 2]}', ("a.json:1:23", "not valid JSON")),
@@ -116,6 +119,8 @@ def test_a_cut_last_line_is_named_and_may_be_left_out(tmp_path):
         ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"\n", ("a.jsonl:1", "deep")),
         ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ("a.jsonl:1", "cannot be read")),
         ("a.jsonl", b"", ("no record",)),
+        ("a.json", b"", ("a.json: no record; the file is empty",)),
+        ("a.parquet", b"", ("a.parquet: no record; the file is empty",)),
         ("a.jsonl", gzip.compress(LINE, mtime=0), ("gzip data", ".gz")),
         ("a.jsonl", b"PAR1", ("Parquet",)),
         ("a.jsonl.gz", LINE, ("not a gzip file",)),
@@ -134,6 +139,8 @@ def test_bad_files_are_refused_with_their_place(tmp_path, name, data, words):
 
 def test_missing_paths_are_refused(tmp_path):
     refuse(tmp_path / "none.jsonl", "no such file")
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    refuse(tmp_path / "link.jsonl", "no such file", "a symbolic link to gone.jsonl, which leads nowhere")
     refuse("s3://bucket/a.jsonl", "no such file", "download it first")
     refuse(tmp_path / "*.jsonl", "matches no")
     refuse(tmp_path, "holds no")

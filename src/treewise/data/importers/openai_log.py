@@ -38,6 +38,9 @@ GROUP_NAMES = ("group", "task_id")
 # What belongs to a message when it is sent back; the rest of a reply (refusal, annotations, audio) is not.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 AMBIGUOUS = "calls that continue several equal conversations; name runs with a rollout id per line"
+ANTHROPIC = "a call of Anthropic's Messages interface"
+RESPONSES = "a call of OpenAI's Responses interface"
+CHAT = "log it as a chat completion (messages, choices), or write it as a chat record (docs/data.md)"
 TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 
@@ -168,7 +171,7 @@ def _replies_shown(
     location = record.location
     request = _body(record.value.get("request", record.value), f"{location}: request")
     if not isinstance(request, dict) or "messages" not in request:
-        context.leave_out(location, "no chat call (its request has no messages)")
+        context.leave_out(location, _why_no_call(request, {}))
         return str(name or location), []
     history = [_plain(each) for each in messages(request["messages"], "messages", location)]
     keys = list(_prefix_keys(history))
@@ -209,13 +212,14 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
             "not streamed chunks."
         )
     if "messages" not in request:
-        context.leave_out(location, "no chat call (its request has no messages)")
+        context.leave_out(location, _why_no_call(request, response))
         return
     choices = response.get("choices")
     if not choices:
         error = response.get("error")
         why = f" ({shown(error.get('message') if isinstance(error, dict) else error)})" if error else ""
-        context.leave_out(location, f"a call without a reply{why}")
+        is_other = response.get("type") == "message" and not why
+        context.leave_out(location, f"{ANTHROPIC}; {CHAT}" if is_other else f"a call without a reply{why}")
         return
     history = [_plain(each) for each in messages(request["messages"], "messages", location)]
     tools = openai_tools(request.get("tools"), location)
@@ -226,6 +230,12 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
         reply = {**_plain(choice["message"]), "role": "assistant"}
         reply.setdefault("content", "")
         yield _Call(where, history, reply, tools, _tokens(response, choice, where))
+
+
+def _why_no_call(request: object, response: Record) -> str:
+    if (isinstance(request, dict) and "input" in request) or response.get("object") == "response":
+        return f"{RESPONSES}; {CHAT}"
+    return "no chat call (its request has no messages)"
 
 
 def _tokens(response: Record, choice: Record, location: str) -> tuple[list[int], list[int], list[float] | None] | None:

@@ -173,6 +173,8 @@ def _expand(path: Path) -> Iterable[Path]:
     if not path.exists():
         is_address = str(path).find(":/") > 1  # not the letter of a drive
         hint = " Data are read from files and from the hub (hf:org/name); download it first." if is_address else ""
+        if path.is_symlink():
+            hint = f" It is a symbolic link to {printable(path.readlink())}, which leads nowhere."
         raise DataError(f"{printable(path)}: no such file or folder.{hint}")
     if not path.is_file():
         raise DataError(
@@ -189,6 +191,8 @@ def _expand(path: Path) -> Iterable[Path]:
 def _check_magic(path: Path) -> None:
     with path.open("rb") as stream:
         head = stream.read(4)
+    if not head:
+        raise DataError(f"{printable(path)}: no record; the file is empty.")
     if path.name.endswith(".gz"):
         if not head.startswith(GZIP_MAGIC):
             raise DataError(
@@ -257,7 +261,8 @@ def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
     position = _skip_space(text, 0)
     if text[position : position + 1] != "[":
         raise DataError(
-            f"{printable(path)}: a .json file must hold one list of records; for one record per line use .jsonl."
+            f"{printable(path)}: a .json file must hold one list of records, and it begins with "
+            f"{shown(text[position : position + 60])}; save the list alone, or one record per line as .jsonl."
         )
     decoder = json.JSONDecoder()
     position = _skip_space(text, position + 1)

@@ -23,6 +23,13 @@ COLUMN = object()  # an image part without a value, which is the next of the rec
 KINDS = ("image", "image_url", "input_image")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 WEIGHTS = ("weight", "train", "training")  # the last two are axolotl's
+# What blocks and items of other interfaces are in a chat record, where they are no text.
+_AS_CALLS, _AS_REPLY = "Write it among the tool_calls of its message.", "Write it as a message of role tool."
+_AS_REASONING = "Write it as the reasoning_content of its message."
+OTHERS = {
+    **{"tool_use": _AS_CALLS, "tool_result": _AS_REPLY, "thinking": _AS_REASONING},  # Anthropic's Messages
+    **{"function_call": _AS_CALLS, "function_call_output": _AS_REPLY, "reasoning": _AS_REASONING},  # OpenAI's Responses
+}
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -59,8 +66,10 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         )
     role = value.get("role")
     if role not in ROLES:
-        hint = " Messages of from and value belong under conversations." if "from" in value else ""
-        raise DataError(f"{location} has role {shown(role)}; supported are {', '.join(ROLES)}.{hint}")
+        hint = "Messages of from and value belong under conversations." if "from" in value else ""
+        if role is None and str(value.get("type")) in OTHERS:
+            raise DataError(f"{location} is an item of type {shown(value['type'])}. {OTHERS[value['type']]}")
+        raise DataError(f"{location} has role {shown(role)}; supported are {', '.join(ROLES)}. {hint}".rstrip())
     message = {key: item for key, item in value.items() if key not in WEIGHTS and item is not None}
     if "content" not in message and role != "assistant":
         raise DataError(f"{location} ({role}) has no content.")
@@ -165,7 +174,10 @@ def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
         if is_text and not isinstance(part.get("text"), str):
             raise DataError(f"{location}: a part of content of type {shown(kind)} has no text; give its `text`.")
         if not is_text:
-            raise DataError(f"{location}: content of type {shown(kind)} is not supported, only text and images.")
+            hint = OTHERS.get(str(kind), "")
+            raise DataError(
+                f"{location}: content of type {shown(kind)} is not supported, only text and images. {hint}".rstrip()
+            )
         parts.append(part["text"])
     return "".join(parts), images
 
@@ -272,7 +284,7 @@ def find_tools(item: Placed) -> Tools:
         if isinstance(name, str) and name in known:
             return clean_tools(known[name], f"{path}: {shown(name)}")
     looked = ", ".join(str(path) for path in files) or f"no tools.json or {stem(data_file)}_tools.json beside the file"
-    raise DataError(f"{location}: tools_ref {shown(name)} was not found ({looked}).")
+    raise DataError(f"{location}: tools_ref {shown(name)} was not found ({looked}); put it there, or give `tools`.")
 
 
 @lru_cache(maxsize=64)
