@@ -104,6 +104,13 @@ def test_settings_that_nothing_reads_are_named(tmp_path, caplog):
     assert "without effect on trees: dataloader_pin_memory, label_names; leave them out" in caplog.text
 
 
+def test_a_runs_own_settings_on_a_cpu_are_read_back_without_a_warning(tmp_path, caplog):
+    """transformers puts `dataloader_pin_memory` out there."""
+    args = TreeTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    TreeTrainingArguments(**{name: getattr(args, name) for name in ("output_dir", "use_cpu", "dataloader_pin_memory")})
+    assert "without effect" not in caplog.text
+
+
 def test_settings_of_transformers_keep_its_defaults(tmp_path):
     """They are declared again for their limits alone."""
     known = {item.name: item.default for item in fields(TrainingArguments)}

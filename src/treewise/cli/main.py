@@ -19,6 +19,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if os.environ.get("COLUMNS") == "0":  # of a terminal that does not say its width; rich would print nothing
+        del os.environ["COLUMNS"]
     name = next((word for word in words if not word.startswith("-")), None)
     try:
         if name is None or words[0] != name:

@@ -236,8 +236,9 @@ class TreeTrainingArguments(TrainingArguments):
         backend_of_ranks = own.ddp_backend
         if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
             own.ddp_backend = None
+        pins_memory = own.dataloader_pin_memory  # put out on a CPU, and a run's own settings would be warned of
         super().__post_init__()
-        own.ddp_backend = backend_of_ranks
+        own.ddp_backend, own.dataloader_pin_memory = backend_of_ranks, pins_memory
         if not is_compiled:
             return
         own.torch_compile, own.torch_compile_mode = True, mode

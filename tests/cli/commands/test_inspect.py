@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from treewise.cli.main import main
 from treewise.errors import DataError
 
 TRUNK = list(range(1, 21))
@@ -79,6 +80,14 @@ def test_names_and_numbers_of_the_best_trees_stand_whole_on_their_lines(
         assert sum(end in line for line in table.splitlines()) == 1, table
     for number in ("1,200", "109,200", "97", "1125.77", "6.57"):  # 1,200 rows of 91 tokens; 7 leaves
         assert len(re.findall(rf"(?<![\d.,-]){number}(?![\d.])", table)) == len(groups), table
+
+
+def test_a_terminal_that_does_not_say_its_width_gets_all_of_it(
+    rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["inspect", str(rows)]) == 0
+    assert "share ratio" in capsys.readouterr().out
 
 
 def test_token_ids_beyond_the_model_are_refused_as_in_training(tmp_path: Path) -> None:
