@@ -191,7 +191,9 @@ def mix(datasets: Sequence[TreeDataset], weights: Sequence[float] | None = None,
     index = []
     for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True)):
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise ConfigError(f"weight {weight!r} of data set {number} must be a positive number.")
+            raise ConfigError(
+                f"weight {weight!r} of data set {number} must be a positive number; 0 would leave it out."
+            )
         if weight * len(dataset) > MAX_MIXED:
             raise ConfigError(f"weight {weight!r} of data set {number} makes {weight * len(dataset):.0f} trees of it.")
         times, rest = divmod(weight, 1)

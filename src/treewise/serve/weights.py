@@ -40,7 +40,10 @@ class ServedModel:
     def __init__(self, settings: ServeSettings, model: Any = None, tokenizer: Any = None) -> None:
         if model is None:
             if adapter_folder(settings.model) is not None:
-                raise ConfigError(f"{settings.model} holds adapters; serve its base model, or merge them into it.")
+                raise ConfigError(
+                    f"{settings.model} holds adapters; serve its base model, or merge them into it (peft's "
+                    "merge_and_unload, then save_pretrained)."
+                )
             model = load_weights(settings.model, None, settings.dtype)
             tokenizer = load_processor(settings.model, None, required=False)
         device = chosen_device(None if settings.device == "auto" else settings.device)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
 from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -178,11 +178,12 @@ def as_trees(
 
 def check_preferences(dataset: object, objective: Objective) -> None:
     """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
-    num_preferences = getattr(getattr(dataset, "report", None), "num_preferences", 0)
-    if num_preferences and isinstance(objective, SFT):
+    report = getattr(dataset, "report", None)
+    num_preferences = getattr(report, "num_preferences", 0)
+    if report is not None and num_preferences and isinstance(objective, SFT):
         raise ConfigError(
-            f"{num_preferences} records are preference pairs or labelled completions, and SFT would imitate the "
-            "rejected ones, too; give objective dpo, ipo or kto, or data of chosen completions alone."
+            f"{num_preferences:,} of {num(report.num_records, 'record')}: preference pairs or labelled completions; "
+            "SFT would imitate the rejected ones. Give objective dpo, ipo or kto, or data of chosen ones alone."
         )
 
 
