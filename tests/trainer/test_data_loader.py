@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from treewise.data.io.options import LoadReport
 from treewise.errors import ConfigError, DataError
-from treewise.trainer.data_loader import TreeSampler, collate, survey
+from treewise.objectives import DPO, SFT
+from treewise.trainer.data_loader import TreeSampler, check_preferences, collate, survey
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -14,6 +16,15 @@ def test_merging_across_trees_computes_a_common_prompt_once(trees):
     apart = collate(trees, merges=False)
     assert merged.num_flat_tokens == sum(forest.num_flat_tokens for forest in apart)
     assert sum(forest.num_tokens for forest in apart) - merged.num_tokens >= 6 * (len(trees) - 1)
+
+
+def test_preferences_are_refused_under_sft_with_their_number():
+    class Trees:
+        report = LoadReport(num_records=2, num_preferences=1)
+
+    with pytest.raises(ConfigError, match=r"^1 of 2 records: preference pairs or labelled completions; SFT would"):
+        check_preferences(Trees(), SFT())
+    check_preferences(Trees(), DPO())
 
 
 def test_every_kind_of_item_is_a_tree(trees):
