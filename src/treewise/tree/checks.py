@@ -126,7 +126,7 @@ def candidates(values: ArrayLike, name: str, length: int, dtype: Any, location: 
     return np.ascontiguousarray(array, dtype=dtype)
 
 
-def finite_number(value: float, name: str, location: str) -> float:
+def finite_number(value: object, name: str, location: str) -> float:
     """One number that is finite as float32. Raises `DataError`."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         found = f"{reprlib.repr(value)}; leave out quotes and units" if isinstance(value, str) else type(value).__name__
