@@ -55,6 +55,8 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
     for reach in _layer_reaches(config):
         heads, _, key_size, value_size = _head_sizes(config)
         pairs[reach] += 2 * heads * (key_size + value_size)
+    embedding = model.get_input_embeddings()
+    embedding = getattr(embedding, "original_module", embedding)  # PEFT's for trained tokens merges at each look
     return FlopModel(
         linear=linear,
         linear_backward=backward,
@@ -66,7 +68,7 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         gateway_values=gateway_values(config),
         activation_values=round(activations) + VALUES_PER_NORM * norms,
         vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
-        vocabulary=model.get_input_embeddings().weight.shape[0],
+        vocabulary=embedding.weight.shape[0],
     )
 
 
