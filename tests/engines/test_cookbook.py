@@ -72,7 +72,7 @@ def served(tmp_path_factory):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=8192, **sizes))
     else:
         model = load_weights(MODEL)
-    with running(folder / "served", model, tokenizer, name=NAME) as address:
+    with running(folder / "served", model, tokenizer, name=NAME, max_tokens="auto") as address:
         yield address, folder
 
 
