@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,12 @@ def hardware() -> str:
 
 
 def processor() -> str:
-    """The CPU's model, as Linux names it."""
-    try:
+    """The CPU's model, as Linux names it, and the widest instructions that torch may take (`ATEN_CPU_CAPABILITY`)."""
+    lines: list[str] = []
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def file_of(path: Path, name: str = "bench") -> Path:
