@@ -39,6 +39,7 @@ REST = [
     for family, more in (
         *((each, "") for each in ("llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "qwen3_next")),
         *(("qwen3", each) for each in ("tied", "lora", "checkpointing")),
+        *(("mamba", each) for each in ("", "checkpointing")),
         ("qwen3_moe", "checkpointing"),
         *(("qwen3_moe", each) for each in ("parameters", "parameters checkpointing")),
     )
@@ -200,6 +201,18 @@ def test_the_pass_that_finds_most_graphs_is_one_of_them() -> None:
         held = {each.micro_batch for each in made.schedule if each.action == HOLD}
         most = [max(len(found & held) for found in alive(each).values()) for each in (made, chosen(made))]
         assert most[0] == most[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_passes_of_one_size_are_told_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the keys that they see, and by gradients of states that others below them have read."""
+    rng = np.random.default_rng(0)
+    spine, *answers = (rng.integers(3, 60, size).astype(np.int32) for size in (120, 40, 40))
+    rows = [*(np.concatenate([spine, answer]) for answer in answers), np.concatenate([spine[:40], answers[0]])]
+    made, model = plan(Forest.from_trajectories(map(Trajectory, rows)), 40, hold="never"), model_of(family, "", HALF)
+    found = step_memory(model, made).live
+    monkeypatch.setattr(module, "_fullest", lambda plan, *_, **__: plan)
+    assert found == pytest.approx(step_memory(model, made).live, rel=0.01)
 
 
 def chosen(made: Plan) -> Plan:

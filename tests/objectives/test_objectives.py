@@ -103,10 +103,16 @@ def norm_of(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor] | 
 
 
 def rounding(items: list[Trajectory], objective: Objective, found: tuple[float, dict[str, torch.Tensor]]) -> float:
-    """The tolerance that flat float32's own distance from float64 gives."""
+    """The tolerance that flat float32's own distance from float64 gives.
+
+    A weight of a whole sequence is exp of a sum of log-probs between -4 and -8, each rounded by up to 2^-22, which all
+    of a gradient may be off by.
+    """
     loss, gradient = flat(WIDE, items, objective)
     off = norm_of(gradient, found[1]) / norm_of(gradient), abs(found[0] - loss) / max(1.0, abs(loss))
-    return TIMES_FLAT * max(LEAST_ROUNDING, *off)
+    levels = {getattr(objective, name, None) for name in ("ratio_level", "sampler_level")}
+    of_sequence = max(map(len, items)) * 2.0**-22 if "sequence" in levels else 0.0
+    return max(of_sequence, TIMES_FLAT * max(LEAST_ROUNDING, *off))
 
 
 def check(model, items, objective, max_tokens, tolerance: float, hold: str = "auto", expected=None) -> None:

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from treewise.engine.guest import MeetsImages
 from treewise.engine.scoring import token_reader, with_router_loss
@@ -32,6 +30,7 @@ from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.recurrent import kinds_of
 from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 from treewise.tree.forest import Forest
@@ -40,10 +39,12 @@ _grouped_mm = part_of_torch("ops.aten._grouped_mm.default")
 _attention = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 _attention_backward = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 _aten = torch.ops.aten
-_device = torch.ops.prim.device.default  # what fake tensors are asked for their device by
+_device = torch.ops.prim.device.default  # what a tensor that claims to be elsewhere is asked for its device by
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _sum = _aten.add.Tensor
 _running_node = part_of_torch("_C._current_autograd_node")
 _num_owners = part_of_torch("_C._storage_Use_Count")
+_without_dispatch = part_of_torch("_C._DisableTorchDispatch")
 _IN_PLACE = "the tensor that was given"
 _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
 _TILES = ((768, 256), (192, 64), (0, 32))  # of attention on a CPU: queries from which on, rows of a tile
@@ -83,17 +84,18 @@ class StepMemory:
         return self.live + self.allocator
 
 
-def without_data(model: nn.Module, device: str = "meta") -> nn.Module:
+def without_data(model: nn.Module, *, claims_cpu: bool = False) -> nn.Module:
     """A copy of a model on the `meta` device, in training mode, with gradients; a model that is there is not copied.
 
-    device: `cpu` within fake tensors, which claim to be there.
+    claims_cpu: its tensors claim to be on the CPU.
     """
     tensors = [*model.parameters(), *model.buffers()]
     stand_ins: dict[int, torch.Tensor] = {}
     for each in tensors:
-        shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+        shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        shape = OnCpu(shape) if claims_cpu else shape
         stand_ins[id(each)] = nn.Parameter(shape, each.requires_grad) if isinstance(each, nn.Parameter) else shape
-    is_there = device == "meta" and all(each.is_meta for each in tensors)
+    is_there = not claims_cpu and all(each.is_meta for each in tensors)
     twin = (model if is_there else copy.deepcopy(model, stand_ins)).train()
     for each in twin.parameters():
         each.grad = torch.empty_like(each) if each.requires_grad else None
@@ -118,19 +120,17 @@ def step_memory(
     """
     costs = flop_model(model)
     dtype = autocast or next(model.parameters()).dtype
-    fullest = _fullest(plan, costs, dtype)
+    fullest = _fullest(plan, costs, dtype, has_states=bool(kinds_of(model)))
     asks_for_autocast = autocast is not None or _adapts_parameters(model)
-    fake = FakeTensorMode(allow_non_fake_inputs=True) if asks_for_autocast else None
-    with _as_on(device_type, "meta" if fake is None else "cpu", autocast):
-        with fake or nullcontext():
-            twin = without_data(model, "meta" if fake is None else "cpu")
+    with _as_on(device_type, "cpu" if asks_for_autocast else "meta", autocast):
+        twin = without_data(model, claims_cpu=asks_for_autocast)
         lm = split_model(twin)
         by_rows = nullcontext()
         if not plan.is_whole and device_type == "cpu":
             by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
         guests = [MeetsImages()] if len(plan.forest.images) else ()
         walk = Walk(lm, fullest, "cascade", guests, with_router_logits=router_loss is not None)
-        with by_rows, LiveBytes(twin, fake) as live:
+        with by_rows, LiveBytes(twin) as live:
             loss_of, kept = _loss(plan.forest, router_loss, outputs, measured), [0]
 
             def of_micro_batch(output: MicroBatchOutput) -> torch.Tensor | None:
@@ -153,8 +153,7 @@ def step_memory(
 def _as_on(device_type: str, stand_in: str, autocast: torch.dtype | None) -> Iterator[None]:
     """Inside, the head works on tensors without data as on `device_type`, under autocast if there is one.
 
-    stand_in: where they claim to be. torch has no autocast for `meta`, nor can it be disabled there; tensors without
-    data are then fake tensors, on the `cpu`.
+    stand_in: where they claim to be. torch has no autocast for `meta`, nor can it be disabled there.
     """
     with ExitStack() as around:
         for most in (MAX_LOGITS, MAX_PRODUCT):
@@ -188,13 +187,14 @@ def _loss(forest: Forest, rule: RouterLossRule | None, outputs: tuple[str, ...],
     return of_outputs if rule is None else with_routers
 
 
-def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
+def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype, *, has_states: bool = False) -> Plan:
     """The plan with only those passes that its fullest ones need to find alive what they do in the step.
 
     These are the forwards whose gateways or graphs are alive then, what ends those of an earlier one, and the backward
     before, by which gateways and head have gradients. The fullest are the pass with most graphs, each of which may hold
-    casts of weights, that with most live tokens and gateways, and the largest one: with gradient checkpointing tokens
-    that are held take little.
+    casts of weights, that with most live tokens and gateways, the largest one (with gradient checkpointing tokens that
+    are held take little), and of a model with recurrent states the largest with others below it, as those states have
+    gradients. Of equal ones the deepest counts, which sees most keys, then the last, which finds most gradients.
     """
     if plan.is_whole:
         return plan
@@ -203,7 +203,8 @@ def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
     opened: dict[int, int] = {}  # micro-batch: index of its first pass
     ends: dict[int, int] = {}  # index of the first pass of an open micro-batch: that of its last
     alive: list[list[int]] = []  # at each pass, the indices of those
-    backwards: list[tuple[int, int, int, int]] = []  # of passes with a backward: graphs held, bytes, own tokens, index
+    # Of passes with a backward: graphs held, bytes, own tokens, the deepest of these (which sees most keys), index.
+    backwards: list[tuple[int, int, int, int, int]] = []
     for index, (step, (gateway_tokens, live_tokens)) in enumerate(zip(plan.schedule, plan.timeline, strict=True)):
         if step.action in (FORWARD, HOLD):
             opened[step.micro_batch] = index
@@ -211,12 +212,14 @@ def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype) -> Plan:
         if step.action in (TRAIN, BACKWARD):
             num_bytes = token * live_tokens + gateway * gateway_tokens
             num_graphs = sum(plan.schedule[each].action == HOLD for each in alive[-1])
-            num_tokens = plan.micro_batches[step.micro_batch].num_tokens
-            backwards.append((num_graphs, num_bytes, num_tokens, index))
+            depths = plan.forest.depth[plan.micro_batches[step.micro_batch].positions()]
+            backwards.append((num_graphs, num_bytes, len(depths), int(depths.max()), index))
             if step.micro_batch in opened:
                 ends[opened.pop(step.micro_batch)] = index
-    # Of equal ones the last, which finds most gradients.
     fullest = {max(backwards, key=lambda each: each[by:])[-1] for by in range(3)}
+    opening = [each for each in backwards if plan.micro_batches[plan.schedule[each[-1]].micro_batch].is_open]
+    if opening and has_states:
+        fullest.add(max(opening, key=lambda each: each[2:])[-1])
     before = {max((each[-1] for each in backwards if each[-1] < index), default=index) for index in fullest}
     needed, found = fullest | before, set[int]()
     while needed != found:
@@ -231,24 +234,40 @@ def _row_gradients(module: nn.Module, _: object, output: torch.Tensor) -> torch.
     return output.detach().requires_grad_() if module.weight.requires_grad else output
 
 
+class OnCpu(torch.Tensor):
+    """A tensor on `meta` that claims to be on the CPU, so what depends on the device, as autocast does, finds one."""
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor) -> "OnCpu":
+        """In the storage of `meta`."""
+        made: OnCpu = torch.Tensor._make_subclass(  # noqa: SLF001
+            cls, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _CPU if func is _device else _on_meta(func, args, kwargs or {})
+
+
 class LiveBytes(TorchDispatchMode):
     """Inside, the bytes of storages that operations made and that are alive (`now`), and the most so far (`peak`).
 
-    Those of `model` and of its gradients are left out. fake: the mode of its tensors, if they are fake ones.
+    Those of `model` and of its gradients are left out. Where its tensors claim to be on the CPU, so do new ones.
     """
 
-    def __init__(self, model: nn.Module, fake: FakeTensorMode | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
-        self._results = Results(fake)
         tensors = [*model.parameters(), *model.buffers()]
+        self._results = Results(any(isinstance(each, OnCpu) for each in tensors))
         for each in [*tensors, *(each.grad for each in tensors if each.grad is not None)]:
             self._watch(each.untyped_storage(), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _device:
-            return args[0].fake_device
+            return _CPU
         if func is _sum and _adds_in_place(*args):
             return args[0]
         result = self._results.of(func, args, kwargs or {})
@@ -285,49 +304,91 @@ class Results:
     """What operations on tensors without data return, remembered by what they were given: torch derives it in Python,
     and most layers give the same.
 
-    fake: the mode of these tensors; None: they are on `meta`.
+    makes_shapes: what is made from no tensor claims to be on the CPU.
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
-        self._fake = fake
+    def __init__(self, makes_shapes: bool) -> None:
+        self._makes_shapes = makes_shapes
         self._known: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns."""
-        if func.is_view and self._fake is None:  # of which torch knows the shape at once
-            return func(*args, **kwargs)
+        if func.is_view:  # of one tensor, the first, and torch knows the shape at once
+            return func(*args, **kwargs) if type(args[0]) is not OnCpu else _view(func, args, kwargs)
         target = kwargs.get("out", args[0] if args else None)
-        offset = target.storage_offset() if func.is_view else None
-        key = func, offset, _forms(args), _forms(tuple(kwargs.items()))
+        key = func, _forms(args), _forms(tuple(kwargs.items()))
         known = self._known.get(key)
         if known is not None:
-            return target if known is _IN_PLACE else self._made(known, target)
-        with self._fake or nullcontext():
-            result = _grouped_product(*args, **kwargs) if func is _grouped_mm else func(*args, **kwargs)
-        if func.is_view and isinstance(result, FakeTensor) and isinstance(target, FakeTensor):
-            self._known[key] = (*_forms(result), result.storage_offset())
-        elif _is_new(result, (args, kwargs)):
+            return target if known is _IN_PLACE else _made(known)
+        result = _on_meta(_grouped_product if func is _grouped_mm else func, args, kwargs, self._makes_shapes)
+        if _is_new(result, (args, *kwargs.values())):
             self._known[key] = _forms(result)
-        elif result is target and not has_data(result) and key[2:] == (_forms(args), _forms(tuple(kwargs.items()))):
+        elif result is target and not has_data(result) and key[1:] == (_forms(args), _forms(tuple(kwargs.items()))):
             self._known[key] = _IN_PLACE
         return result
 
-    def _made(self, forms: Any, base: torch.Tensor) -> Any:
-        """A value of these forms; a view of `base`, where they have an offset."""
-        kind, *rest = forms
-        if kind is not torch.Tensor:
-            return kind(self._made(each, base) for each in rest) if kind in (tuple, list) else rest[0]
-        size, strides, dtype, device, *offset = rest
-        if offset:
-            made = torch.empty(0, dtype=dtype, device="meta")
-            made.set_(base.untyped_storage(), offset[0], size, strides)
-        else:
-            made = torch.empty_strided(size, strides, dtype=dtype, device="meta")
-        return made if self._fake is None else FakeTensor(self._fake, made, device)
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    return _wrapped(func(_twin(args[0]), *args[1:], **kwargs), {})
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any, makes_shapes: bool = False) -> Any:
+    """What `func` returns. In place of tensors that claim to be on the CPU it sees their twins on `meta`, in the same
+    storages, and so in place of tensors with data beside them. makes_shapes: of no tensors, too."""
+    given = _tensors((args, *kwargs.values()))
+    if not any(type(each) is OnCpu for each in given) and not (makes_shapes and not given and "device" in kwargs):
+        return func(*args, **kwargs)
+    if torch.Tag.inplace_view in getattr(func, "tags", ()):  # another shape of the tensor itself: no data count
+        with _without_dispatch():
+            return func(*args, **kwargs)
+    twins = {id(each): _twin(each) for each in given}
+    found = func(*_replaced(args, twins), **{name: _replaced(each, twins) for name, each in kwargs.items()})
+    return _wrapped(found, {id(twins[id(each)]): each for each in given})
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _replaced(value: Any, twins: dict[int, torch.Tensor]) -> Any:
+    """With twins in place of tensors, and `meta` of devices."""
+    if isinstance(value, tuple | list):
+        return [_replaced(each, twins) for each in value]
+    return _META if isinstance(value, torch.device) else twins.get(id(value), value)
+
+
+def _wrapped(value: Any, given: dict[int, torch.Tensor]) -> Any:
+    """With the tensors that were given in place of their twins, and on the CPU what is new, by its own account."""
+    if isinstance(value, tuple | list):
+        return type(value)(_wrapped(each, given) for each in value)
+    return given[id(value)] if id(value) in given else OnCpu(value) if isinstance(value, torch.Tensor) else value
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor on `meta`: in its storage, if it has no data."""
+    if has_data(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    alike = torch.empty(0, dtype=tensor.dtype, device=_META)
+    return alike.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _made(forms: Any) -> Any:
+    """A value of these forms."""
+    kind, *rest = forms
+    if kind is not torch.Tensor and kind is not OnCpu:
+        return kind(_made(each) for each in rest) if kind in (tuple, list) else rest[0]
+    size, strides, dtype, _ = rest
+    made = torch.empty_strided(size, strides, dtype=dtype, device=_META)
+    return made if kind is torch.Tensor else OnCpu(made)
 
 
 def _forms(value: Any) -> Any:
-    """Of tensors without data size, strides, dtype and device; of other values their type and they themselves."""
+    """Of tensors without data whether they claim to be on the CPU, size, strides, dtype; of other values their type and
+    they themselves."""
+    if type(value) is OnCpu:
+        return OnCpu, value.shape, value.stride(), value.dtype, None
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, tuple | list):
@@ -337,8 +398,8 @@ def _forms(value: Any) -> Any:
 
 def _is_new(result: Any, given: Any) -> bool:
     """Whether a result is tensors without data in storages of their own, each no larger than it needs."""
-    before = {id(each.untyped_storage()) for each in tree_leaves(given) if isinstance(each, torch.Tensor)}
-    for each in tree_leaves(result):
+    before = {id(each.untyped_storage()) for each in _tensors(given)}
+    for each in result if isinstance(result, tuple | list) else (result,):
         if not isinstance(each, torch.Tensor) or has_data(each):
             return False
         storage = each.untyped_storage()

@@ -114,7 +114,7 @@ REST = [
     *budgets("dpo", None, peft=lora, **{CHECKPOINTING: True}),  # the adapter off is the reference
     *budgets("dpo", 24, peft=lora),
     *(
-        ("kto", {"more": reference, "max_steps": 10, "train_sampling_strategy": "sequential"}, line)
+        ("kto", {"more": reference, "max_steps": 4, "train_sampling_strategy": "sequential"}, line)
         for line in ({"min_ratio": 0}, {"min_ratio": 0, "max_tokens": 24})
     ),
     *(
