@@ -13,14 +13,14 @@ NAMES = {"merged": "merged flat", "trl": "TRL's tree rows", "tree": "treewise"}
 Row = dict[str, Any]
 
 
-def tables(record: dict[str, Any]) -> str:
-    """A table for each model: speed-ups of the contestants over flat training, and what they cost."""
+def tables(record: dict[str, Any], *, with_costs: bool = True) -> str:
+    """A table for each model: speed-ups of the contestants over flat training, and another of what they cost."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["model"] == model]
         measured = [row for row in rows if "contestants" in row]
         parts.append("\n".join([*_heading(model, rows), *_speeds(measured)]))
-        parts.append("\n".join(_costs(measured)))
+        parts.append("\n".join(_costs(measured) if with_costs else ()))
     return "\n\n".join(part for part in parts if part)
 
 
