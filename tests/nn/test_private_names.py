@@ -29,7 +29,8 @@ PRIVATE_NAMES = {
     # FlexAttention's operator, differentiable on the CPU, where the function around it is not.
     "torch.ops.higher_order.flex_attention": "torch:ops.higher_order.flex_attention",
     "_dynamo": "torch:_dynamo.maybe_mark_dynamic",  # one kernel for all lengths; the limit of graphs for one function
-    "_subclasses": "torch:_subclasses.fake_tensor",  # tensors without data that autocast takes for the CPU's
+    "_make_subclass": "torch:Tensor",  # tensors without data that autocast takes for the CPU's
+    "_DisableTorchDispatch": "torch:_C",  # their shape changed in place
     # Whether autograd itself adds two gradients, and whether anything else holds the first: it then adds in place.
     "_current_autograd_node": "torch:_C",
     "_storage_Use_Count": "torch:_C",

@@ -261,7 +261,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
         tensors = [*model.parameters(), *model.buffers()]
-        self._results = Results(any(isinstance(each, OnCpu) for each in tensors))
+        self._results = Results(makes_shapes=any(isinstance(each, OnCpu) for each in tensors))
         for each in [*tensors, *(each.grad for each in tensors if each.grad is not None)]:
             self._watch(each.untyped_storage(), 0)
 
@@ -307,7 +307,7 @@ class Results:
     makes_shapes: what is made from no tensor claims to be on the CPU.
     """
 
-    def __init__(self, makes_shapes: bool) -> None:
+    def __init__(self, *, makes_shapes: bool = False) -> None:
         self._makes_shapes = makes_shapes
         self._known: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
 
@@ -320,7 +320,9 @@ class Results:
         known = self._known.get(key)
         if known is not None:
             return target if known is _IN_PLACE else _made(known)
-        result = _on_meta(_grouped_product if func is _grouped_mm else func, args, kwargs, self._makes_shapes)
+        result = _on_meta(
+            _grouped_product if func is _grouped_mm else func, args, kwargs, makes_shapes=self._makes_shapes
+        )
         if _is_new(result, (args, *kwargs.values())):
             self._known[key] = _forms(result)
         elif result is target and not has_data(result) and key[1:] == (_forms(args), _forms(tuple(kwargs.items()))):
@@ -332,7 +334,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     return _wrapped(func(_twin(args[0]), *args[1:], **kwargs), {})
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any, makes_shapes: bool = False) -> Any:
+def _on_meta(func: Any, args: Any, kwargs: Any, *, makes_shapes: bool = False) -> Any:
     """What `func` returns. In place of tensors that claim to be on the CPU it sees their twins on `meta`, in the same
     storages, and so in place of tensors with data beside them. makes_shapes: of no tensors, too."""
     given = _tensors((args, *kwargs.values()))
