@@ -81,8 +81,8 @@ def _source(path: Path, record: dict[str, Any]) -> str:
 def _benches(page: Path) -> None:
     """What `treewise bench` wrote, whatever the name of the file."""
     parts = []
-    for path, record in _records("treewise bench"):
-        is_again = path.stem.startswith(AGAIN)
+    for path, record in sorted(_records("treewise bench"), key=lambda each: each[0].name.startswith(AGAIN)):
+        is_again = path.name.startswith(AGAIN)
         picture = "" if is_again else result_tables.plot(record)
         if picture:
             (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)

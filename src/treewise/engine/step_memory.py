@@ -343,6 +343,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any, *, makes_shapes: bool = False) -
     if torch.Tag.inplace_view in getattr(func, "tags", ()):  # another shape of the tensor itself: no data count
         with _without_dispatch():
             return func(*args, **kwargs)
+    # No nested functions that call themselves: a cycle would hold the twins, and their storages, until it is collected.
     twins = {id(each): _twin(each) for each in given}
     found = func(*_replaced(args, twins), **{name: _replaced(each, twins) for name, each in kwargs.items()})
     return _wrapped(found, {id(twins[id(each)]): each for each in given})

@@ -86,7 +86,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, not a shape alone (on `meta`, or one of torch's fake tensors)."""
+    """Whether a tensor has values, not a shape alone: its storage is on `meta`, wherever it claims to be."""
     return tensor.untyped_storage().device.type != "meta"
 
 
