@@ -24,12 +24,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from treewise.bench import SHAPES, make
-from treewise.engine import guest
-from treewise.engine.guest import HostMemory
-from treewise.engine.scoring import StepLoss
+from treewise.engine.step import StepLoss, Walk
 from treewise.engine.step_memory import Results, without_data
-from treewise.engine.walk import Walk
 from treewise.nn.attention import flex, gateway
+from treewise.nn.host_memory import HostMemory
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import auto_class

@@ -1,7 +1,7 @@
 """Families of transformers with images: tiny models whose trees of images are held against their flat training.
 
 Pixels are random tensors in the form that a family's tower takes, so that no processor is needed: the oracle is the
-model's own forward of each trajectory alone, with the same tensors. `tests/engine/test_vision.py` does the same with
+model's own forward of each trajectory alone, with the same tensors. `tests.nn.vision.test_forest_images.py` does the same with
 real pictures and the processors of the families that it names.
 """
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from benchmarks.count_gpu import RESULTS, WORKLOADS, count_step, forest_of, model_without_data
 from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
-from treewise.engine import walk
+from treewise.engine import step
 from treewise.nn.device import on_host, to_device
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import FORWARD, plan
@@ -308,8 +308,8 @@ def test_gateways_that_wait_in_host_memory(family: str, hold: str, free: int, mo
     prompt, *branches = np.split(np.random.default_rng(1).integers(3, 64, 56), [4, 6, 8])
     leaves = branches.pop().reshape(2, 3, 8)
     rows = [[*prompt, *branches[number], *leaf] for number in range(2) for leaf in leaves[number]]
-    items, kinds, read = [Trajectory(np.array(each)) for each in rows], set(), walk.GatewayRead
-    monkeypatch.setattr(walk, "GatewayRead", lambda above, rows, size: kinds.add(type(rows)) or read(above, rows, size))
+    items, kinds, read = [Trajectory(np.array(each)) for each in rows], set(), step.GatewayRead
+    monkeypatch.setattr(step, "GatewayRead", lambda above, rows, size: kinds.add(type(rows)) or read(above, rows, size))
     _, _, expected = flat_sft(tiny_model(family), items)
     with pretend_cuda(monkeypatch) as pretend:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 2**37))

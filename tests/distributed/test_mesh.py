@@ -21,8 +21,10 @@ from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import SFT, Trajectory, TreeEngine, share_prefixes, verify
 from treewise.distributed import ranks
+from treewise.distributed.context import context_group
 from treewise.distributed.fsdp import ShardSettings, data_mesh, shard
-from treewise.distributed.mesh import context_group, load_on_mesh, mesh_config, mesh_of
+from treewise.distributed.mesh import load_on_mesh, mesh_config
+from treewise.distributed.parts import mesh_of
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Distillation, PolicyGradient
 from treewise.report.analysis.mesh_facts import report_mesh

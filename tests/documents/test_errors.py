@@ -12,7 +12,7 @@ import treewise as tw
 from treewise import errors
 from treewise.cli.config import read_config
 from treewise.data import load_trees
-from treewise.engine.budget import Budget
+from treewise.engine.prepared import Budget
 from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import read_manifest

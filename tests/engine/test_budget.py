@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine import step_checks, walk
+from treewise.engine import checks, step
 from treewise.engine.budget import CALIBRATION_TOKENS, MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn.attention.flex import BLOCK_SIZE
@@ -26,7 +26,7 @@ def rollouts() -> list[Trajectory]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes every forward of more than 20 tokens run out of memory; records the sizes of those that ran."""
     ran: list[int] = []
-    plain = walk.run_decoder
+    plain = step.run_decoder
 
     def limited(lm, token_ids, *args, **kwargs):
         if len(token_ids) > 20:
@@ -34,8 +34,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran.append(len(token_ids))
         return plain(lm, token_ids, *args, **kwargs)
 
-    monkeypatch.setattr(walk, "run_decoder", limited)
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # of more tokens
+    monkeypatch.setattr(step, "run_decoder", limited)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # of more tokens
     return ran
 
 
@@ -79,7 +79,7 @@ def test_other_errors_are_not_taken_for_memory(rollouts, monkeypatch: pytest.Mon
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(walk, "run_decoder", broken)
+    monkeypatch.setattr(step, "run_decoder", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         TreeEngine(tiny_model(), check=False).step(Forest.from_trajectories(rollouts))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.helpers import tiny_model
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.nn.model_flops import flop_model
 from treewise.trainer import metrics
 from treewise.trainer.prepared_batches import PreparedBatch

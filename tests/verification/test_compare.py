@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from treewise import objectives
-from treewise.engine import TreeEngine, step_checks, walk
+from treewise.engine import TreeEngine, checks, step
 from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError
 from treewise.nn.attention.gateway import Gateway
@@ -59,8 +59,8 @@ def test_siblings_that_see_one_another_fail(monkeypatch: pytest.MonkeyPatch) -> 
         layout = lay_out(*args)
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # it would notice first
-    monkeypatch.setattr(walk, "lay_out", leaky)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # it would notice first
+    monkeypatch.setattr(step, "lay_out", leaky)
     report = verify(tiny_llama(), branching())
     assert {line.split()[0] for line in report.failures} == {"loss", "max_logprob", "gradient", "worst_parameter"}
 
@@ -70,13 +70,13 @@ def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.Monk
         layout = lay_out(*args)
         return replace(layout, depth=np.arange(layout.num_tokens, dtype=np.int32))
 
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # it would notice first
-    monkeypatch.setattr(walk, "lay_out", misplaced)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # it would notice first
+    monkeypatch.setattr(step, "lay_out", misplaced)
     assert not verify(tiny_llama(), branching()).passed
 
 
 def test_lost_gateway_gradients_fail_though_the_loss_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)
     monkeypatch.setattr(Gateway, "add_gradients", lambda *args: None)
     report = verify(tiny_llama(), branching(), max_tokens=10)
     assert report.loss_error < 1e-6
@@ -92,7 +92,7 @@ def test_lost_gateway_gradients_fail_though_the_loss_agrees(monkeypatch: pytest.
 
 
 def test_lost_gateway_gradients_fail_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)
     monkeypatch.setattr(Gateway, "add_gradients", lambda *args: None)
     assert not verify(tiny_llama(torch.bfloat16), branching(), max_tokens=10).passed
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.vision import flat_images
 from treewise.errors import ConfigError
+from treewise.features import feature
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
 from treewise.tree.forest import Forest
@@ -149,7 +149,7 @@ def flat_logits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[L - 1, V] logits by the model's own forward, in float32 or wider, log-sum-exps, and the tokens."""
     ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
-    seen = flat_images(model, processor, item, ids)
+    seen = feature("images").flat_images(model, processor, item, ids) if item.images else {}
     logits_LV = model(input_ids=ids[None], use_cache=False, **seen).logits[0, :-1]
     logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,

@@ -30,19 +30,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treewise.engine.flat import FlatLoss
-from treewise.engine.guest import Guest, HostMemory
-from treewise.engine.probed_rows import ProbedRows, probed_rows
-from treewise.engine.scoring import StepLoss
-from treewise.engine.vision import ForestVision, processed_by
-from treewise.engine.walk import MicroBatchOutput, Walk
+from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
+from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
+from treewise.features import feature
 from treewise.nn.attention import check_masks, observe_masks
-from treewise.nn.compilation import uncompiled
-from treewise.nn.device import is_out_of_memory
+from treewise.nn.device import is_out_of_memory, to_device
 from treewise.nn.gradients import hooks_run_once
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters
-from treewise.nn.recurrent import kinds_of
-from treewise.objectives import SFT
+from treewise.nn.guest import Guest, MicroBatchOutput
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters, uncompiled
+from treewise.objectives.sft import SFT
 from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.shapes import Float
@@ -103,6 +100,17 @@ def probe(
                 gradients.note(_where(plan))
         _check_head(lm, rows.text)
     gradients.check(spread, is_exact=flat.is_exact)
+
+
+def check_router_losses(lm: DecoderAndHead, rule: Any, forest: Forest) -> None:
+    """Compares the load-balancing loss that steps add with that of the model's own forward. rule: None: none is added.
+
+    Raises:
+        UnsupportedModelError: it is another one.
+    """
+    if rule is not None and rule.aux_coefficient:
+        token_ids = to_device(text_ids(forest)[:12], lm.device, torch.long)
+        feature("router_loss").check_router_loss(lm.model, rule, token_ids)
 
 
 # -- parameters for the moment ----------------------------------------------------------------------------------------
@@ -234,14 +242,14 @@ def _on_tree(
 
     trains: half of the gradients is subtracted from `.grad`.
     """
-    tree, guests = plan.forest, list[Guest]([HostMemory()] if offload else [])
+    tree, guests = plan.forest, list[Guest]([feature("host_memory").HostMemory()] if offload else [])
     loss = StepLoss(tree, SFT(), None)
     hidden: list[tuple[np.ndarray, Tensor]] = []
     logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
 
     def minus_half(output: MicroBatchOutput) -> Tensor | None:
         hidden.append((output.positions, output.hidden.detach()))
-        entries = loss.reader.read(output)
+        entries = loss.score(output)
         if entries is None:
             return None
         at = loss.terms.positions[entries[0]]
@@ -250,8 +258,9 @@ def _on_tree(
 
     with _failing_as(f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):
-            pixels = processed_by(processor, "TreeEngine(model, processor=...)")
-            guests.append(ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
+            images = feature("images")
+            pixels = images.processed_by(processor, "TreeEngine(model, processor=...)")
+            guests.append(images.ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
         walk = Walk(lm, plan, impl, guests)
         (walk.train if trains else walk.visit)(minus_half)
     order = np.argsort(np.concatenate([positions for positions, _ in hidden]))
@@ -282,7 +291,8 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
         tokens = torch.as_tensor(ids, dtype=torch.long, device=lm.device).expand(copies, -1)
         return lm.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0]
 
-    has_scans = bool({*kinds_of(lm.decoder).values()} - {_WITHOUT_SCAN})
+    kinds = feature("recurrent").kinds_of(lm.decoder) if lm.is_recurrent else {}
+    has_scans = bool({*kinds.values()} - {_WITHOUT_SCAN})
     with uncompiled(lm.model), _failing_as(f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
         alone = [hidden(ids) for ids in (rows.texts if is_exact else [rows.text])]
         if is_exact:
@@ -293,7 +303,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
             finally:
                 hook.remove()
         batched = hidden(rows.text, 3)
-    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(rows.text)])), impl).whole_output().hidden
+    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(rows.text)])), impl).forward(0).hidden
     return max(_gaps(alone[0], each).median().item() for each in (batched, chain))
 
 

@@ -5,8 +5,7 @@ layer is compiled once for all lengths, and layers of one class share their code
 of hybrids are left out of the graphs (`torch.compiler.disable`).
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -79,15 +78,3 @@ def decoder_layers(lm: DecoderAndHead, names: tuple[str, ...] | None = None) -> 
             layers.append(module)
             below |= set(module.modules())
     return layers
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether modules of a model are compiled in place."""
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside, compiled layers of a model run as they were written: rows of other kinds would be compiled, too."""
-    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
-        yield

@@ -105,6 +105,8 @@ class FlopModel:
     def flat(self, forest: Forest) -> float:
         """One forward and backward of every trajectory alone."""
         step = self._step(forest.num_flat_tokens, flat_head_rows(forest), forest.path_lengths)
+        if not len(forest.images):
+            return step
         return step + self._images(forest, forest.multiplicity[forest.images.start])
 
     def leaf(self, forest: Forest) -> float:
@@ -127,6 +129,8 @@ class FlopModel:
         first = forest.segments.depth
         last = first + forest.segments.lengths
         step = self._step(forest.num_tokens, tree_head_rows(forest), last, first)
+        if not len(forest.images):
+            return step
         return step + self._images(forest, forest.images.is_first_place)
 
     def of_tokens(self, depth: np.ndarray) -> np.ndarray:

@@ -74,8 +74,9 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
-        raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        logits = _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])
+        logits = _logits(rows, self.weight, self.bias, wide, self)[0].reshape(*hidden.shape[:-1], -1)
         return logits if self.shard is None else self.shard.gathered(logits)
 
 
@@ -153,30 +154,23 @@ class LogitsSlot:
     """
 
     def __init__(self) -> None:
-        self._latest: weakref.ref[_KeptLogits] | None = None
+        self._latest: weakref.ref[KeptLogits] | None = None
 
-    def clear(self) -> None:
-        """Frees what is held."""
+    def keep(self, logits: torch.Tensor | None) -> "KeptLogits":
+        """Frees what is held; the result, which the caller owns, is held next. logits: None: nothing is."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.logits = None
-
-    def keep(self, logits: torch.Tensor) -> "_KeptLogits":
-        """For the backward of the caller, which owns the result."""
-        self.clear()
-        kept = _KeptLogits(logits)
+        kept = KeptLogits(logits)
         self._latest = weakref.ref(kept)
         return kept
 
 
-class _KeptLogits:
-    def __init__(self, logits: torch.Tensor | None) -> None:
-        self.logits = logits
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class KeptLogits:
+    """logits: [R, V], which the backward may overwrite; None where they are gone."""
 
-    def take(self) -> torch.Tensor | None:
-        """[R, V], which the caller may overwrite; None where they are gone."""
-        logits, self.logits = self.logits, None
-        return logits
+    logits: torch.Tensor | None
 
 
 def edge_values(
@@ -274,9 +268,9 @@ class _EdgeValues(torch.autograd.Function):
         mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
         cast_weight = weight.to(dtype)
         column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
-        head.slot.clear()
+        head.slot.keep(None)
         for (start, end), (low, high) in bounds:
-            logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
+            logits, _ = _logits(hidden[start:end], cast_weight, bias, wide, head)
             lse_R[start:end] = _over_rows(partial(torch.logsumexp, dim=1), logits)
             target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
@@ -291,7 +285,7 @@ class _EdgeValues(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
         ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
         has_backward = head.softcap is None and any(ctx.needs_input_grad)
-        ctx.kept = head.slot.keep(logits) if has_backward else None
+        ctx.kept = head.slot.keep(logits) if has_backward else KeptLogits(None)
         ctx.set_materialize_grads(False)
         return log_probs_E, entropy_R
 
@@ -314,12 +308,13 @@ class _EdgeValues(torch.autograd.Function):
         gradients = ctx.head.gradients or HeadGradients(ctx.head)
         weight_grad = gradients.sum("weight", wide) if ctx.needs_input_grad[1] else None
         bias_grad = gradients.sum("bias", wide) if bias is not None and ctx.needs_input_grad[2] else None
-        kept = None if ctx.kept is None else ctx.kept.take()
+        kept, ctx.kept.logits = ctx.kept.logits, None
+        factor = ctx.head.scale / ctx.head.temperature
         for (start, end), (low, high) in reversed(ctx.bounds):
             if kept is None:
-                logits, slope = _finish(_project(hidden[start:end], cast_weight, bias, wide), ctx.head, with_slope=True)
-            else:
-                logits, slope, kept = kept, _slope(ctx.head), None
+                logits, slope = _logits(hidden[start:end], cast_weight, bias, wide, ctx.head, with_slope=True)
+            else:  # of a head without a softcap
+                logits, slope, kept = kept, None if factor == 1.0 else factor, None
             grad = torch.sub(logits, lse[start:end, None], out=logits if entropy_grad is None else None).exp_()
             if entropy_grad is not None:
                 surprise = lse[start:end, None] - logits - entropy[start:end, None]
@@ -349,13 +344,6 @@ class _EdgeValues(torch.autograd.Function):
         return hidden_grad, *cast, None, None, None, None
 
 
-def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
-    logits = torch.mm(hidden, weight.t())
-    if bias is not None:
-        logits += bias.to(logits.dtype)
-    return logits.to(wide)
-
-
 def _padded(rows: torch.Tensor) -> torch.Tensor:
     """With rows of zeros, where there are too few for an accurate product."""
     missing = _MIN_ROWS - len(rows)
@@ -378,28 +366,32 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
         total[start : start + size] += grad[:, start : start + size].t() @ hidden
 
 
-def _finish(
-    logits: torch.Tensor, head: Head, with_slope: bool = False
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    wide: torch.dtype,
+    head: Head,
+    with_slope: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Scale, softcap and temperature in place on [R, V], and the derivative of the result by the projection.
+    """[R, V] logits of hidden rows [R, M] in dtype `wide`, and their derivative by the projection.
 
     The derivative is None for 1 everywhere; with a softcap it is computed only on demand (`with_slope`).
     """
+    logits = torch.mm(hidden, weight.t())
+    if bias is not None:
+        logits += bias.to(logits.dtype)
+    logits = logits.to(wide)
     if head.scale != 1.0:
         logits *= head.scale
-    slope: torch.Tensor | float | None = _slope(head)
+    factor = head.scale / head.temperature
+    slope: torch.Tensor | float | None = None if head.softcap is not None or factor == 1.0 else factor
     if head.softcap is not None:
         logits /= head.softcap
         logits.tanh_()
         if with_slope:
-            slope = logits.square().neg_().add_(1).mul_(head.scale / head.temperature)
+            slope = logits.square().neg_().add_(1).mul_(factor)
         logits *= head.softcap
     if head.temperature != 1.0:
         logits /= head.temperature
     return logits, slope
-
-
-def _slope(head: Head) -> float | None:
-    """The derivative of a logit by its projection where no softcap bends it; None for 1."""
-    factor = head.scale / head.temperature
-    return None if head.softcap is not None or factor == 1.0 else factor

@@ -10,26 +10,30 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from treewise.errors import UnsupportedModelError
-from treewise.nn import recurrent
+from treewise.features import feature
 from treewise.nn.attention import AttentionName, TreeContext, carry, install, install_legacy_layers
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
-from treewise.nn.tensor_parallel import repair_tensor_parallel, vocabulary_shard
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
 TOKENWISE_LAYERS = {"moe", "mlp"}
 # Names of layers with a recurrence or a convolution, alone or beside attention.
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
+# What only layers with a recurrence or a convolution have: names of parameters and buffers, and classes without such.
+RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
+RECURRENT_CLASSES = {"xLSTMLayer"}
 # Adapters of PEFT whose result for a token is not a function of its path, and why.
 _ROW_ADAPTERS = {
     "ALORA": "acts from the last alora_invocation_tokens of a row on, and a shared token is part of several rows",
@@ -47,31 +51,30 @@ SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a 
 class DecoderAndHead:
     """The two halves of a causal language model.
 
-    model: without torch.compile and DDP around it, with PEFT. decoder: token ids to hidden rows. output: the layer from
-    hidden rows to logits; `scale` and `softcap` are what the model does to its result (see `lm_head.Head`). logits:
-    kept from a forward to its backward.
+    model: without torch.compile and DDP around it, with PEFT. base: without PEFT. decoder: token ids to hidden rows.
+    output: the layer from hidden rows to logits; `scale` and `softcap` are what the model does to its result (see
+    `lm_head.Head`). configs: those that the decoder's layers read their attention from. is_recurrent: whether layers
+    carry states from token to token. logits: kept from a forward to its backward.
     """
 
     model: nn.Module
+    base: PreTrainedModel
     decoder: PreTrainedModel
     output: nn.Module
     scale: float
     softcap: float | None
+    configs: list[PreTrainedConfig]
+    is_recurrent: bool
     logits: LogitsSlot = field(default_factory=LogitsSlot, compare=False)
 
-    def head(self, temperature: float = 1.0) -> AnyHead:
-        """The head with its present weights, adapters included; `temperature` divides the logits."""
-        layer = _active_module(self.output)
-        shard = vocabulary_shard(layer)
-        if shard is not None:
-            bias = None if layer.bias is None else layer.bias.to_local()
-            local = layer.weight.to_local()
-            return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
-        plain = _plain_weight(layer)
-        if plain is None:
-            num_tokens = _num_tokens(self.output)
-            return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
-        return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the head and the attention that it had when it was split.
+
+        A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
+        """
+        names = [each._attn_implementation for each in self.configs]
+        return self.base.get_output_embeddings() is self.output and all(type(each) is AttentionName for each in names)
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +82,20 @@ class DecoderAndHead:
         embeddings = self.decoder.get_input_embeddings()
         first = next(embeddings.parameters(), None)  # `weight` of an adapter is computed; FSDP1 has no parameter there
         return (embeddings.weight if first is None else first).device
+
+    def head(self, temperature: float = 1.0) -> AnyHead:
+        """The head with its present weights, adapters included; `temperature` divides the logits."""
+        layer = _active_module(self.output)
+        if isinstance(getattr(layer, "weight", None), DTensor):
+            shard = feature("tensor_parallel").vocabulary_shard(layer)
+            if shard is not None:
+                local, bias = layer.weight.to_local(), None if layer.bias is None else layer.bias.to_local()
+                return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
+        plain = _plain_weight(layer)
+        if plain is None:
+            num_tokens = _num_tokens(self.output)
+            return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
+        return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
 
 
 def split_model(model: nn.Module) -> DecoderAndHead:
@@ -110,20 +127,24 @@ def split_model(model: nn.Module) -> DecoderAndHead:
     _refuse_layers(decoder, name)
     if not install_legacy_layers(decoder) and not decoder._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
-    install(_attention_configs(decoder))
-    recurrent.install(decoder)
-    repair_tensor_parallel(base)
-    return DecoderAndHead(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
+    configs = _attention_configs(decoder)
+    install(configs)
+    is_recurrent = mixes_in_order(decoder)
+    if is_recurrent:
+        feature("recurrent").install(decoder)
+    if any(isinstance(each, DTensor) for each in base.parameters()):
+        feature("tensor_parallel").repair_tensor_parallel(base)
+    scale, softcap = _logit_scale(base.config), _softcap(base.config)
+    return DecoderAndHead(model, base, decoder, output, scale, softcap, configs, is_recurrent)
 
 
-def is_current(lm: DecoderAndHead) -> bool:
-    """Whether the model still has the head and the attention that it had when it was split.
-
-    A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
-    """
-    base: Any = base_model(lm.model)
-    is_installed = all(isinstance(each._attn_implementation, AttentionName) for each in _attention_configs(lm.decoder))
-    return is_installed and base.get_output_embeddings() is lm.output
+def mixes_in_order(decoder: nn.Module) -> bool:
+    """Whether a part of the model carries state from token to token, or convolves over them."""
+    for module in decoder.modules():
+        own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        if isinstance(module, nn.Conv1d) or own & RECURRENT_PARAMETERS or type(module).__name__ in RECURRENT_CLASSES:
+            return True
+    return False
 
 
 def run_decoder(
@@ -145,10 +166,11 @@ def run_decoder(
     """
     device = lm.device
     module, further = (lm.decoder, {}) if inside is None else inside
-    arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(module) else {}
-    if "position_ids" in _parameters_of(type(module)):  # others have no attention, so no positions
+    names, takes_any = parameters_of(type(module))
+    arguments: dict[str, Any] = {"treewise": context} if takes_any else {}
+    if "position_ids" in names:  # others have no attention, so no positions
         arguments["position_ids"] = to_device(depth, device, torch.long)[None]
-    if "attention_mask" in _parameters_of(type(module)):
+    if "attention_mask" in names:
         arguments["attention_mask"] = context.empty_mask(device, lm.decoder.dtype)
     if with_router_logits:
         arguments["output_router_logits"] = True
@@ -181,13 +203,11 @@ def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tenso
     return logits
 
 
-def _parameters_of(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(kind.forward).parameters)
-
-
-def takes_any_argument(module: nn.Module) -> bool:
-    """Whether a module's forward takes keyword arguments that it does not name."""
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in _parameters_of(type(module)).values())
+@cache
+def parameters_of(kind: type[nn.Module]) -> tuple[frozenset[str], bool]:
+    """Names of a forward's parameters, and whether it takes keyword arguments that it does not name."""
+    parameters = inspect.signature(kind.forward).parameters
+    return frozenset(parameters), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def unwrap_model(model: Any) -> Any:
@@ -202,6 +222,18 @@ def unwrap_model(model: Any) -> Any:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether modules of a model are compiled in place."""
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, compiled layers of a model run as they were written: rows of other kinds would be compiled, too."""
+    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+        yield
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -268,18 +300,20 @@ def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
 
 def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
     config = decoder.config
-    has_mixers = bool(recurrent.kinds_of(decoder))
+    recurrent = feature("recurrent") if mixes_in_order(decoder) else None
+    has_mixers = recurrent is not None and bool(recurrent.kinds_of(decoder))
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in ATTENTION_LAYERS | TOKENWISE_LAYERS and not (kind in RECURRENT_LAYERS and has_mixers):
             raise UnsupportedModelError(
                 f"{name} layer {index} is a {kind!r} layer, which cannot follow a tree yet. {SUPPORTED_MODELS}"
             )
-    recurrent.refuse_unknown(decoder, name)
+    if recurrent is not None:
+        recurrent.refuse_unknown(decoder, name)
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise UnsupportedModelError(
             f"{name} uses ALiBi, whose bias depends on a token's index in memory. {SUPPORTED_MODELS}"
         )
-    if not has_mixers and "position_ids" not in _parameters_of(type(decoder)):
+    if not has_mixers and "position_ids" not in parameters_of(type(decoder))[0]:
         raise UnsupportedModelError(
             f"{name} takes no position_ids, which trees need for their depths. {SUPPORTED_MODELS}"
         )

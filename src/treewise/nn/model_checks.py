@@ -4,6 +4,7 @@ Each function raises an error that names the module, token or length; `nn.model.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,47 @@ def zero_dropout(model: nn.Module) -> str | None:
     )
 
 
+def is_noise(attribute: str) -> bool:
+    """Whether an attribute's name is that of a dropout, a layer drop or a router noise; `p` is that of torch's own."""
+    return "dropout" in attribute or attribute.endswith(_NOISE) or attribute == "p"
+
+
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
     """Path, module, attribute and value of each dropout, layer drop and router noise above 0."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name, module, "p", module.p
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and value > 0 and ("dropout" in attribute or attribute.endswith(_NOISE)):
+            if isinstance(value, float) and value > 0 and attribute != "p" and is_noise(attribute):
                 yield name, module, attribute, value
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. longest: tokens of a path;
+    None: any number. has_placeholders: whether some tokens stand for images, videos or sounds."""
+
+    num_tokens: int
+    longest: int | None
+    has_placeholders: bool
+
+    def check(self, lm: DecoderAndHead, forest: Forest) -> None:
+        """Raises what `refuse_tokens`, `refuse_lengths` and `refuse_placeholders` raise."""
+        length = int(forest.depth.max()) + 1
+        if int(forest.token_ids.max()) >= self.num_tokens:
+            refuse_tokens(lm, forest)
+        if self.has_placeholders:
+            refuse_placeholders(lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
+        if self.longest is not None and length > self.longest:
+            refuse_lengths(lm.decoder, length, "the longest path", "Shorten the trajectories")
+
+
+def limits_of(lm: DecoderAndHead) -> Limits:
+    """The limits of a model as it is now."""
+    config: Any = lm.base.config
+    longest = length_limit(lm.decoder)
+    has_placeholders = config.get_text_config() is not config
+    return Limits(_vocabulary_size(lm), None if longest is None else longest[0], has_placeholders)
 
 
 def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:

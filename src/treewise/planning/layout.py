@@ -65,6 +65,10 @@ def lay_out(plan: Plan, micro_batch: int) -> Layout:
     Gateway tokens are computed per run, not per token: all tokens of a run without forks are seen by the same queries.
     """
     forest, ranges = plan.forest, plan.micro_batches[micro_batch].ranges
+    if plan.is_whole:
+        own, none = np.arange(forest.num_tokens), np.zeros(0, dtype=np.int64)
+        seen = own.astype(np.int32), forest.subtree_end.astype(np.int32), forest.depth
+        return Layout(own, forest.token_ids, forest.depth, *seen, none, none, np.zeros(1, dtype=np.int64))
     positions = plan.micro_batches[micro_batch].positions()
     offsets = np.concatenate([[0], np.cumsum(ranges[:, 1] - ranges[:, 0])])
     runs = plan.open_runs

@@ -7,7 +7,7 @@ an open micro-batch is held instead: its activations are kept and it runs once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
@@ -128,12 +128,19 @@ class OpenRuns:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Micro-batches of a forest and their schedule. `max_tokens` is None where one micro-batch takes all."""
+    """Micro-batches of a forest and their schedule. `max_tokens` is None where one micro-batch takes all.
+
+    is_whole: there is a single micro-batch, so that autograd alone computes the gradients.
+    """
 
     forest: Forest
     max_tokens: int | None
     micro_batches: tuple[MicroBatch, ...]
     schedule: tuple[Pass, ...]
+    is_whole: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_whole", len(self.micro_batches) == 1)
 
     def __repr__(self) -> str:
         budget = "none" if self.max_tokens is None else f"{self.max_tokens:,}"
@@ -147,11 +154,6 @@ class Plan:
     @property
     def num_closed_micro_batches(self) -> int:
         return sum(not batch.is_open for batch in self.micro_batches)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is a single micro-batch, so that autograd alone computes the gradients."""
-        return len(self.micro_batches) == 1
 
     @cached_property
     def num_open_tokens(self) -> int:

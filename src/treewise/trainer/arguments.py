@@ -17,9 +17,10 @@ from treewise.data import RenderOptions
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.distributed import watchdog
+from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
-from treewise.distributed.mesh import check_context_size, mesh_config
-from treewise.engine.budget import Budget
+from treewise.distributed.mesh import mesh_config
+from treewise.engine.prepared import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
 from treewise.nn.compilation import DEFAULT_BACKEND, check_compilation

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from treewise.data import RenderOptions
 from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
-from treewise.distributed.mesh import mesh_of, take_over
+from treewise.distributed.parts import mesh_of, take_over
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn import load_model

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from treewise.distributed import ranks
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.nn.device import matmul_flops
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treewise.engine.budget import AUTO
+from treewise.engine.prepared import AUTO
 from treewise.errors import num
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments

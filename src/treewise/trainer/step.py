@@ -24,13 +24,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from treewise.distributed import ranks
+from treewise.distributed.context import context_group
 from treewise.distributed.ends import Ends
 from treewise.distributed.fsdp import ShardSettings, gradient_norm, reshard, shard
-from treewise.distributed.mesh import context_group, mesh_of, sum_gradients
-from treewise.engine.budget import AUTO
+from treewise.distributed.parts import mesh_of, sum_gradients
 from treewise.engine.engine import TreeEngine
-from treewise.engine.prepared import PreparedForest
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
 from treewise.nn.device import is_out_of_memory

@@ -11,7 +11,7 @@ quarantined records and forests all follow it, so a new stream is one line.
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -58,43 +58,39 @@ class Stream:
     def __set_name__(self, owner: type, name: str) -> None:
         object.__setattr__(self, "name", name)
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> None: ...
+    # Without `__set__` at run time, an instance's own value is found before its class is asked.
+    def __get__(self, instance: object, owner: type) -> Any:
+        return None  # the default of the field
 
-    @overload
-    def __get__(self, instance: object, owner: type) -> np.ndarray | None: ...
+    if TYPE_CHECKING:
 
-    def __get__(self, instance: object, owner: type) -> np.ndarray | None:
-        return None if instance is None else vars(instance)[self.name]  # None: the default of the field
-
-    def __set__(self, instance: object, value: ArrayLike | None) -> None:
-        vars(instance)[self.name] = value  # checked in Trajectory.__post_init__
+        @overload
+        def __get__(self, instance: None, owner: type) -> None: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> np.ndarray | None: ...
+        def __set__(self, instance: object, value: ArrayLike | None) -> None: ...
 
 
 class _LossWeights(Stream):
     """The stream that every trajectory has."""
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> None: ...
+    if TYPE_CHECKING:
 
-    @overload
-    def __get__(self, instance: object, owner: type) -> np.ndarray: ...
-
-    def __get__(self, instance: object, owner: type) -> np.ndarray | None:
-        return None if instance is None else vars(instance)["loss_weights"]
+        @overload
+        def __get__(self, instance: None, owner: type) -> None: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> np.ndarray: ...
 
 
 class _TokenIds:
     """The sequence itself: takes anything like an array, and is an array."""
 
     def __get__(self, instance: object, owner: type) -> np.ndarray:
-        if instance is None:
-            raise AttributeError("token_ids")  # no default: the argument is required
-        ids: np.ndarray = vars(instance)["token_ids"]
-        return ids
+        raise AttributeError("token_ids")  # no default: the argument is required
 
-    def __set__(self, instance: object, value: ArrayLike) -> None:
-        vars(instance)["token_ids"] = value
+    if TYPE_CHECKING:
+
+        def __set__(self, instance: object, value: ArrayLike) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)

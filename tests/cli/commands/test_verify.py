@@ -10,7 +10,7 @@ import pytest
 from tests.cli.helpers import call, save_tiny_model, write_rows
 from tests.image_models import IMAGE_TOKEN, png, seeing_model, tiny_processor
 from treewise.cli.main import main
-from treewise.engine import step_checks, walk
+from treewise.engine import checks, step
 from treewise.planning.layout import Layout, lay_out
 
 TRUNK = list(range(1, 13))
@@ -34,8 +34,8 @@ def test_different_is_exit_code_1_and_names_the_worst_parameter(
         layout = lay_out(*args)
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # it would notice first
-    monkeypatch.setattr(walk, "lay_out", leaky)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # it would notice first
+    monkeypatch.setattr(step, "lay_out", leaky)
     assert call("verify", rows, "--model", model) == 1
     out = capsys.readouterr().out
     assert "DIFFERENT" in out

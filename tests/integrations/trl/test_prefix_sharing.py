@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import treewise
 from tests.integrations.trl.helpers import model_for_trl
-from treewise.engine import step_checks
+from treewise.engine import checks
 from treewise.testing.oracle import gradient_error, gradients_of
 
 # PEFT still uses names that transformers deprecates.
@@ -268,7 +268,7 @@ def test_out_of_memory_in_the_forward_is_tried_again_in_smaller_parts(monkeypatc
         return own(input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(model.model, "forward", with_little_memory)
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # of more tokens
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # of more tokens
     found, gradients = outputs_and_gradients(model, batch())
     assert sharing.engine.max_tokens <= 12
     assert any("out of memory" in record.message for record in caplog.records)

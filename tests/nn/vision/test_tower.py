@@ -7,8 +7,7 @@ import torch
 import treewise as tw
 from tests.image_capability import HISTORIES, image_model, random_pixels, trajectory
 from tests.image_models import IMAGE_TOKEN
-from treewise.engine.vision import opened
-from treewise.nn.vision import tree_positions
+from treewise.nn.vision import opened, tree_positions
 
 
 @pytest.fixture

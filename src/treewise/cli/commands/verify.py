@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
     apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     check_numbers(args, limit=Ge(0))
-    from treewise.engine.engine import TreeEngine  # slow to import, as are all below
+    from treewise.engine.engine import TreeEngine
     from treewise.nn.device import chosen_device
     from treewise.objectives import DPO, KTO
     from treewise.trainer.data_loader import check_preferences

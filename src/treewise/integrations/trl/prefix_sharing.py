@@ -25,7 +25,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from treewise.distributed import ranks
-from treewise.distributed.mesh import check_same_rows, mesh_of
+from treewise.distributed.mesh import check_same_rows
+from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows

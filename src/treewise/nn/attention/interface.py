@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
-from treewise.nn.attention.context_parallel import ContextExchange, exchange, keep
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
 from treewise.nn.attention.implementations import implementation_named
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.device import autocast_dtype, to_device
-
-if TYPE_CHECKING:
-    from treewise.nn.recurrent.rows import TreeRows
 
 NAME = "treewise"
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
@@ -60,7 +56,8 @@ class TreeContext:
 
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
-    layers, for models that have some. exchange: with the ranks that compute other tokens of the micro-batch. carried:
+    layers, for models that have some (`nn.recurrent.TreeRows`). exchange: with the ranks that compute other tokens of
+    the micro-batch (`distributed.context.ContextExchange`). carried:
     the layers whose keys, values and states carry gradients to what is above the micro-batch, or to other ranks, as the
     walk decided. is_done: the forward is over; later calls of attention recompute.
 
@@ -73,14 +70,14 @@ class TreeContext:
     reads: tuple[GatewayRead, ...] = ()
     writes: Gateway | None = None
     injects: Gateway | None = None
-    rows: "TreeRows | None" = None
-    exchange: ContextExchange | None = None
+    rows: Any = None
+    exchange: Any = None
     carried: Carried = NOTHING
     is_done: bool = False
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        implementation_named(self.impl)
+        self.run = implementation_named(self.impl).run
 
     def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[1, 1, 0, 0], the attention mask to give to the model: a prepared one, so that it builds none of its own.
@@ -178,23 +175,24 @@ def attend(
     sinks = kwargs.get("s_aux")
     call = context.next_call(module)
     dtype = autocast_dtype(query.device.type)  # which kernels that are called directly bypass
-    tensors = (_rescaled_for_depth(module, query, context.mask), key, value)
-    query, key, value = tensors if dtype is None else (each.to(dtype) for each in tensors)
-    if context.carried.includes(*call):
+    if getattr(module, "attn_temperature_tuning", False):
+        query = _rescaled_for_depth(module, query, context.mask)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if context.carried is not NOTHING and context.carried.includes(*call):
         key, value = carry(key, value)
     reads = context.reads
     if context.exchange is not None:
-        key, value = exchange(key, value, context.exchange, call, context.writes, context.injects)
+        key, value = context.exchange.exchanged(key, value, call, context.writes, context.injects)
         reads = (*reads, context.exchange.read) if len(context.exchange.rows) else reads
     else:
         if context.writes is not None:
             context.writes.write(call, key, value)
         if context.injects is not None:
             key, value = inject(key, value, context.injects, call)
-    run = implementation_named(context.impl).run
-    out = run(query, key, value, context.mask.of_layer(rule), rule, sinks, reads, call)
+    out = context.run(query, key, value, context.mask.of_layer(rule), rule, sinks, reads, call)
     if context.exchange is not None:
-        out = keep(out, context.exchange, call)
+        out = context.exchange.kept(out, call)
     return out.transpose(1, 2).contiguous()
 
 
@@ -206,7 +204,7 @@ def _rescaled_for_depth(module: Any, query: torch.Tensor, mask: TreeMask) -> tor
     Scalable-Softmax, 2025, arXiv:2501.19399) and count `p` themselves, from 0 at the first row of the call. Before
     position `floor_scale` (8192) the factor is 1, so a probe on short sequences cannot detect it.
     """
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+    if getattr(module, "use_rope", True):
         return query
     factor_T = mask.derived(_factors, module.floor_scale, module.attn_scale, query.device)
     return query if factor_T is None else query * factor_T[:, None].to(query.dtype)

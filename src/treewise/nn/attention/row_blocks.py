@@ -110,10 +110,22 @@ class _Planner:
         for start, end in zip(starts, (leaf + 1).tolist(), strict=True):
             while stack and self.own_hi[stack[-1].start] <= start:
                 stack.pop()
-            chain = _Chain(start, end, self._path_above(start, stack), self.num_gateway)
+            if stack:
+                above = stack[-1]
+                # Subtree ends shrink down a chain, so the rows above `start` are its first ones.
+                inside = _first_true(above.start, above.end, lambda each, at=start: bool(self.own_hi[each] <= at))
+                path = above.path_to(inside)
+            else:
+                gateway = slice(0, self.num_gateway)
+                keys = np.flatnonzero((self.mask.lo[gateway] <= start) & (start < self.hi[gateway]))
+                path = _Path(keys, keys)
+            chain = _Chain(start, end, path, self.num_gateway)
             stack.append(chain)
+            if self.is_plain and not self.image_starts:
+                yield start, end, path
+                continue
             for first, last in self._pieces(start, end):
-                yield first, last, chain.path if first == start else chain.path_to(first)
+                yield first, last, path if first == start else chain.path_to(first)
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """A chain in parts: images by themselves and whole, the rest in ranges that a tile may have, if need be."""
@@ -126,15 +138,6 @@ class _Planner:
             if image < end:
                 first = self.image_end[image]
                 yield image, first
-
-    def _path_above(self, row: int, stack: "list[_Chain]") -> _Path:
-        if not stack:
-            gateway = slice(0, self.num_gateway)
-            keys = np.flatnonzero((self.mask.lo[gateway] <= row) & (row < self.hi[gateway]))
-            return _Path(keys, keys)
-        above = stack[-1]
-        # Subtree ends shrink down a chain, so the rows above `row` are its first ones.
-        return above.path_to(_first_true(above.start, above.end, lambda each: bool(self.own_hi[each] <= row)))
 
     def draft(self, start: int, end: int, path: _Path, is_joined: bool) -> _Draft:
         rows = self.depth[self.num_gateway + start : self.num_gateway + end]

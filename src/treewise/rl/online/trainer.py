@@ -31,7 +31,7 @@ from treewise.distributed import ranks
 from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned
 from treewise.engine.engine import TreeEngine
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError, NonFiniteError
-from treewise.nn.compilation import uncompiled
+from treewise.nn.model import uncompiled
 from treewise.nn.model_checks import refuse_lengths
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import whole_state, whole_tensor
-from treewise.distributed.mesh import as_whole_model, mesh_of
+from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from treewise.distributed.fsdp import like_shard, whole_tensor
-from treewise.distributed.mesh import load_on_mesh, mesh_of
+from treewise.distributed.mesh import load_on_mesh
+from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
 from treewise.trainer.checkpoint.store import listed_files
 

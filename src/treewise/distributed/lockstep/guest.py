@@ -1,77 +1,18 @@
-"""What other ranks are to a walk: they compute parts of its micro-batches (context), or run its passes (lockstep)."""
+"""Lockstep: every rank runs the same sequence of forwards and backwards, because each is a collective operation."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from treewise.distributed.lockstep.merged_sequence import Turn
 from treewise.distributed.lockstep.turns import NO_PASSES, Passes, forward_passes, training_passes, turns_of
-from treewise.distributed.mesh import ContextGroup, Mesh
-from treewise.engine.guest import ForwardInputs, Guest, Piece
-from treewise.engine.walk import Walk
-from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn import recurrent
-from treewise.nn.attention import TreeMask
-from treewise.nn.attention.context_parallel import ContextExchange
-from treewise.nn.model import DecoderAndHead, base_model
-from treewise.nn.model_flops import flop_model
-from treewise.planning.context_parts import ContextPart, context_part, part_bounds
+from treewise.nn.guest import Guest
 from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
 from treewise.planning.planner import plan as make_plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
-
-# -- A walk of several ranks over one plan: each computes a part of the tokens of every micro-batch -------------------
-
-
-class ContextWalk(Guest):
-    """Which part this rank computes. lm: the model, by whose FLOPs parts are made equal. mesh: that it is sharded by.
-
-    Raises:
-        ConfigError: a mesh of tensor or expert parallelism.
-        UnsupportedModelError: layers whose states would cross from rank to rank.
-    """
-
-    splits_pieces = True
-
-    def __init__(self, lm: DecoderAndHead, ranks: ContextGroup, mesh: Mesh | None) -> None:
-        if mesh is not None:
-            raise ConfigError(
-                f"context_size={ranks.size} is not implemented together with {mesh.sizes}: leave context= out and "
-                "lower max_tokens, or load the model whole."
-            )
-        base = base_model(lm.model)
-        kinds = recurrent.kinds_of(lm.decoder)
-        if kinds:
-            path, kind = next(iter(kinds.items()))
-            raise UnsupportedModelError(
-                f"{type(base).__name__} has recurrent layers ({path}: {kind}), whose states do not cross from rank to "
-                f"rank; leave context_size={ranks.size} out and give max_tokens a number."
-            )
-        self.ranks, self._flops, self._device = ranks, flop_model(base), lm.device
-
-    def join(self, piece: Piece) -> None:
-        """Leaves this rank's part of a micro-batch."""
-        bounds = part_bounds(self._flops.of_tokens(piece.layout.depth), self.ranks.size)
-        piece.part = context_part(piece.layout, bounds, self.ranks.index)
-        piece.layout = piece.part.layout
-        piece.mask = TreeMask.from_layout(piece.layout)
-
-    def enter(self, piece: Piece, inputs: ForwardInputs) -> None:
-        if piece.part is not None:
-            inputs.exchange = self.exchange(piece.part)
-
-    def exchange(self, part: ContextPart) -> ContextExchange:
-        """What attention layers exchange in one forward."""
-        return ContextExchange(self.ranks.group, part.bounds, part.rows, self.ranks.index, self._device)
-
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.ranks.add_up(tensor)
-
-
-# -- Lockstep: every rank runs the same sequence of forwards and backwards --------------------------------------------
-
 
 DONE = "."  # the text of a rank that has no walk left
 
@@ -87,9 +28,9 @@ class Lockstep(Guest):
 
     in_lockstep = True
 
-    def __init__(self, exchange: Exchange, new_walk: Callable[[Plan], Walk]) -> None:
+    def __init__(self, exchange: Exchange, new_walk: Callable[[Plan], Any]) -> None:
         chain = make_plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
-        self._exchange, self._empty_rows = exchange, lambda: new_walk(chain).whole_output().hidden
+        self._exchange, self._empty_rows = exchange, lambda: new_walk(chain).forward(0).hidden
         self._held: list[torch.Tensor] = []
 
     def passes(self, plan: Plan, _: Iterable[Pass]) -> Iterator[Pass]:

@@ -15,19 +15,19 @@ from peft import LoraConfig, get_peft_model
 
 import treewise as tw
 from tests.crossings import judged
-from tests.engine.test_vision import HISTORIES, trajectories
 from tests.image_models import FAMILIES, IMAGE_TOKEN, seeing_model
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
-from treewise.engine import walk
-from treewise.engine.walk import carried_by
+from tests.nn.vision.test_forest_images import HISTORIES, trajectories
+from treewise.engine import carried, step
+from treewise.engine.carried import carried_by
 from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Gateway
 from treewise.nn.model import split_model
 from treewise.planning.planner import FORWARD, plan
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
 from treewise.tree.trajectory import Trajectory
 
-TOLERANCE = 1e-5  # float32 against flat float32, as in tests/engine/test_vision.py
+TOLERANCE = 1e-5  # float32 against flat float32, as in tests.nn.vision.test_forest_images.py
 EXACT = 1e-9  # float64 throughout, where only the order of sums differs
 LOST = 0.1
 TOWER, PROJECTOR = r"vision_tower|vision_model|visual|projector|connector|merger", r"projector|connector|merger"
@@ -179,8 +179,8 @@ def test_an_expert_that_few_tokens_reach() -> None:
 
 @pytest.mark.parametrize("case", ["decays", "expert"])
 def test_these_cases_notice_a_gradient_that_is_lost(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "EVERYTHING", NOTHING)
-    monkeypatch.setattr(walk, "carried_by", lambda *_, **__: NOTHING)
+    monkeypatch.setattr(step, "EVERYTHING", NOTHING)
+    monkeypatch.setattr(step, "carried_by", lambda *_, **__: NOTHING)
     with pytest.raises(AssertionError) as error:
         assert_text_trains("nemotron_h", "decays") if case == "decays" else test_an_expert_that_few_tokens_reach()
     assert float(re.findall(r"assert ([\d.e-]+) <", str(error.value))[0]) > LOST
@@ -268,7 +268,7 @@ def test_the_last_norm_of_a_family_comes_after_its_layers() -> None:
     """`walk` knows it by name; here its output is that of the decoder."""
     for family in ("llama", "gpt2", "gpt_neox", "nemotron_h", "falcon_h1"):
         lm = split_model(text_model(family))
-        names = [name for name, _ in lm.decoder.named_children() if name in walk._LAST_NORMS]
+        names = [name for name, _ in lm.decoder.named_children() if name in carried._LAST_NORMS]
         assert len(names) == 1
         norm = lm.decoder.get_submodule(names[0])
         norm.register_forward_hook(lambda _module, _inputs, out: 0 * out + 7)
@@ -278,4 +278,4 @@ def test_the_last_norm_of_a_family_comes_after_its_layers() -> None:
 def test_a_plan_of_one_micro_batch_carries_nothing() -> None:
     items = conversations()
     lm = split_model(tiny_model())
-    assert walk.Walk(lm, plan(tw.Forest.from_trajectories(items)), "cascade")._carried == NOTHING
+    assert step.Walk(lm, plan(tw.Forest.from_trajectories(items)), "cascade")._carried == NOTHING

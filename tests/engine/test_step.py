@@ -8,8 +8,8 @@ import torch
 
 from treewise import Forest, Trajectory, TreeEngine, plan
 from treewise.distributed.lockstep import forward_passes, training_passes
+from treewise.distributed.lockstep.guest import DONE
 from treewise.distributed.lockstep.turns import Passes
-from treewise.engine.rank_guests import DONE
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import Plan
 from treewise.testing.families import tiny_model

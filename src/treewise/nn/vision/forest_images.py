@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.guest import ForwardInputs, Guest, Piece
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.nn.attention import TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.flops import FlopModel
+from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_flops import flop_model
-from treewise.nn.vision import (
+from treewise.nn.vision.tower import (
     IN_WINDOWS,
     Features,
     PixelInputs,
@@ -85,16 +85,16 @@ class ForestVision(Guest):
         self._kept: Features | None = None  # leaves, to which micro-batches add gradients
         self._graph: Features | None = None  # what the leaves are copies of, with the tower's graph
 
-    def enter(self, piece: Piece, inputs: ForwardInputs) -> None:
+    def enter(self, run: RunningMicroBatch) -> None:
         """The part of the model that a micro-batch runs, and its arguments, where these are not as without images."""
-        positions = piece.layout.positions
+        positions = run.layout.positions
         rows = self._rows[np.isin(self._positions, positions, assume_unique=True)]
         arguments: dict[str, Any] = {}
         if self._position_ids is not None:
             own = self._position_ids[:, positions]
             arguments["position_ids"] = to_device(own, self.vision.module.device, torch.long)[:, None]
         if len(rows) == 0:
-            inputs.inside = (self._decoder, arguments) if arguments else None
+            run.inside = (self._decoder, arguments) if arguments else None
             return
         if self.is_in_graph:
             features = self._all_features()
@@ -107,16 +107,16 @@ class ForestVision(Guest):
         seen = tuple(each.index_select(0, index) for each in features)
         if not self.is_in_graph:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
-        inputs.inside = self.vision.module, {**arguments, **self.vision.arguments(seen)}
+        run.inside = self.vision.module, {**arguments, **self.vision.arguments(seen)}
 
-    def join(self, piece: Piece) -> None:
+    def join(self, run: RunningMicroBatch) -> None:
         """The mask of a micro-batch, and whether it holds features of a tower that is trained."""
-        positions = piece.layout.positions
+        positions = run.layout.positions
         if self._rows_before is not None:
             only_windows = self.vision.both_ways == IN_WINDOWS
-            piece.mask = TreeMask.from_layout(piece.layout, self._rows_before[positions], only_windows=only_windows)
+            run.mask = TreeMask.from_layout(run.layout, self._rows_before[positions], only_windows=only_windows)
         is_seen = self.vision.is_trained and np.isin(positions, self._positions, assume_unique=True).any()
-        piece.sees_trained_image = bool(is_seen)
+        run.sees_trained_image = bool(is_seen)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -24,8 +24,7 @@ from tests.distributed.test_mesh import (
 from tests.image_models import png
 from treewise import SFT, Trajectory, TreeEngine
 from treewise.distributed import ranks
-from treewise.distributed.mesh import check_context_size, context_group
-from treewise.engine.rank_guests import ContextWalk
+from treewise.distributed.context import ContextWalk, check_context_size, context_group
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.objectives import GSPO, PolicyGradient
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from treewise import Distillation, Forest, Trajectory, TreeEngine
-from treewise.engine import step_checks, walk
+from treewise.engine import checks, step
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_logprobs, flat_sft, gradient_error, gradients_of
@@ -106,8 +106,8 @@ def test_what_a_model_does_since_its_last_step(family: str, change: str, named: 
 
 def test_states_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, probed = tiny_model(), []
-    own = step_checks.probe
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: probed.append(own(*args, **kwargs)))
+    own = checks.probe
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: probed.append(own(*args, **kwargs)))
     engine = TreeEngine(model, 4)
 
     def count(change: Callable[[], object]) -> int:
@@ -219,7 +219,7 @@ def test_hooks_stay_and_do_not_run_after_an_error(monkeypatch: pytest.MonkeyPatc
     engine = TreeEngine(model, 4)
     engine.evaluate(FOREST)
     with monkeypatch.context() as patch:
-        patch.setattr(walk, "run_decoder", lambda *_args, **_options: 1 / 0)
+        patch.setattr(step, "run_decoder", lambda *_args, **_options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step(FOREST)
     assert not calls

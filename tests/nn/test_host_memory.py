@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_carrying import conversations
+from tests.engine.test_carried import conversations
 from treewise import TreeEngine
-from treewise.engine import guest
-from treewise.engine.guest import HostMemory, SavedOnHost
-from treewise.engine.walk import Walk
+from treewise.engine.step import Walk
+from treewise.nn import host_memory
 from treewise.nn.attention import Gateway
+from treewise.nn.host_memory import HostMemory, SavedOnHost
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
@@ -35,14 +35,14 @@ def test_held_graphs_take_activations_and_no_weights(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     of_model = storages([*model.parameters(), *model.buffers()])
     taken, copied = [], []
-    pack, copy = SavedOnHost._pack, guest.on_host
+    pack, copy = SavedOnHost._pack, host_memory.on_host
 
     def noticing(self: SavedOnHost, tensor: torch.Tensor) -> Any:
         taken.append(tensor)  # alive, so that an address is that of one tensor
         return pack(self, tensor)
 
     monkeypatch.setattr(SavedOnHost, "_pack", noticing)
-    monkeypatch.setattr(guest, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    monkeypatch.setattr(host_memory, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))
     monkeypatch.setattr(HostMemory, "holding", lambda self, lm: SavedOnHost(lm.model))  # as on a GPU
     model.zero_grad()
     TreeEngine(model, 10, hold="always", offload=True, check=False).step(items)
@@ -57,8 +57,8 @@ def test_held_graphs_take_activations_and_no_weights(
 
 
 def test_weights_that_autocast_cast_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, copied, copy = tiny_model(), [], guest.on_host
-    monkeypatch.setattr(guest, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))
+    model, copied, copy = tiny_model(), [], host_memory.on_host
+    monkeypatch.setattr(host_memory, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))
     monkeypatch.setattr(HostMemory, "holding", lambda self, lm: SavedOnHost(lm.model))
     with torch.autocast("cpu", torch.bfloat16):
         TreeEngine(model, 10, hold="always", offload=True, check=False).step(conversations())

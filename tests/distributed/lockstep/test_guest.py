@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.distributed.lockstep import forward_passes, training_passes
-from treewise.engine.rank_guests import DONE
+from treewise.distributed.lockstep.guest import DONE
 from treewise.errors import ConfigError
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model

@@ -70,37 +70,35 @@ class ContextExchange:
         distributed.all_gather(list(received.chunk(num_ranks)), sent, group=self.group)
         return received
 
+    def exchanged(
+        self,
+        key: Float[Tensor, "1 H n D"],
+        value: Float[Tensor, "1 H n Dv"],
+        call: LayerCall,
+        writes: Gateway | None,
+        injects: Gateway | None,
+    ) -> tuple[Float[Tensor, "1 H n D"], Float[Tensor, "1 H n Dv"]]:
+        """Fills `read` for one call of a layer; returns the own keys and values, whose backward adds the gradients that
+        other ranks have for them. `kept` empties `read` again.
+
+        writes: the gateway of an open micro-batch, which gets the rows of all ranks. injects: one whose gradients, of
+        all rows, are added in the backward.
+        """
+        return _Exchange.apply(key, value, self, call, writes, injects)
+
+    def kept(self, out: Float[Tensor, "1 H n Dv"], call: LayerCall) -> Float[Tensor, "1 H n Dv"]:
+        """Attention's output, whose backward fills `read` again.
+
+        What was read is kept as autograd keeps tensors: not at all without a graph, computed again with activation
+        checkpoints, on the host where the graph is.
+        """
+        return _Keep.apply(out, self.read.gateway, call)
+
     def summed(self, sent: Float[Tensor, "p H D"]) -> Float[Tensor, "n H D"]:
         """This rank's rows of the sum over all ranks of what each has for the rows of all."""
         received = sent.new_empty(self.num_padded, *sent.shape[1:])
         distributed.reduce_scatter(received, list(sent.chunk(len(self.bounds) - 1)), group=self.group)
         return received[: self.own.stop - self.own.start]
-
-
-def exchange(
-    key: Float[Tensor, "1 H n D"],
-    value: Float[Tensor, "1 H n Dv"],
-    ranks: ContextExchange,
-    call: LayerCall,
-    writes: Gateway | None,
-    injects: Gateway | None,
-) -> tuple[Float[Tensor, "1 H n D"], Float[Tensor, "1 H n Dv"]]:
-    """Fills `ranks.read` for one call of a layer; returns the own keys and values, whose backward adds the gradients
-    that other ranks have for them. `keep` empties `ranks.read` again.
-
-    writes: the gateway of an open micro-batch, which gets the rows of all ranks. injects: one whose gradients, of all
-    rows, are added in the backward.
-    """
-    return _Exchange.apply(key, value, ranks, call, writes, injects)
-
-
-def keep(out: Float[Tensor, "1 H n Dv"], ranks: ContextExchange, call: LayerCall) -> Float[Tensor, "1 H n Dv"]:
-    """Attention's output, whose backward fills `ranks.read` again.
-
-    What was read is kept as autograd keeps tensors: not at all without a graph, computed again with activation
-    checkpoints, on the host where the graph is.
-    """
-    return _Keep.apply(out, ranks.read.gateway, call)
 
 
 class _Exchange(torch.autograd.Function):

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine.scoring import EdgeScorer, token_reader
+from treewise.engine.step import EdgeScorer
+from treewise.engine.values import token_reader
 from treewise.errors import ConfigError
 from treewise.nn.lm_head import OUTPUTS
 from treewise.testing.families import tiny_model
