@@ -133,7 +133,7 @@ def counted(counts: Counts) -> Iterator[None]:
     with ExitStack() as around:
         for each in (MAX_LOGITS, MAX_PRODUCT):
             around.enter_context(mock.patch.dict(each, meta=each["cuda"]))
-        for module in (gateway, guest):
+        for module in (gateway, host_memory):
             around.enter_context(mock.patch.object(module, "on_host", mode.copied_back))
         around.enter_context(mock.patch.object(gateway, "free_bytes", return_value=FREE_BYTES))
         around.enter_context(mock.patch.object(flex, "_uncompiled", attend))

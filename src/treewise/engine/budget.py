@@ -1,4 +1,4 @@
-"""Budgets that are measured (`max_tokens="auto"`): bytes per token of a model, and the tokens that fit the free memory."""
+"""Measured budgets (`max_tokens="auto"`): bytes per token of a model, and the tokens that fit into the free memory."""
 
 import logging
 from collections.abc import Callable

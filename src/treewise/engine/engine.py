@@ -223,11 +223,17 @@ class TreeEngine:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
         self.check(ready.joined)  # with the hooks in their places
         new_walks = partial(self._new_walks, router_counts=router_counts)
-        new_loss = partial(self._new_loss, loss, ready, denominator, trained_only)
+        new_loss = partial(self._new_loss, loss, ready, denominator, trained_only=trained_only)
         return take_step(ready, self.model, self.budget, self.plan, new_walks, new_loss)
 
     def _new_loss(
-        self, loss: Any, ready: PreparedForest, denominator: float | None, trained_only: bool, forest: Forest
+        self,
+        loss: Any,
+        ready: PreparedForest,
+        denominator: float | None,
+        forest: Forest,
+        *,
+        trained_only: bool = False,
     ) -> Any:
         if not isinstance(loss, Objective):
             return FunctionLoss(forest, loss, trained_only=trained_only)
@@ -254,7 +260,7 @@ class TreeEngine:
         ready, objective = as_prepared(forests), checked_objective(objective)
         self.check(ready.joined)
         plan = self.plan(ready)
-        loss, walk = self._new_loss(objective, ready, denominator, False, plan.forest), self._new_walks(plan)()
+        loss, walk = self._new_loss(objective, ready, denominator, plan.forest), self._new_walks(plan)()
         if isinstance(loss, JointLoss):
             loss.of_terms(tree_values(lambda: walk, [loss.reader])[0])
         else:

@@ -78,7 +78,9 @@ def check_context_size(size: int, num_ranks: int, tp_size: int = 1, ep_size: int
 
 
 class ContextWalk(Guest):
-    """Which part of every micro-batch this rank computes. lm: the model, by whose FLOPs parts are made equal. mesh: that it is sharded by.
+    """Which part of every micro-batch this rank computes.
+
+    lm: the model, by whose FLOPs parts are made equal. mesh: that it is sharded by.
 
     Raises:
         ConfigError: a mesh of tensor or expert parallelism.

@@ -183,7 +183,7 @@ def _backward_part(
     """Gradients of queries, keys and values from some rows over some keys.
 
     Measured with torch 2.13 on a CPU with AMX, the kernel's bfloat16 backward takes 1.1 to 6 times as long as its
-    float32 backward (its forward 0.4), except with large heads and many rows: so those in half precision run in float32.
+    float32 backward (its forward 0.4), except with large heads and many rows.
     """
     if rule.softcap is not None:
         return softcap_attention_backward(grad, part, visible, rule)
