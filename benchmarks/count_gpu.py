@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from treewise.bench import SHAPES, make
 from treewise.engine.step import StepLoss, Walk
 from treewise.engine.step_memory import Results, without_data
+from treewise.nn import host_memory
 from treewise.nn.attention import flex, gateway
 from treewise.nn.host_memory import HostMemory
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT

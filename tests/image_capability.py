@@ -1,8 +1,8 @@
 """Families of transformers with images: tiny models whose trees of images are held against their flat training.
 
 Pixels are random tensors in the form that a family's tower takes, so that no processor is needed: the oracle is the
-model's own forward of each trajectory alone, with the same tensors. `tests/nn/vision/test_forest_images.py` does the same
-with real pictures and the processors of the families that it names.
+model's own forward of each trajectory alone, with the same tensors. `tests/nn/vision/test_forest_images.py` does the
+same with real pictures and the processors of the families that it names.
 """
 
 import hashlib

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.engine.step import EdgeScorer
-from treewise.engine.values import token_reader
+from treewise.engine.values import Reader, token_reader
 from treewise.errors import ConfigError
 from treewise.nn.lm_head import OUTPUTS
 from treewise.testing.families import tiny_model
@@ -81,7 +81,9 @@ def test_tokens_that_are_not_the_trees(data: st.DataObject, items: list[Trajecto
     positions = np.concatenate([np.repeat(path[1:], 3) for path in forest.paths])
     order = np.argsort(positions, kind="stable")
     scored = EdgeScorer(forest, positions[order], np.concatenate([each.ravel() for each in candidates])[order])
-    in_order = engine.values(engine.plan(forest), [scored.reader])[0]["log_probs"]
+    in_order = engine.values(engine.plan(forest), [Reader(scored, scored.outputs, len(scored.positions))])[0][
+        "log_probs"
+    ]
     found = torch.zeros_like(in_order).index_copy(0, torch.as_tensor(order), in_order)
     expected = torch.cat(
         [

@@ -9,7 +9,7 @@ of N tokens, held or recomputed as the planner chooses), `held@N` and `recompute
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -21,7 +21,8 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.device import free_bytes
-from treewise.nn.model import DecoderAndHead, split_model
+from treewise.nn.lm_head import LogitsSlot
+from treewise.nn.model import DecoderAndHead, base_model, split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import kinds_of
 from treewise.planning.layout import lay_out
@@ -204,7 +205,7 @@ def plain_parts(model: PreTrainedModel) -> DecoderAndHead:
     lm = split_model(touched)
     path_of = {id(module): path for path, module in touched.named_modules()}
     decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (lm.decoder, lm.output))
-    return DecoderAndHead(plain, decoder, output, lm.scale, lm.softcap)
+    return replace(lm, model=plain, base=base_model(plain), decoder=decoder, output=output, logits=LogitsSlot())
 
 
 def prepare(build: Callable[[], Contestant]) -> Contestant | str:

@@ -16,13 +16,12 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput, as_prepared
-from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
+from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
 from treewise.engine.values import (
     FunctionLoss,
     JointLoss,
     LossFunction,
     Reader,
-    Values,
     logprob_reader,
     restore,
     restored_logprobs,
@@ -108,7 +107,8 @@ class TreeEngine:
         self._checks = StepChecks(model, has_probes=check)
         self._images: Any = None
         # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
-        self._mesh, self._lockstep = mesh_of(model), None
+        self._mesh = mesh_of(model)
+        self._lockstep: Any = None
         self._context = None if context is None else feature("context").ContextWalk(self.lm, context, self._mesh)
         self._host_memory = feature("host_memory").HostMemory() if offload else None
         self._batch_group: tuple[Any, str] | None = None
@@ -247,10 +247,12 @@ class TreeEngine:
         """What makes walks over a plan that share their guests: images, and the router losses of a step."""
         guests = self._guests(plan)
         if self.router_loss_rule is not None:
-            add_up = None if self._context is None else self._context.add_up
-            losses, counts = feature("router_loss").RouterLosses, router_counts
-            guests.append(losses(self.router_loss_rule, plan.forest.multiplicity, counts, add_up))
+            guests.append(self._router_losses(plan, router_counts))
         return lambda: Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
+
+    def _router_losses(self, plan: Plan, counts: Any = None) -> Any:
+        add_up = None if self._context is None else self._context.add_up
+        return feature("router_loss").RouterLosses(self.router_loss_rule, plan.forest.multiplicity, counts, add_up)
 
     @torch.no_grad()
     def evaluate(
@@ -276,10 +278,10 @@ class TreeEngine:
 
         @torch.no_grad()
         def counted() -> Any:
-            walk = self._new_walks(self.plan(ready))()
-            self.check(ready.joined)
-            walk.visit(lambda _: None)
-            return walk.guests[-1].router_loss.counts()
+            plan = self.plan(ready)
+            losses = self._router_losses(plan)
+            self.new_walk(plan, more=[losses]).visit(lambda _: None)
+            return losses.router_loss.counts()
 
         return with_less_memory(counted, self.budget, ready.joined.num_tokens, self.model)
 
@@ -338,15 +340,15 @@ class TreeEngine:
         """
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
-        options = {"temperature": self.temperature, "reads_routers": reads_routers}
-        return tree_values(lambda: Walk(self.lm, plan, self.implementation, guests, **options), readers)
+        walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
+        return tree_values(partial(walk, reads_routers=reads_routers), readers)
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
-    def new_walk(self, plan: Plan, *, images: Sequence[Guest] | None = None) -> Walk:
-        """A walk over a plan, after `check`. images: the plan's; None: made here."""
+    def new_walk(self, plan: Plan, *, images: Sequence[Guest] | None = None, more: Sequence[Guest] = ()) -> Walk:
+        """A walk over a plan, after `check`. images: the plan's; None: made here. more: what joins it, too."""
         self.check(plan.forest)
-        guests = self._guests(plan) if images is None else [*self._guests_of_all(), *images]
+        guests = [*(self._guests(plan) if images is None else (*self._guests_of_all(), *images)), *more]
         return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
 
     def _guests_of_all(self) -> list[Guest]:
@@ -415,9 +417,12 @@ class TreeEngine:
 
         exchange: sends this rank's text to all ranks and returns everybody's.
         """
-        new_walk = feature("lockstep").Lockstep
-        lockstep = new_walk(exchange, lambda plan: Walk(self.lm, plan, self.implementation, [lockstep]))
-        self._lockstep, self.budget.recovers = lockstep, False
+        guests: list[Guest] = []
+        self._lockstep = feature("lockstep").Lockstep(
+            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests)
+        )
+        guests.append(self._lockstep)
+        self.budget.recovers = False
 
     def drain(self) -> None:
         """Runs empty passes until every rank has finished its walks of this step."""

@@ -118,7 +118,7 @@ class StepOutput:
     routing: Any = None
 
     def __repr__(self) -> str:
-        counts = (num(self.num_trained_tokens, "trained token"), num(self.num_tree_tokens, "tree token"))
+        counts = [num(self.num_trained_tokens, "trained token"), num(self.num_tree_tokens, "tree token")]
         counts += num(self.num_flat_tokens, "flat token"), num(self.num_micro_batches, "micro-batch", "micro-batches")
         metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return f"StepOutput(loss {self.loss:.6g}, {', '.join(counts)}{metrics})"

@@ -83,18 +83,19 @@ def take_step(
         return with_less_memory(attempt, budget, ready.joined.num_tokens, model)
 
 
-def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, model: nn.Module) -> T:
+def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, model: nn.Module | None) -> T:
     """Runs a step of `num_tokens`, and again at half the budget while it runs out of memory, with the same result.
 
-    What an attempt added to the gradients is dropped; those of earlier calls are kept, with `max_tokens="auto"`.
+    What an attempt added to the model's gradients is dropped; those of earlier calls are kept, with
+    `max_tokens="auto"`. model: None: it adds to none.
 
     Raises:
         OutOfMemoryError: at a budget of one token, or if `.grad` also holds gradients of earlier calls, which can only
             be kept apart with `max_tokens="auto"`.
     """
     is_auto = budget.setting == AUTO
-    is_fresh = is_auto or all(each.grad is None for each in model.parameters())
-    with gradients_set_aside(model) if is_auto else nullcontext():
+    is_fresh = is_auto or model is None or all(each.grad is None for each in model.parameters())
+    with gradients_set_aside(model) if is_auto and model is not None else nullcontext():
         while True:
             try:
                 return attempt()
@@ -113,7 +114,7 @@ def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, 
                 raise OutOfMemoryError(f"out of memory even with one token at a time. ({reason})")
             budget.tokens = used // 2
             logger.warning("out of memory with %d tokens at a time; the same step again with %d", used, budget.tokens)
-            clear_gradients(model.parameters())
+            clear_gradients(() if model is None else model.parameters())
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -195,13 +196,12 @@ class Walk:
                         root = self._root(self.forward(index, leaves_gateway=True), loss_of)
                     self._running[index].root = root
                     continue
-                root = self._running[index].root if step.action == BACKWARD else None
-                if root is None:
-                    root = self._root(self.forward(index), loss_of)
+                held_root = self._running[index].root if step.action == BACKWARD else None
+                root = self._root(self.forward(index), loss_of) if held_root is None else held_root
                 if root.requires_grad:
                     has_gradient = has_gradient or reaches_a_parameter(root)
                     torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
-                del self._running[index], root
+                del self._running[index], root, held_root
         if self._head is not None and self._head.gradients is not None:
             self._head.gradients.join()
         self._collects, self._head = False, None

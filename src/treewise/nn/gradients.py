@@ -223,7 +223,7 @@ class _Spared:
 
 
 @contextmanager
-def sparse_embedding_gradients(module: nn.Module) -> Iterator[None]:
+def sparse_embedding_gradients(module: Any) -> Iterator[None]:
     """On a CPU, each micro-batch's gradient of the input embedding has the rows of its tokens, not the vocabulary's.
 
     `.grad` itself stays dense. Embeddings of another kind (adapters, shards) stay as they are.

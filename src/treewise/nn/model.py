@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ class DecoderAndHead:
     model: without torch.compile and DDP around it, with PEFT. base: without PEFT. decoder: token ids to hidden rows.
     output: the layer from hidden rows to logits; `scale` and `softcap` are what the model does to its result (see
     `lm_head.Head`). configs: those that the decoder's layers read their attention from. is_recurrent: whether layers
-    carry states from token to token. logits: kept from a forward to its backward.
+    carry states from token to token. forward_parameters: of the decoder (see `parameters_of`). logits: kept from a forward to its backward.
     """
 
     model: nn.Module
@@ -65,6 +64,7 @@ class DecoderAndHead:
     softcap: float | None
     configs: list[PreTrainedConfig]
     is_recurrent: bool
+    forward_parameters: tuple[frozenset[str], bool]
     logits: LogitsSlot = field(default_factory=LogitsSlot, compare=False)
 
     @property
@@ -135,7 +135,8 @@ def split_model(model: nn.Module) -> DecoderAndHead:
     if any(isinstance(each, DTensor) for each in base.parameters()):
         feature("tensor_parallel").repair_tensor_parallel(base)
     scale, softcap = _logit_scale(base.config), _softcap(base.config)
-    return DecoderAndHead(model, base, decoder, output, scale, softcap, configs, is_recurrent)
+    parameters = parameters_of(type(decoder))
+    return DecoderAndHead(model, base, decoder, output, scale, softcap, configs, is_recurrent, parameters)
 
 
 def mixes_in_order(decoder: nn.Module) -> bool:
@@ -166,7 +167,7 @@ def run_decoder(
     """
     device = lm.device
     module, further = (lm.decoder, {}) if inside is None else inside
-    names, takes_any = parameters_of(type(module))
+    names, takes_any = lm.forward_parameters if inside is None else parameters_of(type(module))
     arguments: dict[str, Any] = {"treewise": context} if takes_any else {}
     if "position_ids" in names:  # others have no attention, so no positions
         arguments["position_ids"] = to_device(depth, device, torch.long)[None]
@@ -203,8 +204,7 @@ def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tenso
     return logits
 
 
-@cache
-def parameters_of(kind: type[nn.Module]) -> tuple[frozenset[str], bool]:
+def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
     """Names of a forward's parameters, and whether it takes keyword arguments that it does not name."""
     parameters = inspect.signature(kind.forward).parameters
     return frozenset(parameters), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())

@@ -58,28 +58,31 @@ class Stream:
     def __set_name__(self, owner: type, name: str) -> None:
         object.__setattr__(self, "name", name)
 
-    # Without `__set__` at run time, an instance's own value is found before its class is asked.
-    def __get__(self, instance: object, owner: type) -> Any:
-        return None  # the default of the field
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> np.ndarray | None: ...
+
+    def __get__(self, instance: object, owner: type) -> np.ndarray | None:
+        return None  # the default of the field; without `__set__` at run time an instance's own value comes first
 
     if TYPE_CHECKING:
 
-        @overload
-        def __get__(self, instance: None, owner: type) -> None: ...
-        @overload
-        def __get__(self, instance: object, owner: type) -> np.ndarray | None: ...
         def __set__(self, instance: object, value: ArrayLike | None) -> None: ...
 
 
 class _LossWeights(Stream):
     """The stream that every trajectory has."""
 
-    if TYPE_CHECKING:
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
 
-        @overload
-        def __get__(self, instance: None, owner: type) -> None: ...
-        @overload
-        def __get__(self, instance: object, owner: type) -> np.ndarray: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> np.ndarray: ...
+
+    def __get__(self, instance: object, owner: type) -> np.ndarray | None:
+        return None
 
 
 class _TokenIds:

@@ -28,6 +28,7 @@ from treewise.distributed import ranks
 from treewise.distributed.mesh import check_same_rows
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
+from treewise.engine.step import with_less_memory
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
@@ -204,7 +205,7 @@ class Sharing:
                 return self._batches.fields(rows, self._head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
-        return self.engine.budget.run(compute, rows.forest.num_tokens)
+        return with_less_memory(compute, self.engine.budget, rows.forest.num_tokens, None)
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:

@@ -229,13 +229,11 @@ class _Sources:
         self.keys, self.values = ([_padded(each, self.width) for each in of] for of in (keys, values))
         self.bounds = tuple(accumulate((each.shape[2] for each in self.keys), initial=0))
 
-    def read(self, pieces: list[_Piece]) -> list[Float[Tensor, "1 Hkv K D"]]:
+    def read(self, pieces: list[_Piece]) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K D"]]:
         """Keys and values [1, Hkv, rows of the pieces, D]; views where it is one piece."""
-        found = [
-            [of[each.source].narrow(2, each.low, each.high - each.low) for each in pieces]
-            for of in (self.keys, self.values)
-        ]
-        return [each[0] if len(pieces) == 1 else torch.cat(each, dim=2) for each in found]
+        keys = [self.keys[source].narrow(2, low, high - low) for source, low, high in pieces]
+        values = [self.values[source].narrow(2, low, high - low) for source, low, high in pieces]
+        return (keys[0], values[0]) if len(pieces) == 1 else (torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
 
 class _KeyGradients:

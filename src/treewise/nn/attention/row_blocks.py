@@ -113,8 +113,8 @@ class _Planner:
             if stack:
                 above = stack[-1]
                 # Subtree ends shrink down a chain, so the rows above `start` are its first ones.
-                inside = _first_true(above.start, above.end, lambda each, at=start: bool(self.own_hi[each] <= at))
-                path = above.path_to(inside)
+                num_above = bisect_left(range(above.start, above.end), -start, key=self._minus_end)
+                path = above.path_to(above.start + num_above)
             else:
                 gateway = slice(0, self.num_gateway)
                 keys = np.flatnonzero((self.mask.lo[gateway] <= start) & (start < self.hi[gateway]))
@@ -126,6 +126,9 @@ class _Planner:
                 continue
             for first, last in self._pieces(start, end):
                 yield first, last, path if first == start else chain.path_to(first)
+
+    def _minus_end(self, row: int) -> int:
+        return -int(self.own_hi[row])
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """A chain in parts: images by themselves and whole, the rest in ranges that a tile may have, if need be."""
