@@ -16,7 +16,7 @@ from treewise.engine.prepared import Budget
 from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import read_manifest
-from treewise.trainer.nonfinite import NonFiniteGuard
+from treewise.trainer.step import NonFiniteGuard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if each.__module__ == errors.__name__]

@@ -23,7 +23,8 @@ from treewise.engine import carried, step
 from treewise.engine.carried import carried_by
 from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Gateway
 from treewise.nn.model import split_model
-from treewise.planning.planner import FORWARD, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import FORWARD
 from treewise.testing import flat_sft, gradient_error, gradients_of, tiny_model
 from treewise.tree.trajectory import Trajectory
 

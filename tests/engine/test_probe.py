@@ -23,7 +23,7 @@ from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
 from treewise.nn.recurrent import kinds
-from treewise.planning.layout import lay_out
+from treewise.planning.plans import lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.tree.images import ImageSpan

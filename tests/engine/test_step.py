@@ -10,8 +10,7 @@ from treewise import Forest, Trajectory, TreeEngine, plan
 from treewise.distributed.lockstep import forward_passes, training_passes
 from treewise.distributed.lockstep.guest import DONE
 from treewise.distributed.lockstep.turns import Passes
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan, lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 

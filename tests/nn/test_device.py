@@ -12,17 +12,15 @@ from treewise import Trajectory, TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn import device
 from treewise.nn.device import (
-    Autocast,
     chosen_device,
     free_bytes,
-    is_out_of_memory,
     keep_freed_memory,
     part_of_torch,
     synchronized_clock,
-    to_device,
     untested_torch_named,
     warn_of_untested_torch,
 )
+from treewise.nn.tensors import Autocast, is_out_of_memory, to_device
 from treewise.testing import tiny_model
 
 CPU = torch.device("cpu")

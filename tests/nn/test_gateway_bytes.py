@@ -12,8 +12,8 @@ from treewise.nn.flops import gateway_bytes
 from treewise.nn.model import run_decoder, split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import TreeRows
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.families import tiny_model
 
 FAMILIES = [

@@ -17,7 +17,7 @@ from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Objective, PolicyGradient, objective_named
-from treewise.objectives.normalization import fixed_denominator
+from treewise.objectives.sft import fixed_denominator
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.testing.strategies import MAX_SEED

@@ -13,7 +13,8 @@ from tests.planning.test_bin_packing import fewest_bins
 from tests.planning.test_partition import FULL_TRUNK
 from treewise.errors import PlanError
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN
 from treewise.testing.strategies import forests, forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -9,7 +9,7 @@ from hypothesis import given
 import treewise as tw
 from treewise.engine import step
 from treewise.errors import ConfigError, VerificationError
-from treewise.planning.layout import Layout, lay_out
+from treewise.planning.plans import Layout, lay_out
 from treewise.testing import assert_equals_flat, tiny_model, trajectories
 
 MODEL = tiny_model("gpt_neox", torch.float64)  # its norms are torch's, so float64 throughout

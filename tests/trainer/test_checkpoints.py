@@ -20,7 +20,7 @@ from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import MANIFEST, identity, read_manifest, sealed_text
-from treewise.trainer.data_loader import survey
+from treewise.trainer.survey import survey
 
 
 def state_of(trainer):

@@ -7,7 +7,7 @@ from tests.trainer.helpers import tiny_model
 from treewise.engine.prepared import StepOutput
 from treewise.nn.model_flops import flop_model
 from treewise.trainer import metrics
-from treewise.trainer.prepared_batches import PreparedBatch
+from treewise.trainer.batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 

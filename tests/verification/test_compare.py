@@ -15,7 +15,7 @@ from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError
 from treewise.nn.attention.gateway import Gateway
 from treewise.objectives import NORMALIZATIONS, SFT, Terms
-from treewise.planning.layout import Layout, lay_out
+from treewise.planning.plans import Layout, lay_out
 from treewise.testing import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

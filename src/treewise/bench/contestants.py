@@ -25,8 +25,7 @@ from treewise.nn.lm_head import LogitsSlot
 from treewise.nn.model import DecoderAndHead, base_model, split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import kinds_of
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan, lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -22,11 +22,11 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from treewise.nn import recurrent
-from treewise.nn.device import to_device
 from treewise.nn.flops import LayerReach
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.tensors import to_device
 from treewise.nn.vision import flat_images
 from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest

@@ -202,8 +202,8 @@ def with_adapters(model: "PreTrainedModel", config: RunConfig, seed: int) -> "Pr
 def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", dataset: Any) -> int:
     """Prints what a run would do; returns the exit code."""
     from treewise.engine.engine import TreeEngine
-    from treewise.trainer.data_loader import survey
     from treewise.trainer.run_summary import summarize_run
+    from treewise.trainer.survey import survey
 
     TreeEngine(model, arguments.max_tokens, arguments.attention)
     if is_first_rank():

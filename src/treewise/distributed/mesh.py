@@ -21,11 +21,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from transformers.distributed import DistributedConfig
 
 from treewise.distributed import ranks
-from treewise.distributed.parts import local_part, mesh_of, sum_gradients
+from treewise.distributed.parts import differing, local_part, mesh_of, sum_gradients
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
 from treewise.nn.tensor_parallel import key_heads_per_rank
-from treewise.planning.planner import Plan
-from treewise.tree.trajectory import update_with_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +97,8 @@ class Mesh:
                 sum_gradients([parameter], held_alike.get_group())
 
 
-def mesh_of_loaded(base: Any) -> Mesh:
-    """The mesh that transformers loaded a model on (`parts.mesh_of`)."""
-    manager, config = base._mesh_manager, base.config.distributed_config  # noqa: SLF001
+def mesh_loaded(manager: Any, config: Any) -> Mesh:
+    """The mesh that transformers loaded a model on (`parts.mesh_of`), by its manager and its configuration of it."""
     if config.dp_size > 1 or config.pp_size > 1:
         raise UnsupportedModelError(
             f"the model was loaded with fsdp_size={config.fsdp_size}, dp_replicate_size={config.dp_replicate_size}, "
@@ -223,22 +220,6 @@ def copy_first(model: nn.Module, device: torch.device) -> None:
             broadcast(tensor.data, device, mesh)
 
 
-def check_same_plan(group: distributed.ProcessGroup, plan: Plan, key: str) -> None:
-    """Compares a plan and the values of its trajectories over the ranks that compute it together; all call this.
-
-    group: of these ranks. key: the setting that made them.
-
-    Raises:
-        DataError: a rank has another one, on every rank.
-    """
-    others, size = _differing(group, _digest(plan)), distributed.get_world_size(group)
-    if others:
-        raise DataError(
-            f"ranks that compute one batch together ({key}={size}) have different trees or budgets: {others}. Give all "
-            "of them the same trajectories in the same order and the same max_tokens."
-        )
-
-
 def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
     """Compares the rows that a trainer of others gives to the ranks with parts of the same layers; all call this.
 
@@ -248,29 +229,10 @@ def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
     state = blake2b(digest_size=16)
     for tensor in tensors:
         state.update(repr(tensor.shape).encode() + np.ascontiguousarray(tensor.detach().cpu()).tobytes())
-    others = _differing(mesh.tensor.get_group(), state.hexdigest())
+    others = differing(mesh.tensor.get_group(), state.hexdigest())
     if others:
         raise DataError(
             f"ranks that compute one batch together (tp_size={mesh.tensor.size()}) have different rows: {others}. "
             "Trainers of TRL that sample seed every process differently: call transformers.set_seed(args.seed) after "
             "the trainer is built, on all processes."
         )
-
-
-def _differing(group: distributed.ProcessGroup, digest: str) -> str:
-    """Which ranks of a group have another digest than its first one, in words; all call this."""
-    digests: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(digests, digest, group=group)
-    others = [str(index) for index, each in enumerate(digests) if each != digests[0]]
-    return f"number {', '.join(others)} of the group differs from number 0" if others else ""
-
-
-def _digest(plan: Plan) -> str:
-    forest = plan.forest
-    schedule = [(step.action, step.micro_batch) for step in plan.schedule]
-    state = blake2b(repr((plan.max_tokens, schedule)).encode(), digest_size=16)
-    for name, array in {"parent": forest.parent, "token_ids": forest.token_ids, **forest.tree_streams}.items():
-        state.update(name.encode())
-        state.update(np.ascontiguousarray(array).data)
-    update_with_content(state, () if forest.tree_streams else forest.trajectories)
-    return state.hexdigest()

@@ -18,8 +18,8 @@ from treewise.nn.gradients import gradients_restored
 from treewise.nn.model import DecoderAndHead
 from treewise.nn.model_flops import gateway_values
 from treewise.objectives.sft import SFT
-from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from treewise.engine.probe import check_router_losses, probe
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
-from treewise.nn.device import autocast_dtype, warn_of_slow_precision
+from treewise.nn.device import warn_of_slow_precision
 from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.tensors import autocast_dtype
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step
@@ -35,6 +37,36 @@ def refuse_no_gradients(model: nn.Module) -> None:
             "no parameter of the model requires a gradient, so a step would do nothing (PEFT loads adapters so without "
             "is_trainable=True)."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. longest: tokens of a path;
+    None: any number. has_placeholders: whether some tokens stand for images, videos or sounds."""
+
+    num_tokens: int
+    longest: int | None
+    has_placeholders: bool
+
+    def check(self, lm: DecoderAndHead, forest: Forest) -> None:
+        """Raises what `model_checks.refuse_tokens`, `refuse_lengths` and `refuse_placeholders` raise."""
+        length = int(forest.depth.max()) + 1
+        if int(forest.token_ids.max()) >= self.num_tokens:
+            model_checks.refuse_tokens(lm, forest)
+        if self.has_placeholders:
+            model_checks.refuse_placeholders(
+                lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids)
+            )
+        if self.longest is not None and length > self.longest:
+            model_checks.refuse_lengths(lm.decoder, length, "the longest path", "Shorten the trajectories")
+
+
+def limits_of(lm: DecoderAndHead) -> Limits:
+    """The limits of a model as it is now."""
+    config: Any = lm.base.config
+    longest = model_checks.length_limit(lm.decoder)
+    has_placeholders = config.get_text_config() is not config
+    return Limits(model_checks.vocabulary_size(lm), None if longest is None else longest[0], has_placeholders)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +109,7 @@ class _Passed:
     state: _State
     with_images: bool
     with_gradients: bool
-    limits: model_checks.Limits
+    limits: Limits
 
 
 class StepChecks:
@@ -112,7 +144,7 @@ class StepChecks:
         before_probe: what must hold before ranks probe together, of which one alone would wait for the others.
         """
         state, has_gradients = _state_of(lm, self.stands_in_for), torch.is_grad_enabled()
-        has_images = len(forest.images) > 0 and processor is not None
+        has_images = forest.has_images and processor is not None
         passed = None
         for each in reversed(self._passed):
             is_same = (each.state.modules, each.state.outer) == (state.modules, state.outer)
@@ -141,13 +173,13 @@ class StepChecks:
             state = _state_of(lm, self.stands_in_for)
         self._passed = [*self._passed, _Passed(state, has_images, has_gradients, limits)][-_NUM_KEPT:]
 
-    def _limits(self, lm: DecoderAndHead) -> model_checks.Limits:
+    def _limits(self, lm: DecoderAndHead) -> Limits:
         """What the tokens of a forest must keep to with the model as it is now. Raises where trees refuse it."""
         base_model(self._model)  # adapters
         kind = lm.device.type
         warn_of_slow_precision(kind, autocast_dtype(kind) or next(lm.model.parameters()).dtype)
         model_checks.refuse_dropout(self._model)
-        return model_checks.limits_of(lm)
+        return limits_of(lm)
 
 
 def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
@@ -162,7 +194,11 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
             tuple(each._backward_hooks),
             tuple(each._backward_pre_hooks),
             None if each is stands_in_for else vars(each).get("forward"),
-            [value for name, value in vars(each).items() if type(value) is float and model_checks.is_noise(name)],
+            [
+                value
+                for name, value in vars(each).items()
+                if type(value) is float and (name == "p" or "dropout" in name or name.endswith(model_checks.NOISE))
+            ],
         )
         for each in lm.model.modules()
     )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from treewise.distributed import ranks
-from treewise.distributed.parts import mesh_of
+from treewise.distributed.parts import check_same_plan, mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
-from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput, as_prepared
+from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
 from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
 from treewise.engine.values import (
     FunctionLoss,
@@ -38,7 +38,10 @@ from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
 from treewise.objectives.protocol import Objective
 from treewise.objectives.registry import checked_objective
-from treewise.planning.planner import Plan
+from treewise.objectives.sft import SFT
+from treewise.planning.planner import fastest_plan
+from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import Plan
 from treewise.shapes import Float
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
@@ -98,7 +101,7 @@ class TreeEngine:
         self.offload, self.reserve_bytes = offload, reserve_bytes
         self.budget = Budget(max_tokens)
         self.lm = split_model(model)
-        choose(attention, self.lm.device.type)  # raises for an unknown name
+        self._implementations = {self.lm.device.type: choose(attention, self.lm.device.type)}  # by type of device
         warn_of_untested_torch()
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
@@ -134,7 +137,10 @@ class TreeEngine:
     @property
     def implementation(self) -> str:
         """The attention implementation that runs on the model's device."""
-        return choose(self.attention, self.lm.device.type)
+        device_type = self.lm.device.type
+        if device_type not in self._implementations:
+            self._implementations[device_type] = choose(self.attention, device_type)
+        return self._implementations[device_type]
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -152,17 +158,19 @@ class TreeEngine:
 
     def plan(self, forests: Forests) -> Plan:
         """The plan that `step` would run; measures the budget first if it is `auto`."""
-        ready = as_prepared(forests)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if not self.budget.is_measured:
             forest = ready.joined
             self.check(forest)
-            new_walk = partial(self.new_walk, images=[MeetsImages()] if len(forest.images) else [])
+            new_walk = partial(self.new_walk, images=[MeetsImages()] if forest.has_images else [])
             options = {"hold": self.hold, "reserve_bytes": self.reserve_bytes}
             feature("budget").measure(self.budget, self.lm, forest, new_walk, **options)
         settings = self._plan_settings(ready.joined)
-        plan = settings.plan(ready.joined) if ready.plan is None or ready.settings != settings else ready.plan
+        is_current = ready.plan is not None and ready.settings == settings
+        plan = ready.plan if is_current else self._planned(ready.joined, settings)
+        assert plan is not None
         if self._batch_group is not None:
-            feature("mesh").check_same_plan(self._batch_group[0], plan, self._batch_group[1])
+            check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:
@@ -176,13 +184,23 @@ class TreeEngine:
             PlanError: see `treewise.plan`.
         """
         forest = one_forest(forests)
-        is_known = self.budget.is_measured and (not len(forest.images) or self.images.can_plan(forest))
+        is_known = self.budget.is_measured and (not forest.has_images or self.images.can_plan(forest))
         settings = self._plan_settings(forest) if is_known else None
-        plan = None if settings is None else settings.plan(forest)
+        plan = None if settings is None else self._planned(forest, settings)
         return PreparedForest(forest, settings, plan, objective, None if objective is None else objective.terms(forest))
 
+    @staticmethod
+    def _planned(forest: Forest, settings: PlanSettings) -> Plan:
+        """The plan of a forest; depends on the forest and these settings alone."""
+        most = settings.max_tokens
+        if most is None or forest.num_tokens <= most:
+            return Plan.whole(forest, most)
+        if settings.costs is not None:
+            return settings.costs.plan(forest, most, hold=settings.hold)
+        return (fastest_plan if settings.is_measured else make_plan)(forest, most, hold=settings.hold)
+
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        costs = self.images.costs_of(forest) if len(forest.images) else None
+        costs = self.images.costs_of(forest) if forest.has_images else None
         return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -213,12 +231,14 @@ class TreeEngine:
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
         refuse_no_gradients(self.model)
-        loss: Objective | LossFunction = checked_objective(objective)
+        loss: Any = SFT() if objective is None else objective
+        if not isinstance(loss, Objective) or isinstance(loss, type):
+            loss = checked_objective(loss)
         if isinstance(loss, Objective) and trained_only:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
         if not isinstance(loss, Objective) and denominator is not None:
             raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
-        ready = as_prepared(forests)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
         self.check(ready.joined)  # with the hooks in their places
@@ -259,7 +279,8 @@ class TreeEngine:
         self, forests: Forests, objective: Objective | None = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
-        ready, objective = as_prepared(forests), checked_objective(objective)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
+        objective = checked_objective(objective)
         self.check(ready.joined)
         plan = self.plan(ready)
         loss, walk = self._new_loss(objective, ready, denominator, plan.forest), self._new_walks(plan)()
@@ -272,7 +293,7 @@ class TreeEngine:
     def count_experts(self, forests: Forests) -> Any:
         """How often the routers choose each expert on some trees (`nn.router_loss.RouterCounts`), for a step that is
         spread over calls or ranks."""
-        ready = as_prepared(forests)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if self.router_loss_rule is None:
             raise ConfigError("the engine adds no router loss, so there is nothing to count.")
 
@@ -348,28 +369,25 @@ class TreeEngine:
     def new_walk(self, plan: Plan, *, images: Sequence[Guest] | None = None, more: Sequence[Guest] = ()) -> Walk:
         """A walk over a plan, after `check`. images: the plan's; None: made here. more: what joins it, too."""
         self.check(plan.forest)
-        guests = [*(self._guests(plan) if images is None else (*self._guests_of_all(), *images)), *more]
+        guests = [*self._guests(plan, images=images), *more]
         return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
 
-    def _guests_of_all(self) -> list[Guest]:
-        """What joins every walk: other ranks, host memory.
+    def _guests(self, plan: Plan, pixels_of: Any = None, images: Sequence[Guest] | None = None) -> list[Guest]:
+        """What joins every walk over a plan: other ranks, host memory, its images.
 
         Raises:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
                 together.
         """
-        if self.lacks_lockstep:
+        if self._mesh is not None and self.lacks_lockstep:
             raise ConfigError(
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        return [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
-
-    def _guests(self, plan: Plan, pixels_of: Any = None) -> list[Guest]:
-        guests = self._guests_of_all()
-        if len(plan.forest.images):
-            guests += self.images.guests(self.lm, plan, pixels_of)
-        return guests
+        guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        if images is not None:
+            return [*guests, *images]
+        return [*guests, *self.images.guests(self.lm, plan, pixels_of)] if plan.forest.has_images else guests
 
     def check(self, forest: Forest) -> None:
         """Checks whether model and tokens can be trained, as the first step does.

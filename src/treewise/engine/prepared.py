@@ -12,8 +12,8 @@ import numpy as np
 
 from treewise.errors import ConfigError, num
 from treewise.objectives.protocol import Objective, Terms
-from treewise.planning.planner import Plan, fastest_plan, plan
-from treewise.tree.forest import Forest, one_forest
+from treewise.planning.plans import Plan
+from treewise.tree.forest import Forest
 
 if TYPE_CHECKING:
     from treewise.nn.flops import FlopModel
@@ -65,14 +65,6 @@ class PlanSettings:
     hold: str
     costs: "FlopModel | None" = field(default=None, compare=False)
 
-    def plan(self, forest: Forest) -> Plan:
-        """The plan of a forest; depends on the forest and these settings alone."""
-        if self.costs is not None:
-            return self.costs.plan(forest, self.max_tokens, hold=self.hold)
-        if self.is_measured:
-            return fastest_plan(forest, self.max_tokens, hold=self.hold)
-        return plan(forest, self.max_tokens, hold=self.hold)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedForest:
@@ -90,11 +82,6 @@ class PreparedForest:
     def forest(self) -> Forest:
         """The forest, as items of a data set give theirs (`forest_of`)."""
         return self.joined
-
-
-def as_prepared(forests: object) -> PreparedForest:
-    """A prepared forest as it is, anything else (see `one_forest`) with nothing computed yet."""
-    return forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
 
 
 @dataclass(frozen=True, slots=True)

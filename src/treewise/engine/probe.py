@@ -35,13 +35,13 @@ from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.features import feature
 from treewise.nn.attention import check_masks, observe_masks
-from treewise.nn.device import is_out_of_memory, to_device
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters, uncompiled
+from treewise.nn.tensors import is_out_of_memory, to_device
 from treewise.objectives.sft import SFT
-from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import Plan
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -33,14 +33,13 @@ from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.features import feature
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
-from treewise.nn.device import is_out_of_memory, to_device
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
 from treewise.nn.lm_head import AnyHead, edge_values
 from treewise.nn.model import DecoderAndHead, run_decoder
+from treewise.nn.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
-from treewise.planning.layout import edges_of, lay_out
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
 from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
@@ -79,7 +78,8 @@ def take_step(
         walk = loss.backward(new_walks(plan))
         return loss.output(walk)
 
-    with hooks_run_once(model):
+    has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in model.parameters())  # noqa: SLF001
+    with hooks_run_once(model) if has_hooks else nullcontext():
         return with_less_memory(attempt, budget, ready.joined.num_tokens, model)
 
 
@@ -199,7 +199,8 @@ class Walk:
                 held_root = self._running[index].root if step.action == BACKWARD else None
                 root = self._root(self.forward(index), loss_of) if held_root is None else held_root
                 if root.requires_grad:
-                    has_gradient = has_gradient or reaches_a_parameter(root)
+                    # What is carried above requires gradients, too, trained or not.
+                    has_gradient = has_gradient or self.is_one_graph or reaches_a_parameter(root)
                     torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
                 del self._running[index], root, held_root
         if self._head is not None and self._head.gradients is not None:

@@ -24,14 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from treewise.engine.step import LossOf, Walk
 from treewise.engine.values import token_reader
-from treewise.nn.device import has_data, part_of_torch
+from treewise.nn.device import part_of_torch
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import mixes_in_order, split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.nn.tensors import has_data
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 from treewise.tree.forest import Forest
 
 _grouped_mm = part_of_torch("ops.aten._grouped_mm.default")
@@ -127,7 +128,7 @@ def step_memory(
         by_rows = nullcontext()
         if not plan.is_whole and device_type == "cpu":
             by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
-        guests = list[Guest]([MeetsImages()] if len(plan.forest.images) else [])
+        guests = list[Guest]([MeetsImages()] if plan.forest.has_images else [])
         guests += [] if router_loss is None else [_CountedRouters(router_loss, plan.forest)]
         walk = Walk(lm, fullest, "cascade", guests)
         with by_rows, LiveBytes(twin) as live:

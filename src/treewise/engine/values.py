@@ -22,9 +22,9 @@ from treewise.engine.carried import refuse_no_gradient
 from treewise.engine.prepared import StepOutput
 from treewise.engine.step import EdgeScorer, Entries, LossOf, StepLoss, Values, Walk, step_output
 from treewise.errors import ConfigError
-from treewise.nn.device import Autocast, to_device
 from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
+from treewise.nn.tensors import Autocast, to_device
 from treewise.objectives.registry import described
 from treewise.shapes import Bool, Float
 from treewise.tree.forest import Forest

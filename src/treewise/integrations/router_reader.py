@@ -10,7 +10,7 @@ from treewise.engine.step import Entries, Values
 from treewise.engine.values import Reader
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.router_loss import RouterLoss
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan
 from treewise.shapes import Float
 
 

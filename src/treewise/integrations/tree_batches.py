@@ -24,11 +24,11 @@ from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.integrations.batch_forest import NotShareable, Rows
 from treewise.integrations.router_reader import router_loss_of, router_loss_reader
-from treewise.nn.device import to_device
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import refuse_dropout
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
-from treewise.planning.planner import Plan
+from treewise.nn.tensors import to_device
+from treewise.planning.plans import Plan
 
 logger = logging.getLogger("treewise")
 

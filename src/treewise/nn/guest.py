@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from treewise.nn.attention import Gateway, TreeMask
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.model import DecoderAndHead
-from treewise.planning.layout import Layout
-from treewise.planning.planner import Pass, Plan
+from treewise.planning.plans import Layout, Pass, Plan
 from treewise.shapes import Float, Int
 
 

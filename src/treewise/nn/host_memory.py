@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from treewise.nn.device import on_host
 from treewise.nn.guest import Guest
 from treewise.nn.model import DecoderAndHead
+from treewise.nn.tensors import on_host
 
 Saved = torch.Tensor | tuple[torch.device, torch.Tensor]
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from treewise.errors import ConfigError
-from treewise.nn.device import autocast_dtype, to_device
 from treewise.nn.tensor_parallel import VocabularyShard
+from treewise.nn.tensors import autocast_dtype, to_device
 from treewise.shapes import Context, Float, Int
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`

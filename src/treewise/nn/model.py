@@ -22,8 +22,8 @@ from transformers.utils import ModelOutput
 from treewise.errors import UnsupportedModelError
 from treewise.features import feature
 from treewise.nn.attention import AttentionName, TreeContext, carry, install, install_legacy_layers
-from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
+from treewise.nn.tensors import to_device
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
@@ -53,7 +53,8 @@ class DecoderAndHead:
     model: without torch.compile and DDP around it, with PEFT. base: without PEFT. decoder: token ids to hidden rows.
     output: the layer from hidden rows to logits; `scale` and `softcap` are what the model does to its result (see
     `lm_head.Head`). configs: those that the decoder's layers read their attention from. is_recurrent: whether layers
-    carry states from token to token. forward_parameters: of the decoder (see `parameters_of`). logits: kept from a forward to its backward.
+    carry states from token to token. forward_parameters: of the decoder (see `parameters_of`). logits: kept from a
+    forward to its backward.
     """
 
     model: nn.Module

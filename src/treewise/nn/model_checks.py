@@ -4,7 +4,6 @@ Each function raises an error that names the module, token or length; `nn.model.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
 from treewise.tree.forest import Forest
 
-_NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names
+NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
@@ -56,47 +55,14 @@ def zero_dropout(model: nn.Module) -> str | None:
     )
 
 
-def is_noise(attribute: str) -> bool:
-    """Whether an attribute's name is that of a dropout, a layer drop or a router noise; `p` is that of torch's own."""
-    return "dropout" in attribute or attribute.endswith(_NOISE) or attribute == "p"
-
-
 def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
     """Path, module, attribute and value of each dropout, layer drop and router noise above 0."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name, module, "p", module.p
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and value > 0 and attribute != "p" and is_noise(attribute):
+            if isinstance(value, float) and value > 0 and ("dropout" in attribute or attribute.endswith(NOISE)):
                 yield name, module, attribute, value
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. longest: tokens of a path;
-    None: any number. has_placeholders: whether some tokens stand for images, videos or sounds."""
-
-    num_tokens: int
-    longest: int | None
-    has_placeholders: bool
-
-    def check(self, lm: DecoderAndHead, forest: Forest) -> None:
-        """Raises what `refuse_tokens`, `refuse_lengths` and `refuse_placeholders` raise."""
-        length = int(forest.depth.max()) + 1
-        if int(forest.token_ids.max()) >= self.num_tokens:
-            refuse_tokens(lm, forest)
-        if self.has_placeholders:
-            refuse_placeholders(lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids))
-        if self.longest is not None and length > self.longest:
-            refuse_lengths(lm.decoder, length, "the longest path", "Shorten the trajectories")
-
-
-def limits_of(lm: DecoderAndHead) -> Limits:
-    """The limits of a model as it is now."""
-    config: Any = lm.base.config
-    longest = length_limit(lm.decoder)
-    has_placeholders = config.get_text_config() is not config
-    return Limits(_vocabulary_size(lm), None if longest is None else longest[0], has_placeholders)
 
 
 def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
@@ -105,7 +71,7 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
     Raises:
         DataError: with the largest token id and its tree position.
     """
-    limit = _vocabulary_size(lm)
+    limit = vocabulary_size(lm)
     largest = int(forest.token_ids.max())
     if largest >= limit:
         position = int(forest.token_ids.argmax())
@@ -117,7 +83,7 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
 
 def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray | None) -> None:
     """Raises `DataError` if a candidate token of a teacher ([P] integers; None: no teacher) has no logit."""
-    limit, largest = _vocabulary_size(lm), -1 if token_ids is None else int(token_ids.max())
+    limit, largest = vocabulary_size(lm), -1 if token_ids is None else int(token_ids.max())
     if largest >= limit:
         raise DataError(
             f"teacher_ids hold token {largest}, which is beyond the model's {limit} tokens; a teacher with another "
@@ -185,7 +151,7 @@ def length_limit(model: nn.Module) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
-def _vocabulary_size(lm: DecoderAndHead) -> int:
+def vocabulary_size(lm: DecoderAndHead) -> int:
     """Tokens that have both an embedding and a logit."""
     num_embeddings: int = lm.decoder.get_input_embeddings().weight.shape[0]
     return min(num_embeddings, getattr(lm.output, "out_features", num_embeddings))

@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
-from treewise.nn.device import to_device
 from treewise.nn.guest import Guest, MicroBatchOutput
+from treewise.nn.tensors import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ restoration (Tree Training, arXiv 2511.00413), so what is exact on flat trajecto
 """
 
 from treewise.objectives.distillation import Distillation
-from treewise.objectives.normalization import NORMALIZATIONS
 from treewise.objectives.policy_gradient import PolicyGradient, logprob_gap
 from treewise.objectives.preference import DPO, IPO, KTO, with_mismatched
 from treewise.objectives.protocol import Objective, Terms
 from treewise.objectives.registry import CISPO, DAPO, GRPO, GSPO, PPO, REINFORCE, DrGRPO, objective_named
-from treewise.objectives.sft import SFT
+from treewise.objectives.sft import NORMALIZATIONS, SFT
 from treewise.tree.forest import WEIGHTINGS
 
 __all__ = [

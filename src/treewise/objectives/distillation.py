@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from treewise.errors import DataError, check_choice
-from treewise.objectives.normalization import check_settings, denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.objectives.sft import check_settings, denominator, normalized_weights
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
 

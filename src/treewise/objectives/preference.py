@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from treewise.errors import ConfigError, DataError, check_choice, num
-from treewise.objectives.normalization import require_whole_rollouts, rollout_of_tokens
 from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.objectives.sft import require_whole_rollouts, rollout_of_tokens
 from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

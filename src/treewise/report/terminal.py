@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treewise.errors import bytes_as_text, num
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts
 from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, PlanReport
 from treewise.report.analysis.run_log import RunReport

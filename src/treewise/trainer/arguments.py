@@ -77,7 +77,7 @@ class TreeTrainingArguments(TrainingArguments):
         weighting: how often a shared trained token counts: `per_trajectory` (once for each trajectory, as in flat
             training), `per_rollout` (once for each rollout) or `once`.
         normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
-            an optimizer step (`treewise.objectives.normalization`).
+            an optimizer step (`treewise.objectives.sft`).
         constant: the divisor of `rollout_sum` and `constant`.
         merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
             loss; has no effect with `weighting="once"`, where a token counts once per tree.

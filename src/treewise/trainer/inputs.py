@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, set_seed
 
-from treewise.data import RenderOptions
+from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of, take_over
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, num
 from treewise.nn import load_model
 from treewise.nn.adapters import adapted
-from treewise.objectives import DPO, KTO, Objective, with_mismatched
+from treewise.objectives import DPO, KTO, SFT, Objective, with_mismatched
 from treewise.objectives.registry import checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.data_loader import survey
+from treewise.trainer.survey import survey
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory
 
@@ -41,6 +41,37 @@ _ELSEWHERE = {
     "compute_loss_func": "give objective=, a loss of docs/objectives.md",
     "reward_funcs": "give rewards in the rows; tw.OnlineTrainer calls reward functions",
 }
+
+
+def as_trees(
+    name: str,
+    dataset: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    render: RenderOptions | Mapping[str, object] | None,
+) -> Any:
+    """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
+    if dataset is None:
+        return None
+    if name == "eval_dataset" and isinstance(dataset, dict):
+        return {key: as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
+    if is_raw_data(dataset):
+        return load_trees(dataset, tokenizer, options=render)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
+    if len(dataset) == 0:
+        raise ConfigError(f"{name} is empty.")
+    return dataset
+
+
+def check_preferences(dataset: object, objective: Objective) -> None:
+    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
+    report = getattr(dataset, "report", None)
+    num_preferences = getattr(report, "num_preferences", 0)
+    if report is not None and num_preferences and isinstance(objective, SFT):
+        raise ConfigError(
+            f"{num_preferences:,} of {num(report.num_records, 'record')}: preference pairs or labelled completions; "
+            "SFT would imitate the rejected ones. Give objective dpo, ipo or kto, or data of chosen ones alone."
+        )
 
 
 class MoreArguments(TypedDict, total=False):

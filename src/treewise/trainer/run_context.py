@@ -13,14 +13,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import TrainerCallback, TrainerControl, TrainerState
-from typing_extensions import override
 
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
@@ -58,35 +56,12 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals, *folders: str
         yield
 
 
-def stop_of_all(signals: StopSignals) -> bool:
-    """Whether any rank has received a signal to stop; all ranks call this at the same step; then all hold it."""
-    numbers = ranks.on_every_rank(lambda: signals.received)
-    signals.received = next((number for number in numbers if number is not None), None)
-    return signals.received is not None
-
-
 def stopped_error(signals: StopSignals, what: str) -> StoppedError:
     """The error that ends a run after a signal. what: where the run stopped, and what of it is saved."""
     number = signals.received or signal.SIGINT
     error = StoppedError(f"{signal.Signals(number).name}: {what}")
     error.exit_code = 128 + number
     return error
-
-
-class StepEnd(TrainerCallback):
-    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
-
-    def __init__(self, signals: StopSignals, end_step: Callable[[], None]) -> None:
-        self._signals, self._end_step = signals, end_step
-
-    @override
-    def on_step_end(
-        self, args: TreeTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._end_step()
-        if stop_of_all(self._signals):
-            control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
 
 
 # -- the lock of a run's folder ----------------------------------------------------------------------------------------

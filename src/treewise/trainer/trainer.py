@@ -21,36 +21,42 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import ShardedModel
-from treewise.distributed.signals import StepAbandoned, StopSignals
+from treewise.distributed.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
+from treewise.features import feature
 from treewise.nn import load_model
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
-from treewise.objectives.normalization import fixed_denominator
+from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.batches import (
+    PreparedBatch,
+    PreparedSteps,
+    TreeLoader,
+    TreeSampler,
+    make_placer,
+    make_sampler,
+)
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
-from treewise.trainer.data_loader import (
-    DataFacts,
-    TreeLoader,
-    TreeSampler,
-    as_trees,
-    check_preferences,
-    make_placer,
-    make_sampler,
-    survey,
-)
 from treewise.trainer.hub import UploadingTrainer
-from treewise.trainer.inputs import MoreArguments, check_given, check_mesh, loaded, with_references
+from treewise.trainer.inputs import (
+    MoreArguments,
+    as_trees,
+    check_given,
+    check_mesh,
+    check_preferences,
+    loaded,
+    with_references,
+)
 from treewise.trainer.metrics import Throughput
-from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
-from treewise.trainer.run_context import StepEnd, entered_run, stopped_error
+from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
+from treewise.trainer.survey import DataFacts, survey
 from treewise.tree.forest import Forest, forest_of
 
 logger = logging.getLogger("treewise")
@@ -114,6 +120,7 @@ class TreeTrainer(UploadingTrainer):
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
         check_mesh(model, args)
+        self._data_size = args.data_size
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
@@ -238,19 +245,18 @@ class TreeTrainer(UploadingTrainer):
     @override
     def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Shards the model first, if asked for: the optimizer is made of the shards."""
-        settings = self.args.shard_settings()
-        if settings is not None and not self.runner.is_sharded:
-            self.runner.shard(settings)
-        self.runner.prepare_mesh()
+        self.runner.spread(self.args.shard_settings())
         return super().create_optimizer(*args, **kwargs)
 
     @override
     def _wrap_model(
         self, model: torch.nn.Module, training: bool = True, dataloader: TreeLoader | None = None
     ) -> torch.nn.Module:
-        if not self.runner.is_spread:
+        spread = self.runner.ranks
+        if spread is None or not spread.is_spread:
             return super()._wrap_model(model, training, dataloader)
-        return model if isinstance(model, ShardedModel) else ShardedModel(model)
+        sharded_model = feature("fsdp").ShardedModel
+        return model if isinstance(model, sharded_model) else sharded_model(model)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +273,7 @@ class TreeTrainer(UploadingTrainer):
             self._throughput.add(out)
         if self.accelerator.sync_gradients:
             self._norm = self.runner.end_step()
-        return torch.tensor(0.0 if out is None else out.loss * self.args.data_size, device=self.args.device)
+        return torch.tensor(0.0 if out is None else out.loss * self._data_size, device=self.args.device)
 
     @override
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
@@ -279,7 +285,7 @@ class TreeTrainer(UploadingTrainer):
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs |= self.runner.means.take(self.runner.sum_over_batches)
+            logs |= self.runner.means.take(self.runner.sum_over_batches, is_alone=self.runner.ranks is None)
             logs |= self._throughput.take(*self.runner.sum_over_batches(*self._throughput.tokens))
         super().log(logs, start_time)
 

@@ -185,9 +185,15 @@ class Forest(TreeShape):
         return self._flat_paths[1]
 
     @cached_property
+    def has_images(self) -> bool:
+        """Whether one of its trajectories shows an image. A tree too large to hold flat has none."""
+        is_lazy = isinstance(self.trajectories, DeclaredTrajectories)
+        return not is_lazy and any(item.images for item in self.trajectories)
+
+    @cached_property
     def images(self) -> ForestImages:
-        """Where the images of its trajectories are. A tree too large to hold flat has none."""
-        if isinstance(self.trajectories, DeclaredTrajectories) or not any(item.images for item in self.trajectories):
+        """Where the images of its trajectories are."""
+        if not self.has_images:
             return NO_IMAGES
         return images_on_paths([item.images for item in self.trajectories], self.paths)
 

@@ -30,7 +30,7 @@ from treewise.nn.device import free_bytes, synchronized_clock
 from treewise.nn.gradients import gradients_restored, take_gradients, zero_gradients
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.report import ParameterError, VerificationReport

@@ -11,7 +11,7 @@ from tests.cli.helpers import call, save_tiny_model, write_rows
 from tests.image_models import IMAGE_TOKEN, png, seeing_model, tiny_processor
 from treewise.cli.main import main
 from treewise.engine import checks, step
-from treewise.planning.layout import Layout, lay_out
+from treewise.planning.plans import Layout, lay_out
 
 TRUNK = list(range(1, 13))
 

@@ -9,8 +9,8 @@ import torch
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
 from treewise.trainer.arguments import TreeTrainingArguments
 
@@ -46,7 +46,7 @@ def test_cascade_on_another_device_names_the_way_out() -> None:
 
     query = torch.empty(1, 2, 5, 8).as_subclass(OnGPU)
     with pytest.raises(ConfigError, match="attention='cascade' runs on the CPU, and the model is on cuda"):
-        cascade.cascade_attention(query, query, query, MASK, None)
+        cascade.attend(query, query, query, MASK, None)
 
 
 def test_a_new_implementation_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:

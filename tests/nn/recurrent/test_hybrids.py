@@ -21,8 +21,8 @@ from treewise.engine import step
 from treewise.errors import UnsupportedModelError
 from treewise.nn.recurrent import kinds_of
 from treewise.nn.recurrent.segments import row_segments
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, trajectories
 

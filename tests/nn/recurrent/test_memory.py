@@ -10,8 +10,8 @@ from treewise.engine.budget import gateway_token_bytes
 from treewise.nn.model import split_model
 from treewise.nn.recurrent import peak_cuts, state_bytes
 from treewise.nn.recurrent.segments import row_segments
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests_and_budgets
 
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from treewise.engine.engine import TreeEngine
     from treewise.nn.device import chosen_device
     from treewise.objectives import DPO, KTO
-    from treewise.trainer.data_loader import check_preferences
+    from treewise.trainer.inputs import check_preferences
     from treewise.verification.compare import verify
 
     objective = _objective(args)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, distributed
 
 from treewise.nn.attention.gateway import Gateway, GatewayRead, LayerCall
-from treewise.nn.device import to_device
 from treewise.nn.gradients import BackwardContext
+from treewise.nn.tensors import to_device
 from treewise.shapes import Float
 
 

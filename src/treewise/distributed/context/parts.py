@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from treewise.planning.layout import Layout
+from treewise.planning.plans import Layout
 
 
 @dataclass(frozen=True, slots=True)

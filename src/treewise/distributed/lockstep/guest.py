@@ -9,8 +9,8 @@ import torch
 from treewise.distributed.lockstep.merged_sequence import Turn
 from treewise.distributed.lockstep.turns import NO_PASSES, Passes, forward_passes, training_passes, turns_of
 from treewise.nn.guest import Guest
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
 from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

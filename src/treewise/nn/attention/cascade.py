@@ -1,6 +1,6 @@
 """Tree attention on CPU by unmasked kernel calls whose partial results are merged by log-sum-exp.
 
-Each row block (see `row_blocks`) takes one causal call over its own rows and one full call over the path above it; both
+Each row block (`mask.plan_blocks`) takes one causal call over its own rows and one full call over the path above; both
 return their log-sum-exp, so the two results add up exactly. The backward calls the kernel's backward per part with the
 *merged* output and log-sum-exp, which gives the exact gradient of each part; nothing is saved but queries, own keys and
 values, output and log-sum-exp. Gradients of keys that many blocks read are accumulated in float32, or in float64.
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
-from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.row_blocks import Ranges, plan_blocks
+from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
-from treewise.nn.device import has_data, part_of_torch
+from treewise.nn.device import part_of_torch
 from treewise.nn.gradients import BackwardContext
+from treewise.nn.tensors import has_data
 from treewise.shapes import Float
 
 _forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-def cascade_attention(
+def attend(
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 Hkv T D"],
     value: Float[Tensor, "1 Hkv T Dv"],
@@ -69,11 +69,6 @@ def kernel_takes_groups() -> bool:
     except RuntimeError:
         return False
     return grads[1].shape == key.shape
-
-
-def is_available(device_type: str) -> bool:
-    """Whether `attention="auto"` may take this implementation on a type of device."""
-    return device_type == "cpu" and kernel_takes_groups()
 
 
 def num_key_rows(mask: TreeMask, _: torch.device) -> int:

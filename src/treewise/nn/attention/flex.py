@@ -26,7 +26,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from treewise.errors import PlanError, UnsupportedModelError
+from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.device import untested_torch_named
 from treewise.shapes import Float
 
 BLOCK_SIZE = 128
@@ -45,6 +47,21 @@ MaybeTensor = torch.Tensor | None
 # sets torch's configuration and marks lengths, which takes the host 60 microseconds.
 Kinds = dict[Hashable, FlexKernelOptions]
 Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]
+
+
+def attend(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 Hkv T D"],
+    value: Float[Tensor, "1 Hkv T Dv"],
+    mask: TreeMask,
+    rule: LayerRule,
+    sinks: Float[Tensor, " H"] | None = None,
+    reads: tuple[GatewayRead, ...] = (),
+    call: LayerCall = 0,
+) -> Float[Tensor, "1 H T Dv"]:
+    """`flex_attention_tree` of a micro-batch's own tokens behind the rows that it reads from gateways."""
+    with untested_torch_named():
+        return flex_attention_tree(query, *extend(key, value, reads, call), mask, rule, sinks)
 
 
 def flex_attention_tree(

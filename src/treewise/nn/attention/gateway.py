@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from treewise.nn.attention.side_copies import Arrival, side_copies
-from treewise.nn.device import free_bytes, on_host
+from treewise.nn.device import free_bytes
 from treewise.nn.gradients import BackwardContext
+from treewise.nn.tensors import on_host
 from treewise.shapes import Float
 
 # Rows of one gateway: a slice, or ascending indices ([n] int64).

@@ -14,6 +14,7 @@ carries the tree. A layer's instance gets an `_attn` that follows the tree if on
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from types import MethodType
 from typing import Any
 
@@ -27,9 +28,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
-from treewise.nn.attention.implementations import implementation_named
+from treewise.nn.attention.implementations import IMPLEMENTATIONS, unknown_attention
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.device import autocast_dtype, to_device
+from treewise.nn.tensors import autocast_dtype, to_device
 
 NAME = "treewise"
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
@@ -77,7 +78,9 @@ class TreeContext:
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.run = implementation_named(self.impl).run
+        if self.impl not in IMPLEMENTATIONS:
+            raise unknown_attention(self.impl)
+        self.run = resolve_name(IMPLEMENTATIONS[self.impl].run)
 
     def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[1, 1, 0, 0], the attention mask to give to the model: a prepared one, so that it builds none of its own.

@@ -7,9 +7,8 @@ from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent.rows import TreeRows
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import Plan, lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from treewise.nn.attention.gateway import ANCHOR, Gateway
 from treewise.nn.attention.interface import TreeContext
-from treewise.nn.device import to_device
 from treewise.nn.recurrent.segments import (
     RowSegments,
     Schedule,
@@ -23,8 +22,8 @@ from treewise.nn.recurrent.segments import (
     rows_before,
     rows_up_to_end,
 )
-from treewise.planning.layout import Layout
-from treewise.planning.planner import Plan
+from treewise.nn.tensors import to_device
+from treewise.planning.plans import Layout, Plan
 from treewise.shapes import Context, Float, Int
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.load_model import DTYPES
 from treewise.planning.partition import FORWARD_FRACTION
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import TreeFacts
 from treewise.tree.forest import Forest
 

@@ -16,7 +16,8 @@ from treewise.data import LoadReport, Trees
 from treewise.engine.step_memory import step_memory
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
 from treewise.report.analysis.lost_sharing import LostCollector, LostReport, ratios_without, verdict
 from treewise.report.analysis.online_log import OnlineReport

@@ -6,7 +6,9 @@ import pytest
 from treewise.data.io.options import LoadReport
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import DPO, SFT
-from treewise.trainer.data_loader import TreeSampler, check_preferences, collate, survey
+from treewise.trainer.batches import TreeSampler, collate
+from treewise.trainer.inputs import check_preferences
+from treewise.trainer.survey import survey
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

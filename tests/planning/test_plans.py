@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plain_trees import is_above
-from treewise.planning.layout import edges_of, lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import edges_of, lay_out
 from treewise.testing.strategies import forests_and_budgets
 
 HOLDS = ("auto", "never", "always")

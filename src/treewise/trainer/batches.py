@@ -1,32 +1,36 @@
-"""Which trees a step trains: a pure function of the data, the seed, the epoch and the step.
+"""Which trees a step trains, with all that the host computes for them, one step ahead of the model.
 
-Ranks, workers and gradient accumulation only divide that set; they never change it.
+Which trees is a pure function of the data, the seed, the epoch and the step: ranks, workers and gradient accumulation
+only divide that set, they never change it. While a step computes, a thread loads the trees of the next one, merges
+them, places them on ranks, plans them under the present budget, and computes the terms of their loss; during the last
+step of an epoch those of the next epoch's first. Weights, random generators and everything that a checkpoint records
+are left as they are, so a run that is killed and resumed trains what it would have trained. The first step of a run
+waits for its trees: nothing computes before it.
 """
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from operator import length_hint
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
-from treewise.data import RenderOptions, load_trees
-from treewise.data.sources import is_raw_data
-from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops
-from treewise.errors import ConfigError, num
+from treewise.engine.prepared import PreparedForest
+from treewise.errors import ConfigError
+from treewise.features import feature
 from treewise.nn.model_flops import flop_model
-from treewise.objectives import SFT, Objective
+from treewise.objectives.protocol import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest, forest_of
-from treewise.tree.trajectory import Trajectory, update_with_content
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from treewise.tree.trajectory import Trajectory
 
 
 class TreeSampler(BatchSampler):
@@ -137,91 +141,6 @@ def _trajectories(item: object) -> Sequence[Trajectory] | None:
     return trajectories
 
 
-@dataclass(frozen=True, slots=True)
-class DataFacts:
-    """Sizes and identity of a data set. `fingerprint` changes whenever the trained content or its order does.
-
-    num_longest_tokens, longest_source: length of the longest trajectory, and its source. num_images: image
-    spans of all trees.
-    """
-
-    fingerprint: str
-    num_trees: int
-    num_trajectories: int
-    num_tree_tokens: int
-    num_flat_tokens: int
-    num_leaf_tokens: int
-    num_longest_tokens: int = 0
-    longest_source: str = ""
-    num_images: int = 0
-
-
-def as_trees(
-    name: str,
-    dataset: object,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    render: RenderOptions | Mapping[str, object] | None,
-) -> Any:
-    """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
-    if dataset is None:
-        return None
-    if name == "eval_dataset" and isinstance(dataset, dict):
-        return {key: as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
-    if is_raw_data(dataset):
-        return load_trees(dataset, tokenizer, options=render)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
-    if len(dataset) == 0:
-        raise ConfigError(f"{name} is empty.")
-    return dataset
-
-
-def check_preferences(dataset: object, objective: Objective) -> None:
-    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
-    report = getattr(dataset, "report", None)
-    num_preferences = getattr(report, "num_preferences", 0)
-    if report is not None and num_preferences and isinstance(objective, SFT):
-        raise ConfigError(
-            f"{num_preferences:,} of {num(report.num_records, 'record')}: preference pairs or labelled completions; "
-            "SFT would imitate the rejected ones. Give objective dpo, ipo or kto, or data of chosen ones alone."
-        )
-
-
-def survey(dataset: Sequence[Any]) -> DataFacts:
-    """One pass over all trees. Uses the data set's own `fingerprint` if it has one."""
-    known = getattr(dataset, "fingerprint", None)
-    digest = hashlib.sha256()
-    counts = np.zeros(5, dtype=np.int64)
-    num_longest, source = 0, ""
-    for index in range(len(dataset)):
-        forest = forest_of(dataset[index])
-        counts += (
-            *(forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens),
-            len(forest.images),
-        )
-        longest = int(forest.path_lengths.argmax())
-        if forest.path_lengths[longest] > num_longest:
-            num_longest = int(forest.path_lengths[longest])
-            source = forest.trajectories[longest].source or f"item {index}"
-        if isinstance(known, str):
-            continue
-        tables = {"parent": forest.parent, "ends": forest.ends}  # the shape of the tree, and all that is trained on it
-        if forest.tree_streams:
-            tables |= {"token_ids": forest.token_ids, **forest.tree_streams}
-        for name, values in sorted(tables.items()):
-            digest.update(f"{name}:{values.dtype}{values.shape}".encode())
-            digest.update(np.ascontiguousarray(values).data)
-        update_with_content(digest, () if forest.tree_streams else forest.trajectories)
-    fingerprint = known if isinstance(known, str) else digest.hexdigest()
-    trajectories, tree_tokens, flat_tokens, leaf_tokens, images = map(int, counts)
-    return DataFacts(
-        fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, num_longest, source, images
-    )
-
-
-# -- loaders of a run -------------------------------------------------------------------------------------------------
-
-
 def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     """The order of the training trees: of this rank, or of all ranks where trees are placed on ranks later."""
     facts = args.order_facts()
@@ -235,14 +154,106 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps)
 
 
-def make_placer(args: TreeTrainingArguments, model: torch.nn.Module, objective: Objective) -> OnlinePlacer | None:
-    """Places trees on the ranks of a run by predicted time; None where ranks take them in turn."""
+def make_placer(args: TreeTrainingArguments, model: torch.nn.Module, objective: Objective) -> Any:
+    """Places trees on the ranks of a run by predicted time (`OnlinePlacer`); None where ranks take them in turn."""
     if not args.places_trees:
         return None
-    return OnlinePlacer(
-        costs_of_flops(flop_model(model)),
+    placement = feature("online_placement")
+    return placement.OnlinePlacer(
+        placement.costs_of_flops(flop_model(model)),
         args.max_tokens if isinstance(args.max_tokens, int) else None,
         getattr(objective, "weighting", "per_trajectory"),
         in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
         ranks_per_batch=args.ranks_per_batch,
     )
+
+
+# -- batches with what the host computes for them ---------------------------------------------------------------------
+
+
+Batches = Iterator[list[Forest]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedBatch:
+    """This rank's trees of a batch, with what its step needs of them.
+
+    denominators: of each tree, by the objective. ready: all trees with a trained token as one, planned; None without
+    any. flops: of tree and flat training; None where not counted.
+    """
+
+    forests: tuple[Forest, ...]
+    denominators: tuple[float, ...]
+    ready: PreparedForest | None
+    flops: tuple[float, float] | None = None
+
+
+class PreparedSteps:
+    """This rank's batches of each optimizer step, the next step's prepared in a thread while the caller computes.
+
+    Parameters:
+        prepare: maps the trees of a batch to this rank's prepared batch.
+        args: `gradient_accumulation_steps` batches make a step (the last of an epoch may have fewer); without
+            `prepare_ahead` each step is prepared when it is asked for, in the caller's thread.
+        epoch_from: begins the epoch whose first step has an index, and returns the iterator that the caller will give
+            for it; None at the end of a run. Without it each epoch begins with the caller's first step of it.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[list[Forest]], PreparedBatch],
+        args: TreeTrainingArguments,
+        epoch_from: Callable[[int], Batches | None] | None = None,
+    ) -> None:
+        self._prepare, self._epoch_from = prepare, epoch_from
+        self._batches_per_step, self._is_ahead = args.gradient_accumulation_steps, args.prepare_ahead
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: Future[list[PreparedBatch]] | None = None  # the step that comes next
+        self._epoch: Batches | None = None  # that it is taken from
+        self._end: int | None = None  # the step after that epoch's last one; None: unknown
+
+    def next_step(self, epoch: Batches, step: int) -> list[PreparedBatch]:
+        """The batches of the next step; none at the end of an epoch. An error of theirs is raised here.
+
+        epoch: the same iterator for each step of an epoch. step: index of the first step that is taken from it.
+        """
+        if not self._is_ahead:
+            return self._batches_of(epoch)
+        if self._waiting is None or self._epoch is not epoch:
+            self._close()
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="treewise-prefetch")
+            self._begin(epoch, step)
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        batches = waiting.result()
+        if step + 1 != self._end:
+            self._submit()
+        elif self._epoch_from is not None and (following := self._epoch_from(step + 1)) is not None:
+            self._begin(following, step + 1)
+        return batches
+
+    def _begin(self, epoch: Batches, step: int) -> None:
+        num_batches = length_hint(epoch, -1)
+        self._epoch, self._end = epoch, None if num_batches < 0 else step - (-num_batches // self._batches_per_step)
+        self._submit()
+
+    def _submit(self) -> None:
+        assert self._thread is not None
+        assert self._epoch is not None
+        self._waiting = self._thread.submit(self._batches_of, self._epoch)
+
+    def _batches_of(self, epoch: Batches) -> list[PreparedBatch]:
+        return [self._prepare(batch) for batch in islice(epoch, self._batches_per_step)]
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Around a run: ends the thread after it, once that is done with the step that it prepares."""
+        try:
+            yield
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._thread = self._waiting = self._epoch = None
