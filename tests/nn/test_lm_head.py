@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treewise.nn import lm_head
-from treewise.nn.lm_head import OUTPUTS, Head, ModuleHead, edge_values
+from treewise.nn.lm_head import OUTPUTS, Head, edge_values
+from treewise.nn.module_head import ModuleHead
 
 
 @settings(max_examples=60)

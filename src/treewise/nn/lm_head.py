@@ -4,7 +4,7 @@ A fork has one hidden row and several targets: its row is projected once. Rows w
 projected at all. The backward is written by hand. It takes the logits of the last chunk over from the forward if no
 other call came between (see `LogitsSlot`), and projects the other chunks again, so memory stays at `chunk x
 vocabulary`. A head that is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead,
-again in the backward.
+again in the backward (`nn.module_head`).
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from treewise.errors import ConfigError
 from treewise.nn.tensor_parallel import VocabularyShard
@@ -36,7 +36,7 @@ MAX_PRODUCT = {"cpu": 2**22, "cuda": 2**27}
 # adds the terms of the vocabulary one by one. Of 49,152 in float32 that is 5.8e-6 off where four rows are 5e-7.
 _MIN_ROWS = 4
 
-_Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
+Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,14 @@ class Head:
         bias = None if self.bias is None else self.bias.detach().requires_grad_(self.bias.requires_grad)
         return replace(self, weight=weight, bias=bias, gradients=HeadGradients(self))
 
+    def edge_values(
+        self, hidden: torch.Tensor, edge_row: torch.Tensor, target: torch.Tensor, bounds: list[Bounds], *, entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """See `AnyHead`."""
+        how = bounds, entropy
+        log_probs_E, entropy_R = _EdgeValues.apply(hidden, self.weight, self.bias, edge_row, target, self, how)
+        return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if entropy else {})
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -80,43 +88,22 @@ class Head:
         return logits if self.shard is None else self.shard.gathered(logits)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleHead:
-    """As `Head`, for a layer whose forward is more than a product with one weight: adapters, quantised layers, hooks.
-
-    module: projects rows ([R, M] to [R, V]); its gradients come by autograd. num_tokens: V.
-    """
-
-    module: nn.Module
-    num_tokens: int
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
+class AnyHead(Protocol):
+    """What maps hidden rows to logits: a `Head`, or one whose forward is more than a product (`ModuleHead`)."""
 
     @property
-    def num_local_tokens(self) -> int:
-        """Logits of a row on this rank: V."""
-        return self.num_tokens
-
+    def num_tokens(self) -> int: ...
     @property
-    def gradients(self) -> None:
-        """Autograd accumulates: such a head trains few parameters, if any."""
-        return None
-
-    def collecting(self) -> "ModuleHead":
-        """Itself."""
-        return self
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[.., V] in float32 or wider, from hidden rows [.., M]."""
-        raw = self.module(hidden.to(getattr(self.module, "weight", hidden).dtype))
-        logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits / self.temperature
-
-
-AnyHead = Head | ModuleHead
+    def num_local_tokens(self) -> int: ...
+    @property
+    def gradients(self) -> "HeadGradients | None": ...
+    def collecting(self) -> "AnyHead": ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def edge_values(
+        self, hidden: torch.Tensor, edge_row: torch.Tensor, target: torch.Tensor, bounds: list[Bounds], *, entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """Of the rows that are projected ([R, M]), in chunks; edge_row: [E] int64, the row of each edge."""
+        ...
 
 
 class HeadGradients:
@@ -208,43 +195,10 @@ def edge_values(
     num_rows, chunk = int(row_E[-1]) + 1, max(1, max_logits // head.num_local_tokens)
     row_bounds = [0, *range((num_rows - 1) % chunk + 1, num_rows + 1, chunk)]
     edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
-    bounds: list[_Bounds] = list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))
+    bounds: list[Bounds] = list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))
     edge_row = to_device(row_E, hidden.device)
     projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
-    with_entropy = "entropy" in outputs
-    if isinstance(head, ModuleHead):
-        return _module_values(projected, head, edge_row, target, bounds, with_entropy=with_entropy)
-    how = bounds, with_entropy
-    log_probs_E, entropy_R = _EdgeValues.apply(projected, head.weight, head.bias, edge_row, target, head, how)
-    return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if with_entropy else {})
-
-
-def _module_values(
-    hidden: torch.Tensor,
-    head: ModuleHead,
-    edge_row: torch.Tensor,
-    target: torch.Tensor,
-    bounds: list[_Bounds],
-    *,
-    with_entropy: bool,
-) -> dict[str, torch.Tensor]:
-    """`edge_values` through a head's own forward, each chunk of which is computed again in the backward."""
-
-    def values(rows: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head.logits(_padded(rows))[: len(rows)]
-        lse = torch.logsumexp(logits, dim=1)
-        entropy = lse - (torch.exp(logits - lse[:, None]) * logits).sum(1) if with_entropy else lse
-        return logits[row, token] - lse[row], entropy[row]
-
-    chunks = [
-        checkpoint(
-            values, hidden[start:end], edge_row[low:high] - start, target[low:high],
-            use_reentrant=False, preserve_rng_state=False,
-        )
-        for (start, end), (low, high) in bounds
-    ]  # fmt: skip
-    log_probs, entropy = (torch.cat(each) for each in zip(*chunks, strict=True))
-    return {"log_probs": log_probs} | ({"entropy": entropy} if with_entropy else {})
+    return head.edge_values(projected, edge_row, target, bounds, entropy="entropy" in outputs)
 
 
 class _EdgeValues(torch.autograd.Function):
@@ -257,7 +211,7 @@ class _EdgeValues(torch.autograd.Function):
         edge_row: torch.Tensor,
         target: torch.Tensor,
         head: Head,
-        how: tuple[list[_Bounds], bool],  # and whether entropies are wanted
+        how: tuple[list[Bounds], bool],  # and whether entropies are wanted
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bounds, with_entropy = how
         dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
@@ -328,7 +282,7 @@ class _EdgeValues(torch.autograd.Function):
             del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
             grad = grad.to(dtype)
             if hidden_grad is not None:
-                hidden_grad[start:end] = (_padded(grad) @ cast_weight)[: len(grad)]
+                hidden_grad[start:end] = (padded(grad) @ cast_weight)[: len(grad)]
             if weight_grad is not None:
                 _add_product(weight_grad, grad, hidden[start:end])
             if bias_grad is not None:
@@ -344,7 +298,7 @@ class _EdgeValues(torch.autograd.Function):
         return hidden_grad, *cast, None, None, None, None
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
+def padded(rows: torch.Tensor) -> torch.Tensor:
     """With rows of zeros, where there are too few for an accurate product."""
     missing = _MIN_ROWS - len(rows)
     return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))

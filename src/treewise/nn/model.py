@@ -22,7 +22,8 @@ from transformers.utils import ModelOutput
 from treewise.errors import UnsupportedModelError
 from treewise.features import feature
 from treewise.nn.attention import AttentionName, TreeContext, carry, install, install_legacy_layers
-from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
+from treewise.nn.lm_head import AnyHead, Head, LogitsSlot
+from treewise.nn.module_head import ModuleHead
 from treewise.nn.tensors import to_device
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
