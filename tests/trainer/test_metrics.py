@@ -87,8 +87,8 @@ def test_means_are_weighted_and_start_anew():
     means = metrics.MetricMeans()
     means.add(output(kl=1.0, weight=1.0))
     means.add(output(kl=4.0, weight=2.0))
-    assert means.take(lambda *values: list(values)) == {"kl": 3.0}
-    assert means.take(lambda *values: list(values)) == {}
+    assert means.take(lambda *values: list(values), is_alone=True) == {"kl": 3.0}
+    assert means.take(lambda *values: list(values), is_alone=True) == {}
 
 
 def output(weight, **means):

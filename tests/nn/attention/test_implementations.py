@@ -8,7 +8,7 @@ import torch
 
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose
+from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose, reference
 from treewise.planning.planner import plan
 from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
@@ -54,7 +54,7 @@ def test_a_new_implementation_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> N
 
     def run(query, key, *others):
         calls.append(query.shape)
-        return IMPLEMENTATIONS["reference"].run(query, key, *others)
+        return reference.attend(query, key, *others)
 
     monkeypatch.setitem(IMPLEMENTATIONS, "mine", replace(IMPLEMENTATIONS["reference"], run=run))
     model, forest = tiny_model(num_hidden_layers=1), Forest.from_nodes([-1, 0, 0], [[5, 6], [7], [8, 9]])

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 from treewise.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+    from torch import Tensor
 
     from treewise.nn.attention.mask import TreeMask
 
@@ -19,14 +22,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """run: a function, by its name: attention of one layer under a tree, of [1, H, T, D] queries, [1, Hkv, T, D] keys
-    and values of the micro-batch's own tokens, mask, rule, sinks ([H] extra logits without a value, or None), gateway
-    rows in front of the keys, and the name that they are kept under; returns [1, H, T, D of values]. devices: types of
-    device on which `auto` takes it; none: any. available: a function that says whether it runs here; none: it does.
-    rows: a function of a mask and a device: key rows that one layer without a window reads in a forward of a
-    micro-batch, for benchmarks; none: all keys for every query."""
+    """run: a function, or its name, so that its module is imported when it runs: attention of one layer under a tree,
+    of [1, H, T, D] queries, [1, Hkv, T, D] keys and values of the micro-batch's own tokens, mask, rule, sinks ([H]
+    extra logits without a value, or None), gateway rows in front of the keys, and the name that they are kept under;
+    returns [1, H, T, D of values]. devices: types of device on which `auto` takes it; none: any. available: a function
+    that says whether it runs here; none: it does. rows: a function of a mask and a device: key rows that one layer
+    without a window reads in a forward of a micro-batch, for benchmarks; none: all keys for every query."""
 
-    run: str
+    run: "str | Callable[..., Tensor]"
     devices: tuple[str, ...] = ()
     available: str = ""
     rows: str = ""

@@ -75,7 +75,8 @@ class TreeContext:
     def __post_init__(self) -> None:
         if self.impl not in IMPLEMENTATIONS:
             raise unknown_attention(self.impl)
-        self.run = resolve_name(IMPLEMENTATIONS[self.impl].run)
+        run = IMPLEMENTATIONS[self.impl].run
+        self.run = resolve_name(run) if isinstance(run, str) else run
 
     def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[1, 1, 0, 0], the attention mask to give to the model: a prepared one, so that it builds none of its own.
