@@ -405,7 +405,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
 
 def _dense_flex(query, key, value, blocks, softcap, scaling, **_):
     """What the kernels compute, from the block mask that they get, over all pairs of blocks."""
-    num_groups = query.shape[1] // key.shape[1]
+    num_groups, given = query.shape[1] // key.shape[1], (query, key, value)
     key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)[None]
@@ -420,7 +420,24 @@ def _dense_flex(query, key, value, blocks, softcap, scaling, **_):
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return torch.matmul(weights.to(value.dtype), value), lse
+    return _StridesAsSaved.apply(torch.matmul(weights.to(value.dtype), value), *given), lse
+
+
+class _StridesAsSaved(torch.autograd.Function):
+    """Compiled backwards have the strides of what the forward saved written into their code."""
+
+    @staticmethod
+    def forward(ctx, out, *given):
+        ctx.strides = [each.stride() for each in given]
+        ctx.save_for_backward(*given)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        strides = [each.stride() for each in ctx.saved_tensors]
+        if strides != ctx.strides:
+            raise RuntimeError(f"compiled for tensors of strides {ctx.strides}, and was given {strides}")
+        return grad, *(None for _ in strides)
 
 
 def _dense_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
