@@ -60,7 +60,7 @@ VIEWS = {
     "heads of a token side by side": lambda: torch.randn(1, 5, 3, 4).transpose(1, 2),
     "a part of a fused projection": lambda: torch.randn(1, 5, 30)[..., 6:18].view(1, 5, 3, 4).transpose(1, 2),
     "expanded": lambda: torch.randn(1, 3, 1, 4).expand(2, 3, 5, 4),
-    "expanded and permuted, with gaps": lambda: torch.randn(3, 6, 4)[:, ::2, None].expand(3, 3, 5, 4).permute(2, 3, 0, 1),
+    "expanded and permuted, with gaps": lambda: torch.randn(3, 6, 4)[:, ::2, None].expand(3, 3, 5, 4).mT,
     "axes of one": lambda: torch.randn(7).as_strided((1, 7, 1), (91, 1, 13)),
     "windows that overlap": lambda: torch.randn(2, 9).unfold(1, 4, 1),
     "no axis": lambda: torch.randn(()),
