@@ -12,6 +12,7 @@ from benchmarks.count_gpu import RESULTS, WORKLOADS, count_step, forest_of, mode
 from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
 from treewise.engine import walk
+from treewise.errors import ConfigError
 from treewise.nn.device import on_host, to_device
 from treewise.planning.layout import lay_out
 from treewise.planning.planner import FORWARD, plan
@@ -167,6 +168,19 @@ def test_the_host_waits_once_in_a_step(
             assert waits_of(pretend, lambda engine=engine: engine.step(forest)) == {LOSS: 1}
             found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
             assert gradient_error(found, expected) < expected.tolerance
+
+
+def test_float64_is_computed_by_the_reference(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    """And refused before anything runs where the kernels are asked for."""
+    _, _, expected = flat_sft(tiny_model(num_hidden_layers=1, dtype=torch.float64), rollouts)
+    model = tiny_model(num_hidden_layers=1, dtype=torch.float64).cuda()
+    engine = TreeEngine(model, 17)
+    assert engine.implementation == "reference"
+    engine.step(rollouts)
+    found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
+    assert gradient_error(found, expected) < 1e-6
+    with pytest.raises(ConfigError, match="attention='flex' has no kernels for float64 on cuda"):
+        TreeEngine(model, 17, "flex").step(rollouts)
 
 
 @pytest.mark.exhaustive

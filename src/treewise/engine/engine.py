@@ -37,7 +37,7 @@ from treewise.engine.vision import EngineImages, PixelsOf
 from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.device import warn_of_untested_torch
+from treewise.nn.device import autocast_dtype, warn_of_untested_torch
 from treewise.nn.gradients import hooks_run_once, refuse_hooks
 from treewise.nn.model import base_model, is_current, split_model
 from treewise.nn.model_checks import refuse_candidates
@@ -74,7 +74,7 @@ class TreeEngine:
         max_tokens: how many tokens may hold activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
-        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`.
+        attention: `auto` (flex on CUDA, but reference in float64; cascade on CPU), `reference`, `cascade`, `flex`.
         hold: whether open micro-batches keep their activations instead of being recomputed (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: whether to probe the model before its first step.
@@ -156,8 +156,9 @@ class TreeEngine:
 
     @property
     def implementation(self) -> str:
-        """The attention implementation that runs on the model's device."""
-        return choose(self.attention, self.lm.device.type)
+        """The attention implementation that runs on the model's device, in its dtype."""
+        kind = self.lm.device.type
+        return choose(self.attention, kind, autocast_dtype(kind) or self.lm.decoder.dtype)
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from treewise.engine.walk import MicroBatchOutput, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compilation import uncompiled
+from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters
@@ -195,7 +196,7 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
     hook = lm.decoder.register_forward_hook(observe)
     try:
         with (
-            _failing_as(f"{type(lm.model).__name__} does not run on {what}"),
+            _failing_as(lm, f"{type(lm.model).__name__} does not run on {what}"),
             torch.autocast(device, entered[0], enabled=is_given),
             uncompiled(lm.model),
         ):
@@ -217,12 +218,19 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
 
 
 @contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    """Inside, errors of a model's own code are `UnsupportedModelError`."""
+def _failing_as(lm: DecoderAndHead, what: str) -> Iterator[None]:
+    """Inside, errors of a model's own code are `UnsupportedModelError`; so are those of compilers, as what they are."""
     try:
         yield
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         if isinstance(error, TreewiseError) or is_out_of_memory(error):
+            raise
+        name, dtype = type(lm.decoder).__name__, str(lm.decoder.dtype).removeprefix("torch.")
+        size = getattr(lm.decoder.config, "head_dim", None)
+        heads = "" if size is None else f", heads of {size}"
+        if failure := compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device):
+            raise failure from error
+        if not isinstance(error, AttributeError | RuntimeError | TypeError | ValueError):
             raise
         raise UnsupportedModelError(f"{what}: {type(error).__name__}: {error}. {SUPPORTED_MODELS}") from error
 
@@ -248,7 +256,7 @@ def _on_tree(
         logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
         return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
 
-    with _failing_as(f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
+    with _failing_as(lm, f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):
             pixels = processed_by(processor, "TreeEngine(model, processor=...)")
             guests.append(ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
@@ -283,7 +291,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
         return lm.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0]
 
     has_scans = bool({*kinds_of(lm.decoder).values()} - {_WITHOUT_SCAN})
-    with uncompiled(lm.model), _failing_as(f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
+    with uncompiled(lm.model), _failing_as(lm, f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
         alone = [hidden(ids) for ids in (rows.texts if is_exact else [rows.text])]
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)
