@@ -154,22 +154,27 @@ def test_gateways_in_host_memory(tree) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 200])
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "bamba", "qwen3_next"])
 @pytest.mark.filterwarnings("default")
 def test_the_host_waits_once_in_a_step(family: str, max_tokens: int | None, tree) -> None:
     """torch itself says where it waits. What a GPU that is not there shows (test_cuda_pretend) holds on a real one."""
-    engine = TreeEngine(tiny_model(family).cuda(), max_tokens)
+    dtype = torch.float32
+    if family == "qwen3_next":  # its experts: other products of groups read their sizes on the host
+        if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+            pytest.skip("torch has no product of experts for this card that does not wait")
+        dtype = torch.bfloat16
+    engine = TreeEngine(tiny_model(family, dtype=dtype).cuda(), max_tokens)
     forest = Forest.from_trajectories(tree)
     engine.step(forest)  # probes and compiles
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("warn")  # which says once in a process that it is a prototype
         try:
             engine.step(forest)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{each.filename}:{each.lineno}" for each in said if "synchronizing" in str(each.message)]
+    waits = [f"{each.filename}:{each.lineno}" for each in said if "called a synchronizing" in str(each.message)]
     assert len(waits) == 1, waits
 
 
