@@ -392,6 +392,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {})
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)
     monkeypatch.setattr(flex, "_compiled", _dense_flex)
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.
     monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
