@@ -12,6 +12,7 @@ from benchmarks.count_gpu import RESULTS, WORKLOADS, count_step, forest_of, mode
 from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
 from treewise.engine import step
+from treewise.errors import ConfigError
 from treewise.nn.tensors import on_host, to_device
 from treewise.planning.planner import plan
 from treewise.planning.plans import FORWARD, lay_out
@@ -59,11 +60,17 @@ def with_streams(ids: np.ndarray, rng: np.random.Generator, number: int) -> Traj
 
 def waits_of(pretend: PretendCuda, call) -> dict[tuple[str, str], int]:
     """Where the library waits during a call; what models and this test do by themselves aside."""
+    return {
+        (what, location): count
+        for (what, location), count in all_waits_of(pretend, call).items()
+        if location.startswith("treewise") and what != "sizes of groups"
+    }
+
+
+def all_waits_of(pretend: PretendCuda, call) -> dict[tuple[str, str], int]:
     pretend.waits.clear()
     call()
-    return {
-        (what, location): count for (what, location), count in pretend.waits.items() if location.startswith("treewise")
-    }
+    return dict(pretend.waits)
 
 
 # -- the pretence itself ----------------------------------------------------------------------------------------------
@@ -167,6 +174,43 @@ def test_the_host_waits_once_in_a_step(
             assert waits_of(pretend, lambda engine=engine: engine.step(forest)) == {LOSS: 1}
             found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
             assert gradient_error(found, expected) < expected.tolerance
+
+
+@pytest.mark.representatives("qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "llama", "gpt_oss", "deepseek_v3", "bamba", "jamba", "lfm2"])
+@pytest.mark.filterwarnings("default")
+def test_nor_does_a_model_wait_by_itself(
+    family: str, monkeypatch: pytest.MonkeyPatch, pretend: PretendCuda, rollouts: list[Trajectory]
+) -> None:
+    """Mixers and routers neither; but torch has no product of experts in float32 that reads no sizes on the host: one
+    wait in the forward and two in the backward, of both products of a layer."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # of a measurement, once in a process
+    forest = Forest.from_trajectories(rollouts)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = tiny_model(family, dtype=dtype).cuda()
+        layers = [each for each in model.modules() if type(each).__name__.endswith("Experts")]
+        for max_tokens in (None, 17):
+            engine = TreeEngine(model, max_tokens, hold="never", check=False)
+            found = all_waits_of(pretend, lambda engine=engine: engine.step(forest))
+            schedule = engine.plan(forest).schedule
+            reads, backwards = len(schedule), sum(each.action != FORWARD for each in schedule)
+            of_experts = 2 * len(layers) * (reads + 2 * backwards) if dtype == torch.float32 else 0
+            assert found.pop(LOSS) == 1
+            assert sum(found.values()) == of_experts, found
+            assert {what for what, _ in found} <= {"sizes of groups"}
+
+
+def test_float64_is_computed_by_the_reference(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    """And refused before anything runs where the kernels are asked for."""
+    _, _, expected = flat_sft(tiny_model(num_hidden_layers=1, dtype=torch.float64), rollouts)
+    model = tiny_model(num_hidden_layers=1, dtype=torch.float64).cuda()
+    engine = TreeEngine(model, 17)
+    assert engine.implementation == "reference"
+    engine.step(rollouts)
+    found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
+    assert gradient_error(found, expected) < 1e-6
+    with pytest.raises(ConfigError, match="attention='flex' has no kernels for float64 on cuda"):
+        TreeEngine(model, 17, "flex").step(rollouts)
 
 
 @pytest.mark.exhaustive

@@ -56,6 +56,41 @@ def test_held_graphs_take_activations_and_no_weights(
     }
 
 
+VIEWS = {
+    "heads of a token side by side": lambda: torch.randn(1, 5, 3, 4).transpose(1, 2),
+    "a part of a fused projection": lambda: torch.randn(1, 5, 30)[..., 6:18].view(1, 5, 3, 4).transpose(1, 2),
+    "expanded": lambda: torch.randn(1, 3, 1, 4).expand(2, 3, 5, 4),
+    "expanded and permuted, with gaps": lambda: torch.randn(3, 6, 4)[:, ::2, None].expand(3, 3, 5, 4).mT,
+    "axes of one": lambda: torch.randn(7).as_strided((1, 7, 1), (91, 1, 13)),
+    "windows that overlap": lambda: torch.randn(2, 9).unfold(1, 4, 1),
+    "no axis": lambda: torch.randn(()),
+    "no number": lambda: torch.randn(3, 0, 2).transpose(0, 2),
+    "integers": lambda: torch.arange(12).view(3, 4).t(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_comes_back_lies_in_memory_as_before(view) -> None:
+    """Backwards that were compiled for these strides take no others."""
+    tensor = view()
+    saved = SavedOnHost(torch.nn.Module())._pack(tensor)
+    back = host_memory._unpack(saved)
+    assert saved.kept.numel() <= tensor.numel()
+    assert saved.kept.is_contiguous()
+    assert torch.equal(back, tensor)
+    assert (back.stride(), back.dtype, back.shape) == (tensor.stride(), tensor.dtype, tensor.shape)
+
+
+def test_views_of_the_same_numbers_are_kept_once() -> None:
+    rows = torch.randn(5, 3, 4)
+    hooks = SavedOnHost(torch.nn.Module())
+    saved = [hooks._pack(each) for each in (rows, rows.transpose(0, 1), rows[None].transpose(1, 2))]
+    rows.add_(1)
+    later = hooks._pack(rows)
+    assert len({each.kept.data_ptr() for each in saved}) == 1
+    assert torch.equal(host_memory._unpack(saved[1]) + 1, host_memory._unpack(later).transpose(0, 1))
+
+
 def test_weights_that_autocast_cast_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model, copied, copy = tiny_model(), [], host_memory.on_host
     monkeypatch.setattr(host_memory, "on_host", lambda tensor: copied.append(tensor) or copy(tensor))

@@ -20,9 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
-from treewise.bench.flat import HALF, FlatRows, kernel, merged_trajectories
+from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.results import is_ours
 from treewise.bench.settings import REFERENCES, Settings
+from treewise.bench.varlen import HALF, kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.nn.device import free_bytes, synchronized_clock

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.bench.flat import attention, checkpointing, varlen_attention
+from treewise.bench.flat import attention, checkpointing
+from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.nn.lm_head import edge_values
 from treewise.nn.model import DecoderAndHead

@@ -32,8 +32,8 @@ _BACKWARD_FACTOR = 1.25
 SLOW_TOKENS = 128  # fewer at a time leave most of a matrix product's speed unused
 # More tokens at a time are not faster, and on a CPU the first use of memory is slow.
 MAX_TOKENS = {"cpu": 4096, "cuda": 65536}
-# Of the two runs that are measured. FlexAttention pads to 128 tokens, so fewer would all take the same memory there.
-CALIBRATION_TOKENS = {"cpu": (32, 96), "cuda": (128, 256)}
+# Of the two runs that are measured. FlexAttention fills up to whole blocks, two at least: fewer would take as much.
+CALIBRATION_TOKENS = {"cpu": (32, 96), "cuda": (256, 512)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
+from treewise.nn.tensors import autocast_dtype
 from treewise.objectives.protocol import Objective
 from treewise.objectives.registry import checked_objective
 from treewise.objectives.sft import SFT
@@ -60,7 +61,7 @@ class TreeEngine:
         max_tokens: how many tokens may hold activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
-        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`.
+        attention: `auto` (flex on CUDA, but reference in float64; cascade on CPU), `reference`, `cascade`, `flex`.
         hold: whether open micro-batches keep their activations instead of being recomputed (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: whether to probe the model before its first step.
@@ -101,7 +102,8 @@ class TreeEngine:
         self.offload, self.reserve_bytes = offload, reserve_bytes
         self.budget = Budget(max_tokens)
         self.lm = split_model(model)
-        self._implementations = {self.lm.device.type: choose(attention, self.lm.device.type)}  # by type of device
+        choose(attention, self.lm.device.type)  # raises for an unknown name
+        self._implementations: dict[Any, str] = {}  # by type of device and dtype
         warn_of_untested_torch()
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
@@ -136,11 +138,12 @@ class TreeEngine:
 
     @property
     def implementation(self) -> str:
-        """The attention implementation that runs on the model's device."""
-        device_type = self.lm.device.type
-        if device_type not in self._implementations:
-            self._implementations[device_type] = choose(self.attention, device_type)
-        return self._implementations[device_type]
+        """The attention implementation that runs on the model's device, in its dtype."""
+        kind = self.lm.device.type
+        key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
+        if key not in self._implementations:
+            self._implementations[key] = choose(self.attention, *key)
+        return self._implementations[key]
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.features import feature
 from treewise.nn.attention import check_masks, observe_masks
+from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
 from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters, uncompiled
@@ -203,7 +204,7 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
     hook = lm.decoder.register_forward_hook(observe)
     try:
         with (
-            _failing_as(f"{type(lm.model).__name__} does not run on {what}"),
+            _failing_as(lm, f"{type(lm.model).__name__} does not run on {what}"),
             torch.autocast(device, entered[0], enabled=is_given),
             uncompiled(lm.model),
         ):
@@ -225,12 +226,19 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
 
 
 @contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    """Inside, errors of a model's own code are `UnsupportedModelError`."""
+def _failing_as(lm: DecoderAndHead, what: str) -> Iterator[None]:
+    """Inside, errors of a model's own code are `UnsupportedModelError`; so are those of compilers, as what they are."""
     try:
         yield
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         if isinstance(error, TreewiseError) or is_out_of_memory(error):
+            raise
+        name, dtype = type(lm.decoder).__name__, str(lm.decoder.dtype).removeprefix("torch.")
+        size = getattr(lm.decoder.config, "head_dim", None)
+        heads = "" if size is None else f", heads of {size}"
+        if failure := compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device):
+            raise failure from error
+        if not isinstance(error, AttributeError | RuntimeError | TypeError | ValueError):
             raise
         raise UnsupportedModelError(f"{what}: {type(error).__name__}: {error}. {SUPPORTED_MODELS}") from error
 
@@ -256,7 +264,7 @@ def _on_tree(
         logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
         return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
 
-    with _failing_as(f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
+    with _failing_as(lm, f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):
             images = feature("images")
             pixels = images.processed_by(processor, "TreeEngine(model, processor=...)")
@@ -293,7 +301,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
 
     kinds = feature("recurrent").kinds_of(lm.decoder) if lm.is_recurrent else {}
     has_scans = bool({*kinds.values()} - {_WITHOUT_SCAN})
-    with uncompiled(lm.model), _failing_as(f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
+    with uncompiled(lm.model), _failing_as(lm, f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
         alone = [hidden(ids) for ids in (rows.texts if is_exact else [rows.text])]
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)

@@ -91,15 +91,17 @@ def warn_of_untested_torch() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on a device.
 
-    On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused. The
-    unused rest of a piece in use is a fragment, for which a step need not have a tensor. On the CPU: available memory,
+    On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused, within
+    the process's part of the memory (`torch.cuda.set_per_process_memory_fraction`). The unused rest of a piece in use
+    is a fragment, for which a step need not have a tensor. On the CPU: available memory,
     or what the limit of the container (cgroup v2) leaves if that is less.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
         reserved, used, fragments = (stats.get(f"{each}_bytes.all.current", 0) for each in _RESERVED)
-        return int(free + reserved - used - fragments)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+        return max(0, int(min(free, allowed) + reserved - used - fragments))
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 

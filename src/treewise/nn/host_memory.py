@@ -3,6 +3,7 @@ weights that autograd saves beside them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
@@ -15,7 +16,39 @@ from treewise.nn.guest import Guest
 from treewise.nn.model import DecoderAndHead
 from treewise.nn.tensors import on_host
 
-Saved = torch.Tensor | tuple[torch.device, torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A tensor whose numbers wait on the host, in the order in which they lay in its memory (`_in_memory_order`).
+
+    shape, stride: of the tensor, which compiled backwards require as they were, whatever views they were given.
+    has_gaps: whether other numbers lay between its own.
+    """
+
+    kept: torch.Tensor
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    has_gaps: bool
+
+    def back(self) -> torch.Tensor:
+        """The tensor on its device again; what lay between its numbers is not there."""
+        there = self.kept.to(self.device, non_blocking=True)
+        if not self.has_gaps:
+            return there.as_strided(self.shape, self.stride)
+        made = torch.empty_strided(self.shape, self.stride, dtype=there.dtype, device=self.device)
+        _in_memory_order(made).copy_(there)
+        return made
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose axes go from the farthest numbers to the nearest, each number once: contiguous, but for gaps."""
+    strides = tensor.stride()
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    return once.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis])).squeeze()
+
+
+Saved = torch.Tensor | OnHost
 
 
 class HostMemory(Guest):
@@ -51,10 +84,11 @@ class SavedOnHost(saved_tensors_hooks):
             self._copies[id(storage)] = {}
             finalize(storage, self._copies.pop, id(storage), None).atexit = False
         views = self._copies[id(storage)]
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        rows = _in_memory_order(tensor.detach())
+        view = (rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, tensor._version)
         if view not in views:
-            views[view] = on_host(tensor)
-        return tensor.device, views[view]
+            views[view] = on_host(rows)
+        return OnHost(views[view], tensor.device, tensor.shape, tensor.stride(), not rows.is_contiguous())
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:
@@ -72,7 +106,4 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _unpack(saved: Saved) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
-    device, kept = saved
-    return kept.to(device, non_blocking=True)
+    return saved if isinstance(saved, torch.Tensor) else saved.back()

@@ -8,7 +8,7 @@ import torch
 
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose, reference
+from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose, implementations, reference
 from treewise.planning.planner import plan
 from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
@@ -38,6 +38,22 @@ def test_auto_takes_the_first_that_suits_the_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cascade, "kernel_takes_groups", lambda: False)
     assert choose("auto", "cpu") == "reference"
     assert choose("cascade", "cpu") == "cascade"  # explicit requests are never replaced
+
+
+def test_float64_on_a_gpu_takes_the_reference_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton multiplies no float64."""
+    implementations._warn_of_other.cache_clear()
+    for _ in range(2):
+        assert choose("auto", "cuda", torch.float64) == "reference"
+    assert (
+        caplog.text.count("the model is in float64, for which flex has no kernels on cuda: attention is reference") == 1
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, None):
+        assert choose("auto", "cuda", dtype) == choose("flex", "cuda", dtype) == "flex"
+    assert choose("auto", "cpu", torch.float64) == "cascade"
+    assert choose("flex", "cpu", torch.float64) == "flex"  # the operator itself, which computes it
+    with pytest.raises(ConfigError, match="attention='flex' has no kernels for float64 on cuda; use 'reference'"):
+        choose("flex", "cuda", torch.float64)
 
 
 def test_cascade_on_another_device_names_the_way_out() -> None:

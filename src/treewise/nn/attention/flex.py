@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from treewise.errors import PlanError, UnsupportedModelError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.device import untested_torch_named
 from treewise.shapes import Float
 
@@ -321,9 +322,9 @@ def _compiled(
         *(query.dtype, query.shape[1], query.shape[3], key.shape[1], value.shape[3]),
         *(query.requires_grad, key.requires_grad, value.requires_grad),
     )
-    options = kinds.get(kind)
+    options, inputs = kinds.get(kind), (query, key, value, blocks, softcap, scaling, needs_lse)
     if options is not None:
-        return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
+        return _called(*inputs, options)
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
@@ -338,10 +339,23 @@ def _compiled(
     with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
         # torch's compiler looks whether an input has a gradient, and hides its own warning only where none is an error.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
+        return _called(*inputs, options)
 
 
-# Compute capabilities for which benchmarks/flex_kernels.py compiled the kernels: every head size fits (its results).
+def _called(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, MaybeTensor]:
+    try:
+        return _compiled_kernel()(query, *others)
+    except Exception as error:  # errors of compilers share no class
+        name, sizes = str(query.dtype).removeprefix("torch."), f"{query.shape[3]} and values of {others[1].shape[3]}"
+        failure = compiler_failure(error, f"FlexAttention's kernels for heads of {sizes} in {name}", query.device)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+# Compute capabilities on which the kernels ran and were right (benchmarks/results), and those for which
+# benchmarks/flex_kernels.py compiled them: every head size fits.
+RUN_ON = ((9, 0),)
 COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
