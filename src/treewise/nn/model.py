@@ -256,8 +256,8 @@ def base_model(model: Any) -> nn.Module:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
 
     Raises:
-        UnsupportedModelError: an adapter that learns a prompt, whose result for a token depends on its whole row, or that
-            is to be tied to another.
+        UnsupportedModelError: an adapter that learns a prompt, whose result for a token depends on its whole row, or
+            that is to be tied to another.
     """
     model = unwrap_model(model)
     if not is_peft(model):

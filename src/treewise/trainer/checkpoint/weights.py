@@ -142,10 +142,10 @@ def refuse_unsaved(model: PreTrainedModel) -> None:
 
 
 def _refuse_lost_rows(model: Any) -> None:
-    """Raises `ConfigError` where a resized vocabulary would not be saved: with adapters on one of two tables of tokens,
-    PEFT saves that one alone."""
+    """Raises `ConfigError` where a resized vocabulary would not be saved: where one of two tables of tokens is named in
+    `target_modules`, PEFT saves that one alone, and none where it has no adapter then (`layers_to_transform`)."""
     tables, name = tables_of(model.get_base_model()), model.active_peft_config.base_model_name_or_path
-    if not name or not any(hasattr(each, "base_layer") for each in tables.values()):
+    if not name:
         return
     try:
         num_before = load_config(name).get_text_config().vocab_size
@@ -165,8 +165,8 @@ def _refuse_lost_rows(model: Any) -> None:
     if lost:
         raise ConfigError(
             f"{', '.join(lost)} was resized from {num_before:,} tokens, and would be in no checkpoint and not in the "
-            "saved model, as PEFT saves the table alone that has adapters. Put adapters on both, or save the resized "
-            "model and begin with that."
+            "saved model, as PEFT saves tables with adapters alone where target_modules name one. Put adapters on both "
+            "or on none, or save the resized model and begin with that."
         )
 
 
