@@ -66,6 +66,7 @@ WHOLE_PACKAGE = {
     "rl/branching/test_policies": "branching policies on simulated rollouts",
     "report/analysis/test_verdict": "the three lines of `treewise inspect`",
     "report/html/test_browser": "the page in a browser",
+    "trainer/test_adapters": "drawn adapters, from making to merging",
     "trainer/test_checkpoints": "interrupted and resumed runs",
     "trainer/test_launchers": "torchrun and accelerate",
     "trainer/test_meshes": "runs on meshes of processes against one process",

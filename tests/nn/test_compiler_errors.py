@@ -1,6 +1,7 @@
 """What a compiler could not do is told by kernel, dtype, head size, card and versions, wherever it is met."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from tests.nn.attention.test_flex import branching_mask
 from treewise import TreeEngine
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import IMPLEMENTATIONS, flex
+from treewise.nn.attention import IMPLEMENTATIONS, flex, reference
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.compiler_errors import card_name, compiler_failure
 from treewise.nn.support_table import installed_version
@@ -93,9 +94,8 @@ class FailsToCompile(torch.autograd.Function):
 
 
 def test_a_probe_does_not_blame_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = IMPLEMENTATIONS["reference"]
-    broken = lambda *inputs: FailsToCompile.apply(reference.run(*inputs))  # noqa: E731
-    monkeypatch.setitem(IMPLEMENTATIONS, "cascade", type(reference)(broken, reference.suits, reference.num_key_rows))
+    broken = lambda *inputs: FailsToCompile.apply(reference.attend(*inputs))  # noqa: E731
+    monkeypatch.setitem(IMPLEMENTATIONS, "cascade", replace(IMPLEMENTATIONS["cascade"], run=broken))
     expected = f"kernels of LlamaModel in float32, heads of 8 do not compile on {card_name(CPU)}, torch "
     with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
         TreeEngine(tiny_model(), attention="cascade").check(Forest.from_nodes([-1, 0, 0], [[5, 6], [7], [8, 9]]))

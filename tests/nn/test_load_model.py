@@ -5,11 +5,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.cli.helpers import save_tiny_model
 from treewise.errors import ConfigError
 from treewise.nn.adapters import adapted
+from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes, load_tokenizer, load_weights, locate
+from treewise.testing import tiny_model
 
 pytest.importorskip("peft")
 
@@ -123,3 +126,62 @@ def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch):
         read()
     write(["ab", "aba"])
     assert len(read()[1]) < len(first[1])
+
+
+NAMES = [
+    ("q_proj", {"q_proj"}),
+    (" q_proj ", {"q_proj"}),
+    ("q_proj, v_proj", {"q_proj", "v_proj"}),
+    ("self_attn.q_proj", {"q_proj"}),
+    ("model.layers.0.self_attn.q_proj", {"q_proj"}),
+    (r".*\.(q|v)_proj", {"q_proj", "v_proj"}),
+    (["o_proj"], {"o_proj"}),
+    ("all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+]
+
+
+@pytest.mark.parametrize(("given", "found"), NAMES, ids=str)
+def test_one_name_is_a_name_and_a_regular_expression_one(given, found):
+    settings = {"r": 2, "target_modules": given}
+    model = adapted(tiny_model(), settings)
+    adapters = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    assert {name.split(".lora_A")[0].rpartition(".")[2] for name in adapters} == found
+    assert settings == {"r": 2, "target_modules": given}  # peft writes into its lists
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": "q_prj"}, r"lora\.target_modules: no module is called q_prj\. There are .*q_proj, k_proj"),
+        ({"target_modules": ["q_proj", "x", "y"]}, r"no module is called x, y\. There are embed_tokens, q_proj"),
+        ({"target_modules": ".*q_prj"}, r"\.\*q_prj not found .*There are embed_tokens, q_proj, .*lm_head\.$"),
+        ({"target_modules": "q_proj", "modules_to_save": ["hed"]}, r"lora\.modules_to_save: .* hed\. .*lm_head\.$"),
+        ({"target_modules": "q_proj", "trainable_token_indices": {"hed": [3]}}, r"'hed'.*There are .*lm_head\.$"),
+    ],
+    ids=str,
+)
+def test_names_that_nothing_has_are_an_error_with_those_that_there_are(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        adapted(tiny_model(), settings)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, that it saves tables
+@pytest.mark.parametrize("num_tokens", [99, 90])
+def test_adapters_bring_their_vocabulary(tmp_path, num_tokens):
+    base = save_tiny_model(tmp_path / "model")
+    model = load_weights(str(base))
+    model.resize_token_embeddings(num_tokens)
+    model = adapted(model, {"r": 2, "init_lora_weights": False}, str(base))
+    model.save_pretrained(tmp_path / "lora")
+    ids = torch.arange(1, num_tokens)[None]
+    loaded = load_weights(str(tmp_path / "lora")).eval()
+    assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert load_config(str(tmp_path / "lora")).vocab_size == num_tokens
+    assert load_costs(str(tmp_path / "lora")).vocabulary == num_tokens
+    weights = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    del weights["base_model.model.lm_head.weight"]
+    save_file(weights, tmp_path / "lora" / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=f"with {num_tokens} tokens, the base model has 97, and they do not hold lm_h"
+    ):
+        load_weights(str(tmp_path / "lora"))

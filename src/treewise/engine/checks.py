@@ -66,7 +66,7 @@ def limits_of(lm: DecoderAndHead) -> Limits:
     config: Any = lm.base.config
     longest = model_checks.length_limit(lm.decoder)
     has_placeholders = config.get_text_config() is not config
-    return Limits(model_checks.vocabulary_size(lm), None if longest is None else longest[0], has_placeholders)
+    return Limits(min(lm.num_embeddings, lm.num_logits), None if longest is None else longest[0], has_placeholders)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

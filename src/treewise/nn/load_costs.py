@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import treewise
-from treewise.nn.adapters import ADAPTERS, adapter_folder
+from treewise.nn.adapters import ADAPTER_WEIGHTS, ADAPTERS, adapter_folder
 from treewise.nn.flops import NO_FLOPS, FlopModel, LayerReach, VisionCosts
 from treewise.nn.load_model import load_shapes, locate, place_in_cache
 
@@ -56,8 +56,16 @@ def _facts(name: str, gguf_file: str | None, lora: Mapping[str, Any] | None) -> 
     adapters = adapter_folder(name)
     counting = [_digest(Path(__file__).parent / each) for each in _COUNTING]
     own = [treewise.__version__, *map(_version, _COUNTED_BY), *counting]
-    saved = None if adapters is None else _digest(adapters / ADAPTERS)
+    saved = None if adapters is None else [_digest(adapters / ADAPTERS), _header(adapters / ADAPTER_WEIGHTS)]
     return [own, source, saved, None if lora is None else dict(lora)]
+
+
+def _header(file: Path) -> str | None:
+    """The names and shapes in a file of safetensors, among which are tables of a resized vocabulary."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return hashlib.sha256(stream.read(int.from_bytes(stream.read(8), "little"))).hexdigest()
 
 
 def _digest(file: Path) -> str:

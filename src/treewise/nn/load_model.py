@@ -30,6 +30,7 @@ from treewise.nn.adapters import (
     adapter_folder,
     base_of,
     named_errors,
+    num_saved_tokens,
     with_saved,
 )
 
@@ -147,11 +148,25 @@ def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
     adapters = adapter_folder(name)
     if adapters is not None:
         with base_of(adapters) as base:
-            return load_config(base)
+            return _with_saved_tokens(load_config(base), adapters)
     folder, gguf_file = locate(name, gguf_file)
     if gguf_file is None and Path(folder).is_dir():
         _check_sizes(Path(folder) / "config.json")
     return _kept(name, folder, gguf_file, AutoConfig, "its configuration")
+
+
+def _with_saved_tokens(config: "PreTrainedConfig", adapters: Path) -> "PreTrainedConfig":
+    """The configuration of a base model, with as many tokens as its adapters were saved with."""
+    import torch
+
+    from treewise.nn.model_flops import auto_class
+
+    with torch.device("meta"):
+        shapes = auto_class(config).from_config(config, trust_remote_code=False)
+    num_tokens = num_saved_tokens(shapes, adapters)
+    if num_tokens is not None:
+        config.get_text_config().vocab_size = num_tokens
+    return config
 
 
 def _check_sizes(file: Path) -> None:

@@ -7,7 +7,7 @@ Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,30 @@ class DecoderAndHead:
         return self.base.get_output_embeddings() is self.output and all(type(each) is AttentionName for each in names)
 
     @property
+    def num_embeddings(self) -> int:
+        """Tokens that have an embedding."""
+        num_tokens: int = innermost(self.decoder.get_input_embeddings()).weight.shape[0]
+        return num_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a row.
+
+        Raises:
+            UnsupportedModelError: a head without a number of outputs.
+        """
+        layer = innermost(self.output)
+        weight, num_tokens = getattr(layer, "weight", None), getattr(layer, "out_features", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+            return weight.shape[0]  # PEFT makes the copy of a tied head as a layer of `M` outputs, and merges it so
+        if not isinstance(num_tokens, int):
+            raise UnsupportedModelError(
+                f"the head is a {type(self.output).__name__} without out_features, not a linear layer. "
+                f"{SUPPORTED_MODELS}"
+            )
+        return num_tokens
+
+    @property
     def device(self) -> torch.device:
         """Where token ids have to be."""
         embeddings = self.decoder.get_input_embeddings()
@@ -93,10 +117,9 @@ class DecoderAndHead:
             if shard is not None:
                 local, bias = layer.weight.to_local(), None if layer.bias is None else layer.bias.to_local()
                 return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
-        plain = _plain_weight(layer)
+        plain = None if _has_hooks(self.output) else _plain_weight(layer)
         if plain is None:
-            num_tokens = _num_tokens(self.output)
-            return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
+            return ModuleHead(self.output, self.num_logits, self.scale, self.softcap, temperature)
         return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
 
 
@@ -267,7 +290,8 @@ def base_model(model: Any) -> nn.Module:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
 
     Raises:
-        UnsupportedModelError: an adapter that learns a prompt, or whose result for a token depends on its whole row.
+        UnsupportedModelError: an adapter that learns a prompt, whose result for a token depends on its whole row, or
+            that is to be tied to another.
     """
     model = unwrap_model(model)
     if not is_peft(model):
@@ -282,6 +306,12 @@ def base_model(model: Any) -> nn.Module:
             kind = "ALORA"
         if kind in _ROW_ADAPTERS:
             raise UnsupportedModelError(f"adapter {adapter!r} ({kind}) {_ROW_ADAPTERS[kind]}; use LoRA.")
+        if getattr(config, "target_modules_to_tie", None):  # PEFT's note of what ensure_weight_tying means
+            raise UnsupportedModelError(
+                f"adapter {adapter!r} is to be tied between the embeddings and the head (ensure_weight_tying), and "
+                "PEFT ties such adapters only until the model is moved or saved. Name embed_tokens in modules_to_save "
+                "in place of target_modules, which it ties for good, or leave ensure_weight_tying out."
+            )
     return model.get_base_model()
 
 
@@ -360,23 +390,38 @@ def _softcap(config: PreTrainedConfig) -> float | None:
     return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
 
 
+def innermost(module: Any) -> Any:
+    """The model's own layer below PEFT's adapters and wrappers. One with trained tokens makes a whole table at each
+    look at its `weight`."""
+    while True:
+        below = getattr(module, "original_module", None)  # modules_to_save, trainable_token_indices
+        if below is None and hasattr(module, "get_base_layer"):
+            below = module.get_base_layer()
+        if below is None or below is module:
+            return module
+        module = below
+
+
 def _active_module(output: Any) -> Any:
-    """The copy of the head that PEFT trains whole (`modules_to_save`), where there is one."""
-    if not (hasattr(output, "modules_to_save") and hasattr(output, "active_adapter")):
+    """What a head within one of PEFT's wrappers runs: the copy that is trained whole (`modules_to_save`), the layer
+    with trained tokens (`trainable_token_indices`), or the head itself."""
+    if hasattr(output, "token_adapter"):
+        return output.token_adapter
+    if not hasattr(output, "modules_to_save"):
         return output
-    active = output.active_adapter
-    name = active[0] if isinstance(active, list) else active
-    if getattr(output, "disable_adapters", False) or name not in output.modules_to_save:
+    active = output.active_adapters
+    if output.disable_adapters or not active or active[0] not in output.modules_to_save:
         return output.original_module
-    return output.modules_to_save[name]
+    return output.modules_to_save[active[0]]
 
 
 def _plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight ([V, M]) and bias ([V]) of a linear layer, plain LoRA applied; None where the layer is more."""
+    """Weight ([V, M]) and bias ([V]) of a linear layer, plain LoRA or trained tokens applied; None where it is more."""
     kind = type(output)
-    if (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear"):
+    apply = _APPLIED.get((kind.__module__, kind.__name__))
+    if apply is not None:
         base = None if _has_hooks(output) else _plain_weight(output.base_layer)
-        return None if base is None else _with_lora(output, *base)
+        return None if base is None else apply(output, *base)
     is_linear = isinstance(output, nn.Linear) and kind.forward is nn.Linear.forward
     if not is_linear or _has_hooks(output) or not output.weight.is_floating_point():
         return None
@@ -406,17 +451,19 @@ def _with_lora(
     return weight, bias
 
 
-def _num_tokens(output: Any) -> int:
-    """V of a head that is not a plain linear layer.
+def _with_trained_tokens(
+    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weight with the rows of the active adapters; as PEFT's forward, without the bias."""
+    if output.merged:
+        return None if output.disable_adapters else (weight, bias)
+    if output.disable_adapters or not output.active_adapters:
+        return weight, bias
+    rows: torch.Tensor = output.get_merged_weights(output.active_adapters)
+    return rows, None
 
-    Raises:
-        UnsupportedModelError: it does not have a number of outputs.
-    """
-    num_tokens = getattr(output, "out_features", None)
-    if num_tokens is None and hasattr(output, "get_base_layer"):
-        num_tokens = getattr(output.get_base_layer(), "out_features", None)
-    if not isinstance(num_tokens, int):
-        raise UnsupportedModelError(
-            f"the head is a {type(output).__name__} without out_features, not a linear layer. {SUPPORTED_MODELS}"
-        )
-    return num_tokens
+
+_APPLIED: dict[tuple[str, str], Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None]] = {
+    ("peft.tuners.lora.layer", "Linear"): _with_lora,
+    ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"): _with_trained_tokens,
+}

@@ -71,7 +71,7 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
     Raises:
         DataError: with the largest token id and its tree position.
     """
-    limit = vocabulary_size(lm)
+    limit = min(lm.num_embeddings, lm.num_logits)
     largest = int(forest.token_ids.max())
     if largest >= limit:
         position = int(forest.token_ids.argmax())
@@ -83,7 +83,7 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
 
 def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray | None) -> None:
     """Raises `DataError` if a candidate token of a teacher ([P] integers; None: no teacher) has no logit."""
-    limit, largest = vocabulary_size(lm), -1 if token_ids is None else int(token_ids.max())
+    limit, largest = min(lm.num_embeddings, lm.num_logits), -1 if token_ids is None else int(token_ids.max())
     if largest >= limit:
         raise DataError(
             f"teacher_ids hold token {largest}, which is beyond the model's {limit} tokens; a teacher with another "
@@ -149,9 +149,3 @@ def length_limit(model: nn.Module) -> tuple[int, str] | None:
             if limit is not None:
                 found.append((int(limit), str(kind)))
     return min(found, default=None)
-
-
-def vocabulary_size(lm: DecoderAndHead) -> int:
-    """Tokens that have both an embedding and a logit."""
-    num_embeddings: int = lm.decoder.get_input_embeddings().weight.shape[0]
-    return min(num_embeddings, getattr(lm.output, "out_features", num_embeddings))

@@ -26,6 +26,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.features import feature
 from treewise.nn import load_model
+from treewise.nn.adapters import warn_of_parted_tables
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.sft import fixed_denominator
@@ -137,6 +138,7 @@ class TreeTrainer(UploadingTrainer):
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
+        warn_of_parted_tables(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)

@@ -101,3 +101,16 @@ def test_parameters_that_are_trained_beside_adapters_are_an_error_before_trainin
         ConfigError, match=r"2 parameters trained beside .*layers\.0\.input_layernorm\.weight.*modules_to_save"
     ):
         refuse_unsaved(model)
+
+
+@OF_PEFT
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_rows_that_peft_would_not_save_are_an_error_before_training(tmp_path, target):
+    peft = pytest.importorskip("peft")
+    tiny_model().save_pretrained(tmp_path)
+    model = type(tiny_model()).from_pretrained(tmp_path)
+    model.resize_token_embeddings(70)
+    other = {"embed_tokens": "lm_head", "lm_head": "embed_tokens"}[target]
+    with pytest.raises(ConfigError, match=f"{other} was resized from 61 tokens, and would be in no checkpoint"):
+        refuse_unsaved(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", target])))
+    refuse_unsaved(peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj", target])))

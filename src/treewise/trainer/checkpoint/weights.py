@@ -28,6 +28,9 @@ from treewise.distributed.fsdp import like_shard, whole_tensor
 from treewise.distributed.mesh import load_on_mesh
 from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
+from treewise.nn.adapters import saved_tables, tables_of
+from treewise.nn.load_model import load_config
+from treewise.nn.model import innermost
 from treewise.trainer.checkpoint.store import listed_files
 
 # -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------
@@ -135,6 +138,36 @@ def refuse_unsaved(model: PreTrainedModel) -> None:
             f"{num(len(lost), 'parameter')} trained beside the adapters would be in no checkpoint and not in the saved "
             f"model: {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. Name the modules in modules_to_save of "
             "the adapter's configuration, or freeze them."
+        )
+    _refuse_lost_rows(model)
+
+
+def _refuse_lost_rows(model: Any) -> None:
+    """Raises `ConfigError` where a resized vocabulary would not be saved: where one of two tables of tokens is named in
+    `target_modules`, PEFT saves that one alone, and none where it has no adapter then (`layers_to_transform`)."""
+    tables, name = tables_of(model.get_base_model()), model.active_peft_config.base_model_name_or_path
+    if not name:
+        return
+    try:
+        num_before = load_config(name).get_text_config().vocab_size
+    except ConfigError:  # a base that is not there, of which PEFT holds that nothing was resized
+        return
+    from peft import get_peft_model_state_dict
+
+    num_tokens = {len(innermost(each).weight) for each in tables.values()}
+    if num_tokens == {num_before}:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT, that it saves tables
+        state = get_peft_model_state_dict(model)
+    saved = saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
+    held = {id(innermost(tables[path]).weight) for path in saved}
+    lost = [path for path, each in tables.items() if id(innermost(each).weight) not in held]
+    if lost:
+        raise ConfigError(
+            f"{', '.join(lost)} was resized from {num_before:,} tokens, and would be in no checkpoint and not in the "
+            "saved model, as PEFT saves tables with adapters alone where target_modules name one. Put adapters on both "
+            "or on none, or save the resized model and begin with that."
         )
 
 
