@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
 from treewise.nn.model import base_model
-from treewise.nn.tensor_parallel import key_heads_per_rank
+from treewise.nn.tensor_parallel import require_meshes
 from treewise.planning.planner import Plan
 from treewise.tree.trajectory import update_with_content
 
@@ -105,10 +105,13 @@ def mesh_of(model: nn.Module) -> Mesh | None:
     """The mesh that transformers loaded a model on; None for a model that every process has whole.
 
     Raises:
+        ConfigError: an older transformers divided it.
         UnsupportedModelError: transformers also sharded it by FSDP2, or spread its layers over a pipeline.
     """
     base: Any = base_model(model)
     manager, config = getattr(base, "_mesh_manager", None), getattr(base.config, "distributed_config", None)
+    if getattr(base, "_device_mesh", None) is not None:
+        require_meshes()
     if manager is None or config is None:
         return None
     if config.dp_size > 1 or config.pp_size > 1:
@@ -153,10 +156,11 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     Raises:
         ConfigError: sizes that do not fit the processes, or a model without a plan for them; says which to change.
     """
-    key_heads_per_rank({}, ranks.count(), 1)  # an older transformers is refused here
+    require_meshes()
+    check_mesh_sizes(tp_size, ep_size, ranks.count())
     from transformers.distributed.utils import initialize_distributed_mesh
 
-    config = mesh_config(tp_size, ep_size, ranks.count())
+    config = _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=ranks.count() // tp_size)
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(loaded), None)
     if kind is None:
@@ -184,11 +188,13 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
         raise ConfigError(f"tp_size={tp_size}, ep_size={ep_size}: {' '.join(str(error).split())}") from error
 
 
-def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig:
-    """transformers' configuration of a mesh. Raises `ConfigError` for sizes that do not fit the number of processes."""
+def check_mesh_sizes(tp_size: int, ep_size: int, num_ranks: int) -> None:
+    """Raises `ConfigError` for sizes that do not fit the number of processes, or that transformers has no mesh for."""
     for name, size in (("tp_size", tp_size), ("ep_size", ep_size)):
         if size < 1:
             raise ConfigError(f"{name}={size}; give 1 or more processes.")
+    if tp_size > 1 or ep_size > 1:
+        require_meshes()
     if num_ranks % tp_size:
         raise ConfigError(
             f"tp_size={tp_size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
@@ -200,7 +206,6 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
             f"{num(num_ranks, 'process', 'processes')}; choose "
             f"one of {', '.join(fitting)}."
         )
-    return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)
 
 
 @contextmanager
