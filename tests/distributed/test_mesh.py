@@ -17,6 +17,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.needs import MESHES, require
 from tests.nn.recurrent.wide import widened
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
@@ -255,6 +256,7 @@ def with_value_head(model, engine):
 
 def run_on(num_ranks, cases, folder, extra=None):
     """Runs the cases in so many processes; their results by name and budget."""
+    require(MESHES)
     for case in cases:
         model_of(case).float().save_pretrained(folder / case.family)
 
@@ -390,12 +392,13 @@ def test_a_value_head_on_a_mesh(two):
         check_gradients(each["extra"]["values"][1], gradients)
 
 
+@MESHES
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ((0, 1, 4), "tp_size=0; give 1 or more"),
-        pytest.param((3, 1, 4), "tp_size=3 does not divide the 4 processes", marks=MESHES),
-        pytest.param((2, 3, 4), "ep_size=3 must be a multiple of tp_size=2 and divide the 4 processes; choose one of 2, 4", marks=MESHES),
+        ((3, 1, 4), "tp_size=3 does not divide the 4 processes"),
+        ((2, 3, 4), "ep_size=3 must be a multiple of tp_size=2 and divide the 4 processes; choose one of 2, 4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_errors(sizes, message):

@@ -203,10 +203,10 @@ def test_images_where_transformers_has_them() -> None:
     from tests.image_models import FAMILIES, IMAGE_TOKEN, png
 
     model, images = tiny_model("llava", image_token_id=IMAGE_TOKEN), FAMILIES["llava"].images()
-    if needs.RELEASE >= Version("5.18"):
+    if Version("5.18") <= needs.RELEASE:
         items = trajectories(model, images, HISTORIES[:3])
         assert tw.TreeEngine(model, 12, processor=images).step(items).loss > 0
     else:
-        item = tw.Trajectory([1, IMAGE_TOKEN, 2], images=[ImageSpan(png(1), 1, 2)])
+        item = tw.Trajectory([1, *[IMAGE_TOKEN] * 4, 2], images=[ImageSpan(png(1), 1, 5)])
         with pytest.raises(UnsupportedModelError, match=r"transformers before 5\.18"):
             tw.TreeEngine(model, 12, processor=images).step([item])
