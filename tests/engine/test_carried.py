@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 import treewise as tw
 from tests.crossings import judged
 from tests.image_models import FAMILIES, IMAGE_TOKEN, seeing_model
+from tests.needs import IMAGES
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
 from tests.nn.vision.test_forest_images import HISTORIES, trajectories
@@ -93,6 +94,7 @@ PIECES_ABOVE_IMAGES = [
 # -- images ---------------------------------------------------------------------------------------------------------
 
 
+@IMAGES
 @pytest.mark.parametrize("changes", PIECES_ABOVE_IMAGES, ids=str)
 def test_a_projector_or_a_tower_alone(changes: dict[str, Any]) -> None:
     assert judged(**changes).kind == "equal", judged(**changes).text
@@ -178,6 +180,7 @@ def test_an_expert_that_few_tokens_reach() -> None:
 # -- what the walk decides ------------------------------------------------------------------------------------------
 
 
+@IMAGES
 @pytest.mark.parametrize("case", ["decays", "expert"])
 def test_these_cases_notice_a_gradient_that_is_lost(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "EVERYTHING", NOTHING)

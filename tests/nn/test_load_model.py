@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
+from tests import needs
 from tests.cli.helpers import save_tiny_model
 from treewise.errors import ConfigError
 from treewise.nn.adapters import adapted
@@ -111,12 +113,12 @@ def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch):
         tokenizer, config = load_tokenizer(str(file)), load_config(str(file))
         return tokenizer.backend_tokenizer.to_str(), tokenizer("aaba")["input_ids"], config.to_dict()
 
-    write(["ab"])
+    write(["ab", "bb"])  # transformers before 5.20 reads a list of one merge as its letters
     parse, parsed = gguf.GGUFReader, []
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", lambda *args: parsed.append(args) or parse(*args))
         first = read()
-    assert len(parsed) <= 1  # a newer transformers reads most files without it
+    assert len(parsed) <= (1 if Version("5.20") <= needs.RELEASE else 2)  # a newer one reads most files without it
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", None)
         assert read() == first
@@ -124,7 +126,7 @@ def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch):
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=f"{folder.name}: cannot be loaded as a tokenizer"):
         read()
-    write(["ab", "aba"])
+    write(["ab", "bb", "aba"])
     assert len(read()[1]) < len(first[1])
 
 

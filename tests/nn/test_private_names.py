@@ -47,6 +47,9 @@ PRIVATE_NAMES = {
     "_post_accumulate_grad_hooks": TENSOR,  # hooks on accumulated gradients; those of tensor parallelism are removed
     "_execution_engine": "torch.autograd:Variable",  # calls what ends with a backward
     "_set_pg_timeout": DISTRIBUTED + ":",  # gives groups of a mesh the run's timeout
+    # The mesh of a model that transformers divided, also before 5.23, whose meshes are refused.
+    "_mesh_manager": "transformers.distributed.mixin",
+    "_device_mesh": "transformers.distributed.mixin",
     "_unflatten": "torch.distributed.device_mesh:DeviceMesh",  # an axis of a mesh in two, for hybrid sharding
     "_get_backend": DISTRIBUTED + ":ProcessGroup",  # of the group of all ranks, for its options
     "_timeout": "torch._C._distributed_c10d:Backend.Options",  # that a group was made with

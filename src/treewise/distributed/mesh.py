@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from treewise.distributed import ranks
 from treewise.distributed.parts import differing, local_part, mesh_of, sum_gradients
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
-from treewise.nn.tensor_parallel import key_heads_per_rank
+from treewise.nn.tensor_parallel import require_meshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,11 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     Raises:
         ConfigError: sizes that do not fit the processes, or a model without a plan for them; says which to change.
     """
-    key_heads_per_rank({}, ranks.count(), 1)  # an older transformers is refused here
+    require_meshes()
+    check_mesh_sizes(tp_size, ep_size, ranks.count())
     from transformers.distributed.utils import initialize_distributed_mesh
 
-    config = mesh_config(tp_size, ep_size, ranks.count())
+    config = _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=ranks.count() // tp_size)
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(loaded), None)
     if kind is None:
@@ -172,11 +173,13 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
         raise ConfigError(f"tp_size={tp_size}, ep_size={ep_size}: {' '.join(str(error).split())}") from error
 
 
-def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig:
-    """transformers' configuration of a mesh. Raises `ConfigError` for sizes that do not fit the number of processes."""
+def check_mesh_sizes(tp_size: int, ep_size: int, num_ranks: int) -> None:
+    """Raises `ConfigError` for sizes that do not fit the number of processes, or that transformers has no mesh for."""
     for name, size in (("tp_size", tp_size), ("ep_size", ep_size)):
         if size < 1:
             raise ConfigError(f"{name}={size}; give 1 or more processes.")
+    if tp_size > 1 or ep_size > 1:
+        require_meshes()
     if num_ranks % tp_size:
         raise ConfigError(
             f"tp_size={tp_size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
@@ -188,7 +191,6 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
             f"{num(num_ranks, 'process', 'processes')}; choose "
             f"one of {', '.join(fitting)}."
         )
-    return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)
 
 
 def spread_experts(layer: nn.Module) -> list[nn.Module]:

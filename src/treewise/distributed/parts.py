@@ -23,10 +23,13 @@ def mesh_of(model: nn.Module) -> Any:
     """The mesh that transformers loaded a model on (`mesh.Mesh`); None for a model that every process has whole.
 
     Raises:
+        ConfigError: an older transformers divided it.
         UnsupportedModelError: transformers also sharded it by FSDP2, or spread its layers over a pipeline.
     """
     base: Any = base_model(model)
     manager, config = getattr(base, "_mesh_manager", None), getattr(base.config, "distributed_config", None)
+    if getattr(base, "_device_mesh", None) is not None:
+        feature("tensor_parallel").require_meshes()
     return None if manager is None or config is None else feature("mesh").mesh_loaded(manager, config)
 
 

@@ -19,7 +19,7 @@ from treewise.data.io.files import read_text
 from treewise.distributed import watchdog
 from treewise.distributed.context import check_context_size
 from treewise.distributed.fsdp import ShardSettings, shard_settings
-from treewise.distributed.mesh import mesh_config
+from treewise.distributed.mesh import check_mesh_sizes
 from treewise.engine.prepared import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
@@ -195,7 +195,7 @@ class TreeTrainingArguments(TrainingArguments):
                 "with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (on a CPU, too, "
                 "with use_cpu: true); for one process give --num_processes 1 and unset MASTER_PORT."
             )
-        mesh_config(self.tp_size, self.ep_size, int(self.world_size))
+        check_mesh_sizes(self.tp_size, self.ep_size, int(self.world_size))
         check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
 
     def _is_set(self, name: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from tests.needs import MESHES
 from treewise.cli.main import main
 from treewise.testing import tiny_model
 
@@ -110,6 +111,7 @@ def test_what_a_run_asks_of_a_step_is_part_of_its_memory(tmp_path: Path, capsys:
     assert others[2] > plain
 
 
+@MESHES
 def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model(tmp_path / "model")
     arguments = ("plan", rows, "--max_tokens", 16, "--model", model, "--mesh", "tp=2,fsdp=2")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from tests import needs
 from tests.cli.helpers import save_tiny_model, write_rows
 from tests.distributed.test_mesh import fork_ranks
 from treewise.cli.main import main
@@ -136,6 +137,7 @@ def test_updates_equal_flat_ones(rl, model_folder):
 MESHES = {"tp_size": "qwen3", "ep_size": "qwen3_moe", "context_size": "qwen3"}
 
 
+@needs.MESHES
 def test_two_processes_on_a_mesh_score_and_update_as_one(folder):
     """Four steps on old log-probs of the policy; the KL is to the policy, or to a reference that is whole."""
     write_rows(folder / "rows.jsonl", make_rows())

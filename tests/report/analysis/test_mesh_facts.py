@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tests.needs import MESHES
 from treewise.errors import ConfigError
 from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh, report_mesh
 from treewise.testing import tiny_model
 
+pytestmark = MESHES
 # tiny_model("llama"): 3 layers, width 32, 4 heads and 2 key heads of 8, 48 wide, 64 tokens, a head of its own.
 LAYER_SPLIT = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48
 NORMS = 2 * 32

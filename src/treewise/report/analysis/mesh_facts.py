@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.distributed.mesh import mesh_config
+from treewise.distributed.mesh import check_mesh_sizes
 from treewise.errors import ConfigError
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.model_flops import flop_model
@@ -77,7 +77,7 @@ def read_mesh(text: str) -> dict[str, int]:
         sizes[axis] = int(size)
     processes = sizes["tp"] * sizes["fsdp"] * sizes["dp"]
     try:
-        mesh_config(sizes["tp"], sizes["ep"], processes)
+        check_mesh_sizes(sizes["tp"], sizes["ep"], processes)
     except ConfigError as error:
         raise ConfigError(f"--mesh {text!r}, of tp x fsdp x dp = {processes} processes: {error}") from None
     return sizes
