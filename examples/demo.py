@@ -317,8 +317,8 @@ def result_section(row: dict[str, Any], losses: dict[str, Any]) -> Section:
         )
     text = (
         f"One step, forward and backward, of the first {NUM_TIMED} trajectories of {row['workload']}, four ways in "
-        f"turns on this machine. {ratios_line(row)} The gradient error is the distance from the gradient of packed flat "
-        f"training, by its norm. Fine-tuning on eight searches took the held-out loss from "
+        f"turns on this machine. {ratios_line(row)} The gradient error is the distance from the gradient of packed "
+        f"flat training, by its norm. Fine-tuning on eight searches took the held-out loss from "
         f"{losses['held_out_before']:.3f} to {losses['held_out_after']:.3f}."
     )
     return Section("The demo's result", text, (), (head, *lines))

@@ -37,7 +37,7 @@ MEANINGS = {
     "very short trajectory": f"fewer than {VERY_SHORT} tokens",
     "no sharing": f"several trajectories, share ratio below {LITTLE_SHARING}; check that they share their prompt",
     "single trajectory": "a tree of one, which trains as fast as flat",
-    "beyond max_tokens": "larger than one micro-batch: cut, with gateways",
+    "beyond max_tokens": "cut to fit; the tokens above a cut are computed forward twice",
 }
 
 

@@ -195,7 +195,7 @@ class BudgetCosts:
         rows = [
             self._cost(total, "flat, one row per call", None, total.num_flat_tokens, total.flat_flops),
             self._cost(total, "flat, turns merged", None, total.num_leaf_tokens, total.leaf_flops),
-            self._cost(total, "tree, one micro-batch", None, total.num_tree_tokens, total.tree_flops),
+            self._cost(total, "tree, no budget", None, total.num_tree_tokens, total.tree_flops),
         ]
         for budget in reversed(self.budgets):
             num_open, held, recomputed = self._sums[budget]
