@@ -64,7 +64,6 @@ WHOLE_PACKAGE = {
     "rl/online/test_ahead_on_servers": "sampling ahead on servers",
     "rl/online/test_ranks": "several processes against one",
     "rl/branching/test_policies": "branching policies on simulated rollouts",
-    "report/analysis/test_verdict": "the three lines of `treewise inspect`",
     "report/html/test_browser": "the page in a browser",
     "trainer/test_adapters": "drawn adapters, from making to merging",
     "trainer/test_checkpoints": "interrupted and resumed runs",

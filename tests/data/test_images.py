@@ -2,6 +2,7 @@
 
 import base64
 import http.server
+import io
 import json
 import os
 import struct
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import images, load_trees
@@ -177,13 +179,25 @@ def test_images_are_regular_files_of_a_limited_size(write, llava, tmp_path):
     (tmp_path / "large.png").write_bytes(png(1))
     encoded = "data:image/png;base64," + base64.b64encode(png(1)).decode()
     for image, message in (
-        ("pipe.png", "pipe.png is not a regular file"),
-        ("/dev/zero", "/dev/zero is not a regular file"),
+        ("pipe.png", r"pipe.png is not a regular file\.$"),
+        ("/dev/zero", r"/dev/zero is not a regular file\.$"),
         ("large.png", f"large.png: an image of {len(png(1)):,} bytes is larger than 20 .max_image_bytes"),
         (encoded, f"an image of {len(png(1)):,} bytes is larger than 20"),
     ):
-        with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}"):
+        with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}") as error:
             load_trees(write(row(image)), llava, options={"max_image_bytes": 20})
+        assert str(error.value).count("data.jsonl:1") == 1
+
+
+def test_what_an_image_is_refused_for_is_said_once(monkeypatch):
+    """A DataError is a ValueError, which stood once more within "the image cannot be decoded (...)"."""
+    frames = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(frames, "GIF", save_all=True, append_images=[Image.new("RGB", (4, 4), "red")])
+    with pytest.raises(DataError, match=r"^here: an animation of 2 frames; videos are not supported\.$"):
+        decoded(frames.getvalue(), "here")
+    monkeypatch.setattr(images, "MAX_PIXELS", 8)
+    with pytest.raises(DataError, match=r"^here: 4 x 4 pixels are more than 8; shrink the image\.$"):
+        decoded(frames.getvalue(), "here")
 
 
 def test_declared_nodes_hold_images_among_their_tokens(llava):

@@ -188,5 +188,5 @@ def _title(row: dict[str, Any]) -> str:
     return (
         f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
         f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
-        f"FLOP bound {row['flop_bound']:.2f}, against leaves {row['leaf_flop_bound']:.2f}"
+        f"FLOP bound {row['flop_bound']:.2f}, leaf FLOP bound {row['leaf_flop_bound']:.2f}"
     )

@@ -63,6 +63,8 @@ def decoded(data: bytes, location: str) -> Any:
                 raise DataError(f"{location}: an animation of {num_frames} frames; videos are not supported.")
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
+    except DataError:  # a ValueError, too
+        raise
     except UnidentifiedImageError:
         kinds = ", ".join(FORMATS)
         raise DataError(f"{location}: {len(data):,} bytes that are not an image of a known type ({kinds}).") from None
@@ -259,6 +261,8 @@ def _file_bytes(path: Path, location: str, max_bytes: int) -> bytes:
             if not stat.S_ISREG(facts.st_mode):
                 raise DataError(f"{location}: {path} is not a regular file.")
             data = file.read(max_bytes + 1) if facts.st_size <= max_bytes else b""
+    except DataError:  # a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         raise DataError(f"{location}: {path} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     if max(facts.st_size, len(data)) > max_bytes:

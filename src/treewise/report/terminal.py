@@ -30,10 +30,37 @@ BEST_TREES = "best trees, by leaf ratio (ratios are flat / tree)"
 MAX_PLACE = 300  # characters of an example of a finding: a group, or where a record stands and what is wrong with it
 
 
-def inspect_view(report: InspectReport) -> RenderableType:
-    """Totals, the best trees, and what looks wrong."""
-    total = report.total
-    facts = _facts_table("what the data holds")
+def inspect_view(report: InspectReport, lines: Sequence[str] = (), note: str = "") -> RenderableType:
+    """The verdict, the ratios behind it, what the data holds, the best trees, and what looks wrong.
+
+    lines: of the verdict. note: beside the counts.
+    """
+    parts: list[RenderableType] = [verdict_view(lines), _ratios_table(report), _counts_table(report)]
+    if note:
+        parts.append(Text(f"{note}\n"))
+    parts.append(_BestTrees(report))
+    if report.findings:
+        parts.append(_findings_table(report.findings))
+    return Group(*parts)
+
+
+def _ratios_table(report: InspectReport) -> Table:
+    total, ratios = report.total, _facts_table("how much less the trees are")
+    ratios.add_row("share ratio", f"{total.share_ratio:.2f}  tokens, one row per call / tree")
+    ratios.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  tokens, turns merged / tree")
+    if total.flop_bound is None or total.leaf_flop_bound is None:
+        ratios.add_row("FLOP bound", "name a --model")
+    else:
+        ratios.add_row(
+            "FLOP bound", escape(f"{total.flop_bound:.2f}  FLOPs of {report.model}, one row per call / tree")
+        )
+        ratios.add_row("leaf FLOP bound", f"{total.leaf_flop_bound:.2f}  FLOPs, turns merged / tree")
+    ratios.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, one row per call / tree")
+    return ratios
+
+
+def _counts_table(report: InspectReport) -> Table:
+    total, facts = report.total, _facts_table("what the data holds")
     facts.add_row("files, records", f"{report.num_files:,}, {report.num_records:,}")
     facts.add_row("trees", f"{len(report.trees):,}")
     facts.add_row("trajectories", f"{total.num_trajectories:,} ({total.num_leaves:,} not contained in another)")
@@ -42,23 +69,16 @@ def inspect_view(report: InspectReport) -> RenderableType:
     if total.num_images:
         flat = f"{total.num_flat_image_tokens:,} flat, {total.num_images:,} distinct images in their trees"
         facts.add_row("of these, of images", f"{total.num_image_tokens:,} ({flat})")
-    facts.add_row("share ratio", f"{total.share_ratio:.2f}  every trajectory alone / tree")
-    facts.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  those not contained in another / tree")
-    facts.add_row("row ratio", f"{total.row_ratio:.2f}  one row per conversation / tree")
-    facts.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, flat / tree")
-    if total.flop_bound is not None and total.leaf_flop_bound is not None:
-        bound = f"{total.flop_bound:.2f}, against leaves {total.leaf_flop_bound:.2f}  for {report.model}"
-        facts.add_row("FLOP bound", escape(bound))
     facts.add_row("longest path, forks", f"{total.max_depth:,} tokens, {total.num_forks:,} forks")
-    parts: list[RenderableType] = [facts, _BestTrees(report)]
-    if report.findings:
-        parts.append(_findings_table(report.findings))
-    return Group(*parts)
+    return facts
 
 
 def verdict_view(lines: Sequence[str]) -> RenderableType:
-    """The three lines of `verdict`."""
-    return Text("\n".join(lines), style="bold")
+    """The lines of a verdict, the first of which says yes or no."""
+    if not lines:
+        return Group()
+    first, *others = lines
+    return Group(Text(first, style="bold"), *map(Text, others), "")
 
 
 def short_name(name: str, limit: int = MAX_NAME) -> str:

@@ -22,8 +22,9 @@ from treewise.errors import ConfigError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
-from treewise.report.analysis.lost_sharing import LostCollector, verdict
+from treewise.report.analysis.lost_sharing import LostCollector
 from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import verdict_on
 from treewise.tree.forest import Forest
 
 
@@ -68,11 +69,10 @@ def run(args: argparse.Namespace) -> int:
                 yield tree.name, forest
 
         report = inspect_forests(forests(), data.report, flops, args.model, args.max_tokens)
-        lines = verdict(report, lost.result())
-        printed |= report.to_dict() | {"verdict": lines}
+        verdict = verdict_on(report, lost.result())
+        printed |= verdict.to_dict() | report.to_dict()
         if not args.json:
-            note = rendering_note(args, data)
-            Console().print(inspect_view(report), *([note, ""] if note else []), verdict_view(lines), sep="\n")
+            Console().print(inspect_view(report, verdict.lines, rendering_note(args, data)))
     if logged is not None:
         printed["run"] = logged.to_dict()
         if not args.json:
@@ -110,6 +110,6 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
         print(json.dumps(twin(data_report, logged, treewise.__version__), indent=2))
     else:
         if data_report is not None:
-            Console().print(verdict_view(verdict(data_report.facts, data_report.lost)))
+            Console().print(verdict_view(data_report.verdict.lines))
         print(f"{html} ({html.stat().st_size / 1e6:.1f} MB) and {json_file}")
     return 0

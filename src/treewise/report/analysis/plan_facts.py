@@ -194,10 +194,9 @@ class BudgetCosts:
     def rows(self, total: TreeFacts) -> list[Cost]:
         """Flat, leaves, tree, and the budgets from large to small."""
         rows = [
-            self._cost(total, "flat, every trajectory", None, total.num_flat_tokens, total.flat_flops),
-            self._cost(total, "flat, contained ones left out", None, total.num_leaf_tokens, total.leaf_flops),
-            self._cost(total, "one row per conversation", None, total.num_row_tokens, None),
-            self._cost(total, "tree, one micro-batch", None, total.num_tree_tokens, total.tree_flops),
+            self._cost(total, "flat, one row per call", None, total.num_flat_tokens, total.flat_flops),
+            self._cost(total, "flat, turns merged", None, total.num_leaf_tokens, total.leaf_flops),
+            self._cost(total, "tree, no budget", None, total.num_tree_tokens, total.tree_flops),
         ]
         for budget in reversed(self.budgets):
             num_open, held, recomputed = self._sums[budget]

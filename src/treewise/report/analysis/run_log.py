@@ -25,7 +25,7 @@ KNOWN = {
     "leaf_ratio": ("share ratio", "leaf ratio", "flat / tree"),
     "flop_bound": ("share ratio", "FLOP bound", "flat / tree"),
     "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
-    "efficiency_at_least": ("efficiency", "at least", "speed-up / FLOP bound"),
+    "efficiency_at_least": ("efficiency", "at least, against matrix products alone", "speed-up / FLOP bound"),
     "arithmetic": ("arithmetic", "FLOPs that the trees need", "TFLOP per second"),
     "memory_bytes": ("memory", "in use", "GiB"),
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
