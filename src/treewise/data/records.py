@@ -13,7 +13,7 @@ import numpy as np
 from treewise.data import declared_nodes, token_rows
 from treewise.data.images import ImageReader
 from treewise.data.io.field_checks import label, number, printable, shown
-from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse
+from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse, raw_text
 from treewise.data.io.forms import Record, detect_form, unused_keys
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.other_forms import PER_TOKEN, REWRITTEN, split_pair, with_mask
@@ -60,12 +60,11 @@ class RecordReader:
                         "raise it, shorten the record or quarantine it. Nothing is cut."
                     )
         except DataError as error:
-            text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else None
             return RecordResult(
                 location=raw.location,
                 error=str(error),
                 is_partial_tail=isinstance(error, PartialTailError),
-                raw=text if text is not None else json.dumps(raw.payload, default=str),
+                raw=raw_text(raw),
             )
         if self.tokenizer is not None and "_template" in self.__dict__:
             result.warnings += list(self._template.notes)

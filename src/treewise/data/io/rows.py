@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
-from treewise.data.io.files import column_values, moved_into_place
+from treewise.data.io.arrow_rows import column_values
+from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
@@ -227,7 +228,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-READING = 1  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
+READING = 2  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
 ENTRY_FIELD = b"treewise"
 READ_BYTES = 1 << 20
 MAPPED = ".arrow"  # suffix of entries that are memory-mapped
