@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -277,6 +278,7 @@ class TreeBuilder:
         self.node_trees: dict[tuple[str, str], tuple[_Tree, list[Placed]]] = {}
         self.report = LoadReport()
         self.warnings: dict[str, None] = {}
+        self.counted: Counter[str] = Counter()
 
     def __enter__(self) -> "TreeBuilder":
         if self.settings.quarantines:
@@ -294,8 +296,9 @@ class TreeBuilder:
 
     def add(self, result: RecordResult) -> None:
         """Takes the next result in order."""
-        self.report.num_records += 1
+        self.report.num_records += not result.is_sample
         self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        self.counted.update(result.counted)
         for key in result.unused_keys:
             self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
@@ -363,6 +366,7 @@ class TreeBuilder:
             "fingerprint": content_hash(table, names),
         }
         report.num_files, report.num_trees = num_sources, len(trees)
+        report.warnings += [f"{text} ({num(count, 'time')})" for text, count in self.counted.items()]
         report.warnings += list(self.warnings)[:MAX_WARNINGS]
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")

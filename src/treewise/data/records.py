@@ -17,6 +17,7 @@ from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse, r
 from treewise.data.io.forms import Record, detect_form, unused_keys
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.other_forms import PER_TOKEN, REWRITTEN, split_pair, with_mask
+from treewise.data.io.packed import samples_of
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
 from treewise.data.render.images import Placer, with_column, with_images_read
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PAIR = ("prompt", "completion")
+UNTRAINED = "samples of packed rows hold no trained token and are left out"
 NEEDS_TOKENIZER = (
     "holds text, which needs a tokenizer; give one (--model or --tokenizer; in Python load_trees(..., tokenizer))."
 )
@@ -47,11 +49,31 @@ class RecordReader:
         self.options = options
         self.images = images
 
-    def read(self, raw: RawRecord, data_file: Path | None) -> RecordResult:
-        """The rows of a record, or its error."""
-        result = RecordResult(location=raw.location)
+    def read_samples(self, raw: RawRecord, data_file: Path | None) -> list[RecordResult]:
+        """The rows of a record, or its error; for a row of several samples those of each."""
         try:
-            self._fill(result, Placed(raw.location, parse(raw), data_file))
+            record = parse(raw)
+            samples = samples_of(record, raw.location)
+        except DataError as error:
+            return [_failed(raw, error)]
+        if samples is None:
+            return [self._read(raw, Placed(raw.location, record, data_file))]
+        results = [self._read(raw, Placed(where, sample, data_file)) for where, sample in samples.records]
+        for result in results[1:]:
+            result.is_sample = True
+        if samples.num_untrained:
+            results[0].counted[UNTRAINED] = samples.num_untrained
+        return results
+
+    def read(self, raw: RawRecord, data_file: Path | None) -> RecordResult:
+        """The rows of a record of one sample, or its error."""
+        (result,) = self.read_samples(raw, data_file)
+        return result
+
+    def _read(self, raw: RawRecord, item: Placed) -> RecordResult:
+        result = RecordResult(location=item.location)
+        try:
+            self._fill(result, item)
             limit = self.options.max_length
             for row in result.rows if not result.is_declared else ():
                 if limit is not None and row.num_tokens > limit:
@@ -60,12 +82,7 @@ class RecordReader:
                         "raise it, shorten the record or quarantine it. Nothing is cut."
                     )
         except DataError as error:
-            return RecordResult(
-                location=raw.location,
-                error=str(error),
-                is_partial_tail=isinstance(error, PartialTailError),
-                raw=raw_text(raw),
-            )
+            return _failed(raw, error)
         if self.tokenizer is not None and "_template" in self.__dict__:
             result.warnings += list(self._template.notes)
             written = str(self._template.text or getattr(self.tokenizer, "chat_template", None))  # and may read it
@@ -311,6 +328,11 @@ class RecordReader:
             return label(record[field], field, location)
         named = next((name for name in ("group", "task_id") if record.get(name) is not None), "group")
         return label(record.get(named), named, location)
+
+
+def _failed(raw: RawRecord, error: DataError) -> RecordResult:
+    is_partial = isinstance(error, PartialTailError)
+    return RecordResult(location=raw.location, error=str(error), is_partial_tail=is_partial, raw=raw_text(raw))
 
 
 def _digest(value: Any) -> str:

@@ -200,7 +200,10 @@ def _open_saved(text: str) -> Source | None:
         raise
     except Exception as error:  # arrow's, json's, and several of datasets' own
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{folder}: a damaged folder of save_to_disk ({type(error).__name__}: {reason}).") from error
+        raise DataError(
+            f"{folder}: a folder of save_to_disk that is damaged, or of a later version of datasets "
+            f"({type(error).__name__}: {reason})."
+        ) from error
     if not isinstance(data, dict):
         if split is not None:
             raise DataError(f"{text}: the folder holds one data set, without splits; leave [{split}] out.")

@@ -93,12 +93,14 @@ class RecordResult:
     is_declared: bool = False
     node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
     warnings: list[str] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)  # what was mended or left out of it, how often
     unused_keys: list[str] = field(default_factory=list)
     rollout: str | int | float | None = None  # as the record gives it
     is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
     is_preference: bool = False  # holds completions that are not to be imitated
     is_compared: bool = False  # has both token ids and text
     drift: list[str] = field(default_factory=list)  # where these differ
+    is_sample: bool = False  # of a row of several, but the first
     error: str | None = None
     is_partial_tail: bool = False
     raw: str | None = None  # the record as text, kept where it is bad

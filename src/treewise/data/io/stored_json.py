@@ -21,7 +21,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 class StoredJson:
     """A JSON value in a column, and the field of a record that holds it.
 
-    stored: its text; where `is_read` the value that `datasets` has made of it.
+    stored: its text (bytes, to some versions of pyarrow); where `is_read` the value that `datasets` has made of it.
     """
 
     stored: object
@@ -47,8 +47,8 @@ class StoredJson:
         """
         value = self.stored if self.is_read else self._parsed(location)
         if self.field == "arguments" and isinstance(value, dict) and not self.is_read:
-            is_spaced = re.search(r"\s", _STRING.sub("", str(self.stored)))
-            return self.stored if is_spaced else value  # of a text; `datasets` writes objects without white space
+            is_spaced = re.search(r"\s", _STRING.sub("", self._text()))
+            return self._text() if is_spaced else value  # of a text; `datasets` writes objects without white space
         keys = TEXT_FIELDS.get(self.field)
         if keys is None or isinstance(value, str):
             return value
@@ -61,10 +61,13 @@ class StoredJson:
                 "becomes a value in map and filter of a stream, and in transforms; give the data set without them, or "
                 "the file."
             )
-        return self.stored
+        return self._text()
+
+    def _text(self) -> str:
+        return self.stored.decode(errors="replace") if isinstance(self.stored, bytes) else str(self.stored)
 
     def _parsed(self, location: str) -> object:
-        text = str(self.stored)
+        text = self._text()
         try:
             value = json.loads(text)
             if "\\u" in text:
