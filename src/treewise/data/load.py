@@ -180,7 +180,12 @@ def _load(
         atexit.register(shutil.rmtree, images, ignore_errors=True)
     own = settings.options
     image_reader = processor and ImageReader(
-        processor, images, own.max_image_bytes, from_network=own.images_from_network
+        processor,
+        images,
+        own.max_image_bytes,
+        from_network=own.images_from_network,
+        from_local_network=own.images_from_local_network,
+        image_folder=own.image_folder,
     )
     reader = RecordReader(tokenizer, own, image_reader)
     processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))

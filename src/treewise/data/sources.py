@@ -8,7 +8,7 @@ name or folder; objects come from modules that the caller has imported already.
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -52,7 +52,8 @@ class Source:
     Parameters:
         name: in messages; each record's location begins with it.
         records: opens the source and yields its records. A source that is an iterator can be opened once.
-        data_file: the file whose folder holds what a `tools_ref` names; None: none.
+        data_file: the file whose folder holds what a `tools_ref` or the path of an image names; None: none.
+        place: the same where there is no file of records but a folder in which images may lie.
         num_bytes: an estimate of its size, which decides about worker processes.
         identity: changes whenever the content does; None: unknown, so what is rendered is not cached. Of a file the
             cache hashes the bytes instead.
@@ -61,13 +62,14 @@ class Source:
     name: str
     records: Callable[[], Iterator[RawRecord]]
     data_file: Path | None = None
+    place: Path | None = None
     num_bytes: int = 0
     identity: str | None = None
 
     @classmethod
     def of_file(cls, path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> "Source":
         """A data file (`treewise.data.io.files.SUFFIXES`)."""
-        return cls(printable(path), lambda: read_records(path, max_record_bytes), path, path.stat().st_size)
+        return cls(printable(path), lambda: read_records(path, max_record_bytes), path, num_bytes=path.stat().st_size)
 
 
 def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> list[Source]:
@@ -180,7 +182,8 @@ def _open_hub(text: str) -> Source:
         raise DataError(f"{text}: the data set has several splits; name one: {names}.")
     source = _open_object(data)
     assert source is not None
-    return source
+    folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else Path(datasets.config.HF_CACHE_HOME)
+    return replace(source, place=folder / SAVED_SET)
 
 
 def _open_saved(text: str) -> Source | None:
@@ -207,13 +210,13 @@ def _open_saved(text: str) -> Source | None:
     if not isinstance(data, dict):
         if split is not None:
             raise DataError(f"{text}: the folder holds one data set, without splits; leave [{split}] out.")
-        return _of_dataset(data, str(folder))
+        return replace(_of_dataset(data, str(folder)), place=folder / SAVED_SET)
     if split is None and len(data) == 1:
         (split,) = data
     if split not in data:
         hint = "" if split is None else did_you_mean(split, data)
         raise DataError(f"{text}: name one of its splits: {', '.join(f'{folder}[{name}]' for name in data)}.{hint}")
-    return _of_dataset(data[split], str(folder / str(split)))
+    return replace(_of_dataset(data[split], str(folder / str(split))), place=folder / SAVED_SET)
 
 
 def _folder_and_split(text: str) -> tuple[Path, str | None]:
@@ -298,7 +301,7 @@ def _mapping_records(
 
 def _of_table(table: pa.Table, name: str, path: Path | None = None, identity: str | None = None) -> Source:
     batches = partial(table.to_batches, max_chunksize=PARQUET_BATCH_ROWS)
-    return Source(name, lambda: arrow_records(batches(), name), path, table.nbytes, identity)
+    return Source(name, lambda: arrow_records(batches(), name), path, num_bytes=table.nbytes, identity=identity)
 
 
 def _open_arrow_file(path: Path) -> Source:

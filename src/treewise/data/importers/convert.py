@@ -222,7 +222,7 @@ def read_sources(sources: Sequence[Source], report: LoadReport) -> Iterator[tupl
     halves: dict[str, tuple[str, Any]] = {}
     for source in sources:
         for raw in _read_source(source, report, halves):
-            yield raw, source.data_file
+            yield raw, source.data_file or source.place
     context = Context(halves=halves)
     unjoined(context)
     report.dropped += context.left_out
