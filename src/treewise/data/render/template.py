@@ -13,8 +13,8 @@ Records of one tree repeat their first turns, so what was rendered is kept: each
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import jinja2
 
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
+from treewise.data.render import limits
 from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
@@ -58,6 +59,8 @@ class Template:
         self.encoder = encoder
         self.eos: str | None = getattr(self.tokenizer, "eos_token", None)
         self.text = template_text(chat_template)
+        is_named = chat_template is not None and "{" not in chat_template
+        self.name = f"chat_template {shown(chat_template)}" if is_named else "the chat template"
         self.kwargs = kwargs
         self.on_hidden = on_hidden
         self.placer = placer
@@ -120,14 +123,17 @@ class Template:
         self, conversations: Sequence[list[Message]], tools: Tools, location: str, *, generation: bool
     ) -> list[str]:
         try:
-            return self.tokenizer.apply_chat_template(
-                [self.shaped(talk) for talk in conversations],
-                tools=tools,
-                chat_template=self.text,
-                add_generation_prompt=generation,
-                tokenize=False,
-                **self.kwargs,
-            )
+            with self.limited(tools, location):
+                return self.tokenizer.apply_chat_template(
+                    [self.shaped(talk) for talk in conversations],
+                    tools=tools,
+                    chat_template=self.text,
+                    add_generation_prompt=generation,
+                    tokenize=False,
+                    **self.kwargs,
+                )
+        except ConfigError:
+            raise
         except ValueError as error:
             if self.text is None and not getattr(self.tokenizer, "chat_template", None):
                 raise DataError(f"{location}: {NO_TEMPLATE}") from None
@@ -136,6 +142,22 @@ class Template:
             raise DataError(
                 f"{location}: the chat template raises an error for this conversation ({shown(str(error), 200)})."
             ) from error
+
+    @contextmanager
+    def limited(self, tools: Tools, location: str) -> Iterator[None]:
+        """Inside, what the template computes is limited.
+
+        Raises:
+            ConfigError: it goes beyond a limit, as it may for other records, too.
+        """
+        try:
+            with limits.limited(self.tokenizer.get_chat_template(self.text, tools)):
+                yield
+        except limits.TemplateLimitError as error:
+            raise ConfigError(
+                f"{self.name} {error} for one conversation ({location}), so it is not applied; give another "
+                "chat_template."
+            ) from None
 
     def shaped(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with content in the form that the template reads: text, or parts."""
@@ -267,7 +289,7 @@ class Template:
     def _writes(self, text: str, talk: list[Message]) -> bool:
         """Whether the template writes a text that a conversation holds."""
         try:
-            return text in self.render([talk], None, "probe")[0]
+            return text in self.render([talk], None, "a probe")[0]
         except DataError:
             return False
 

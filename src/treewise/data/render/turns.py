@@ -205,13 +205,14 @@ def _generation_spans(template: Template, call: Call, tools: Tools, whole: str) 
     """The spans of the rendered conversation that the template's `{% generation %}` blocks wrote."""
     from transformers.utils.chat_template_utils import render_jinja_template  # loaded with the tokenizer
 
-    again, spans = render_jinja_template(
-        conversations=[template.shaped([*call.history, call.turn])],
-        tools=tools,
-        chat_template=template.tokenizer.get_chat_template(template.text, tools),
-        return_assistant_tokens_mask=True,
-        **{**template.tokenizer.special_tokens_map, **template.kwargs},
-    )
+    with template.limited(tools, call.location):
+        again, spans = render_jinja_template(
+            conversations=[template.shaped([*call.history, call.turn])],
+            tools=tools,
+            chat_template=template.tokenizer.get_chat_template(template.text, tools),
+            return_assistant_tokens_mask=True,
+            **{**template.tokenizer.special_tokens_map, **template.kwargs},
+        )
     if again[0] != whole:
         raise DataError(
             f"{call.location}: the chat template renders another text each time; {_difference(whole, again[0])}"
