@@ -109,6 +109,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
         method=config.more.get("advantages"),
         settings=config.more.get("advantages_settings"),
         drop_flat_groups=bool(config.more.get("drop_flat_groups")),
+        max_failed=config.more.get("max_failed", rl_update.MAX_FAILED),
     )
     arguments = _arguments(config, len(update.trees))
     model = training_run.load_model(config, arguments)

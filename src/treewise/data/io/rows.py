@@ -98,6 +98,7 @@ class RecordResult:
     is_preference: bool = False  # holds completions that are not to be imitated
     is_compared: bool = False  # has both token ids and text
     drift: list[str] = field(default_factory=list)  # where these differ
+    left_out: list[tuple[str, str]] = field(default_factory=list)  # replies that cannot be trained, and why
     error: str | None = None
     is_partial_tail: bool = False
     raw: str | None = None  # the record as text, kept where it is bad
@@ -227,7 +228,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-READING = 1  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
+READING = 2  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
 ENTRY_FIELD = b"treewise"
 READ_BYTES = 1 << 20
 MAPPED = ".arrow"  # suffix of entries that are memory-mapped
