@@ -81,6 +81,11 @@ def verifiers(text, reason):
     return {"id": "t", "task": {}, "agent": {}, "nodes": nodes, "rewards": {}, "ok": True}
 
 
+def verifiers_call(text, reason):
+    trace = verifiers(text, None)
+    return {**trace, "calls": [{"node": 1, "model": "m", "finish_reason": reason}]}
+
+
 def verifiers_result(text, reason):
     answer = reply(text, finish_reason=reason)
     return {"example_id": 1, "prompt": [USER], "completion": [answer], "reward": 1.0, "is_completed": True}
@@ -96,7 +101,7 @@ def chat(text, reason):
 
 LOGS = (
     *(openai, flat, batch, langfuse, langfuse_of_anthropic, langsmith, langsmith_by_generation),
-    *(art, verifiers, verifiers_result, trl),
+    *(art, verifiers, verifiers_call, verifiers_result, trl),
 )
 
 

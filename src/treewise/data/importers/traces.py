@@ -86,13 +86,16 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
         pool = [with_arguments(message, context) for message in pool]
         tools = openai_tools(trace.get("tools"), location)
         last = {"is_truncated": trace.get("is_truncated")}  # of the whole rollout
+        logged = {each.get("node"): each for each in objects(trace.get("calls") or [], "calls", location)}
         calls = [
             Call(
                 f"{location}: nodes[{index}]",
                 [pool[above] for above in _path(nodes, index)[:-1]],
                 pool[index],
                 tools,
-                ending=with_reason({}, nodes[index], pool[index], last if index == sampled[-1] else {}),
+                ending=with_reason(
+                    {}, nodes[index], pool[index], logged.get(index, {}), last if index == sampled[-1] else {}
+                ),
             )
             for index in sampled
         ]
