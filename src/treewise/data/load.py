@@ -20,6 +20,7 @@ from treewise.data import workers
 from treewise.data.dataset import TreeDataset, Trees, mix
 from treewise.data.images import ImageReader
 from treewise.data.importers.convert import read_sources
+from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
@@ -315,6 +316,7 @@ class TreeBuilder:
             result.key, group = self.by_rollout.setdefault(json.dumps(result.rollout), first)
             for row in result.rows:
                 row.group = group
+        self.report.dropped += result.left_out
         if result.error is not None:
             self._drop(result)
         elif result.node is not None:
@@ -322,7 +324,7 @@ class TreeBuilder:
             if (file, name) not in self.node_trees:
                 self.node_trees[file, name] = (self._new_tree(printable(json.loads(name))), [])
             self.node_trees[file, name][1].append(Placed(result.location, node, Path(file)))
-        else:
+        elif result.rows:
             tree = self.by_key.get(result.key) if result.key is not None else None
             if tree is None:
                 tree = self._new_tree(result.name)
@@ -345,11 +347,15 @@ class TreeBuilder:
         """Builds the trees that were given one node per line."""
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
+                self.reader.left_out = []
                 _, rows = self.reader.declared_rows(placed, find_tools(placed[0]), is_forest=False)
+            except UnusableError as error:
+                self.report.dropped.append((error.location, error.reason))
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
             else:
+                self.report.dropped += self.reader.left_out
                 self._add_rows(tree, rows)
                 tree.num_records = len(placed)
 

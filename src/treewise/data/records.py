@@ -12,6 +12,7 @@ import numpy as np
 
 from treewise.data import declared_nodes, token_rows
 from treewise.data.images import ImageReader
+from treewise.data.io.endings import KEYS, UnusableError, ending_of, own_reason
 from treewise.data.io.field_checks import label, number, printable, shown
 from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse, raw_text
 from treewise.data.io.forms import Record, detect_form, unused_keys
@@ -40,7 +41,10 @@ NEEDS_TOKENIZER = (
 
 
 class RecordReader:
-    """Reads records under one tokenizer and one set of options. images: reads those of records."""
+    """Reads records under one tokenizer and one set of options. images: reads those of records.
+
+    left_out: replies of the record that was read last which cannot be trained for how they ended.
+    """
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase | None", options: RenderOptions, images: ImageReader | None = None
@@ -48,6 +52,7 @@ class RecordReader:
         self.tokenizer = tokenizer
         self.options = options
         self.images = images
+        self.left_out: chat.LeftOut = []
 
     def read_samples(self, raw: RawRecord, data_file: Path | None) -> list[RecordResult]:
         """The rows of a record, or its error; for a row of several samples those of each."""
@@ -71,7 +76,8 @@ class RecordReader:
         return result
 
     def _read(self, raw: RawRecord, item: Placed) -> RecordResult:
-        result = RecordResult(location=item.location)
+        self.left_out = []
+        result = RecordResult(location=item.location, left_out=self.left_out)
         try:
             self._fill(result, item)
             limit = self.options.max_length
@@ -81,6 +87,8 @@ class RecordReader:
                         f"{row.source or result.location}: {row.num_tokens} tokens, more than max_length {limit}; "
                         "raise it, shorten the record or quarantine it. Nothing is cut."
                     )
+        except UnusableError as error:
+            return RecordResult(location=raw.location, left_out=[(error.location, error.reason)])
         except DataError as error:
             return _failed(raw, error)
         if self.tokenizer is not None and "_template" in self.__dict__:
@@ -110,6 +118,7 @@ class RecordReader:
             form = detect_form(record, location)
         if form == "token_row" and any(name in record for name in PER_TOKEN):
             record = with_mask(record, location)
+        record = _with_ending(record, form, location)
         item = replace(item, value=record)
         result.unused_keys = unused_keys(record, form, self.options.group_by, location)
         group = self._group(record, location)
@@ -155,7 +164,7 @@ class RecordReader:
         if self.tokenizer is None:
             raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
         if form == "text":
-            return self._text(record["text"], location)
+            return self._text(record, location)
         if form == "prompt_completion":
             return self._pair(item)
         tools = find_tools(item)
@@ -166,7 +175,7 @@ class RecordReader:
                     f"{location}: thinking='keep' needs one conversation; logged calls are rendered as_inference."
                 )
             calls = chat.logged_calls(talk, record["calls"], self.options.train_on, location)
-            return chat.render_calls(self._template, calls, tools, location)
+            return chat.render_calls(self._template, calls, tools, location, self.left_out)
         return self._conversation(talk, tools, location)
 
     def _talk(self, talk: WeightedMessages, item: Placed) -> WeightedMessages:
@@ -207,11 +216,12 @@ class RecordReader:
         result.name = location if group is None else str(group)
         result.is_preference = True
 
-    def _text(self, text: object, location: str) -> list[Row]:
-        """Plain text, every token trained but the first; an end-of-text token is put behind it."""
+    def _text(self, record: Record, location: str) -> list[Row]:
+        """Plain text, every token trained but the first; behind it an end-of-text token, unless it was cut off."""
+        text = record["text"]
         if not isinstance(text, str) or not text:
             raise DataError(f"{location}: text must be text that is not empty, found {shown(text)}.")
-        encoder, end = self._template.encoder, self._template.eos
+        encoder, end = self._template.encoder, None if _is_cut(record) else self._template.eos
         pieces = encoder.encode([text if not end or text.endswith(end) else text + end])[0]
         ids = np.concatenate([encoder.begin_ids(), *pieces]).astype(np.int32)
         if len(ids) < 2:
@@ -221,7 +231,8 @@ class RecordReader:
     def _conversation(self, talk: WeightedMessages, tools: Tools, location: str, first: int = 0) -> list[Row]:
         keeps = self.options.thinking == "keep"
         made = chat.conversation_calls(talk, self.options.train_on, location, first, keeps=keeps)
-        return (chat.render_kept if keeps else chat.render_calls)(self._template, made, tools, location)
+        render = chat.render_kept if keeps else chat.render_calls
+        return render(self._template, made, tools, location, self.left_out)
 
     def _prompt_group(self, item: Placed) -> str:
         """A group of its own for every prompt."""
@@ -238,11 +249,12 @@ class RecordReader:
                 f"{location}: images beside a prompt of plain text; give messages (lists of role and content)."
             )
         if isinstance(prompt, str) and isinstance(completion, str):
-            return chat.render_pair(self._template, prompt, completion, location)
+            return chat.render_pair(self._template, prompt, completion, location, is_cut=_is_cut(record))
         if isinstance(prompt, str):
             raise DataError(f"{location}: completion is a list of messages, so prompt must be one too, not text.")
         if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
+            said = {key: record[key] for key in KEYS if key in record}
+            completion = [{"role": "assistant", "content": completion, **said}]
         before = clean_conversation(prompt, location, "prompt")
         after = clean_conversation(completion, location, "completion")
         talk = WeightedMessages(before.messages + after.messages, before.weights + after.weights)
@@ -266,8 +278,9 @@ class RecordReader:
         for call in declared_nodes.message_calls(placed, parents, self.options.train_on, self.images):
             talk = self._template.prepare(WeightedMessages([*call.history, call.turn], []), call.location)
             calls.append(Call(talk.messages[:-1], talk.messages[-1], call.weight, call.location))
-        rows = chat.render_calls(self._template, calls, tools, location)
-        for row, call in zip(rows, calls, strict=True):
+        rows = chat.render_calls(self._template, calls, tools, location, self.left_out)
+        without = {where for where, _ in self.left_out}
+        for row, call in zip(rows, (call for call in calls if call.location not in without), strict=True):
             row.source = row.rollout = call.location
         return False, rows
 
@@ -333,6 +346,31 @@ class RecordReader:
 def _failed(raw: RawRecord, error: DataError) -> RecordResult:
     is_partial = isinstance(error, PartialTailError)
     return RecordResult(location=raw.location, error=str(error), is_partial_tail=is_partial, raw=raw_text(raw))
+
+
+def _is_cut(record: Record) -> bool:
+    return ending_of(own_reason(record)) == "cut"
+
+
+def _with_ending(record: Record, form: str, location: str) -> Record:
+    """The record with the reason that it gives beside its messages on the last of them, whose end it is.
+
+    Raises:
+        UnusableError: text or tokens that were filtered, refused or failed; an empty completion.
+    """
+    reason = own_reason(record)
+    if reason is None or form in ("calls", "preference"):
+        return record
+    for name in ("messages", "completion"):
+        talk = record.get(name)
+        if isinstance(talk, list) and talk and form != "token_row":
+            said = {key: record[key] for key in KEYS if key in record}
+            is_reply = isinstance(talk[-1], dict) and talk[-1].get("role") == "assistant"
+            return {**record, name: [*talk[:-1], {**said, **talk[-1]}]} if is_reply else record
+    if ending_of(reason) == "unusable" or record.get("completion") == "":
+        empty = "" if ending_of(reason) == "unusable" else "holds nothing and "
+        raise UnusableError(location, f"a reply that {empty}ended with {shown(reason)}")
+    return record
 
 
 def _digest(value: Any) -> str:

@@ -98,6 +98,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     from treewise.cli.progress import EpochMeans, GapWarning
     from treewise.rl import checks as rl_checks
     from treewise.rl import update as rl_update  # slow to import
+    from treewise.rl.tasks.rewards import MAX_FAILED
     from treewise.trainer.run_summary import num_optimizer_steps
 
     dataset, _, tokenizer = training_run.load_data(config, read_only=args.dry_run)
@@ -109,6 +110,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
         method=config.more.get("advantages"),
         settings=config.more.get("advantages_settings"),
         drop_flat_groups=bool(config.more.get("drop_flat_groups")),
+        max_failed=config.more.get("max_failed", MAX_FAILED),
     )
     arguments = _arguments(config, len(update.trees))
     model = training_run.load_model(config, arguments)

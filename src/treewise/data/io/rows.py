@@ -101,6 +101,7 @@ class RecordResult:
     is_compared: bool = False  # has both token ids and text
     drift: list[str] = field(default_factory=list)  # where these differ
     is_sample: bool = False  # of a row of several, but the first
+    left_out: list[tuple[str, str]] = field(default_factory=list)  # replies that cannot be trained, and why
     error: str | None = None
     is_partial_tail: bool = False
     raw: str | None = None  # the record as text, kept where it is bad

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from treewise.data.io.endings import KEYS, UnusableError, with_reason
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.rows import Row
 from treewise.data.render import turns
@@ -24,6 +25,7 @@ NOTHING_MARKED = (
     "or give another chat_template."
 )
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
+LeftOut = list[tuple[str, str]]  # locations and reasons
 
 
 def conversation_calls(
@@ -84,6 +86,7 @@ def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location:
             _pool_index(i, len(pool.messages), f"{where}.ctx") for i in list(flat_list(call["ctx"], "ctx", where))
         ]
         out = _pool_index(call["out"], len(pool.messages), f"{where}.out")
+        turn = with_reason(pool.messages[out], {key: call[key] for key in KEYS if key in call})
         if not context:
             raise DataError(f"{where} has an empty ctx; a completion needs something before it.")
         if pool.messages[out]["role"] != "assistant":
@@ -91,22 +94,30 @@ def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location:
                 f"{where}: out is message {out}, of role {pool.messages[out]['role']}; it must be assistant."
             )
         history = [pool.messages[i] for i in context]
-        result.append(Call(history, pool.messages[out], pool.weights[out], f"{where} (message {out})"))
+        result.append(Call(history, turn, pool.weights[out], f"{where} (message {out})"))
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
         raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
     return trained
 
 
-def render_calls(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
-    """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference."""
+def render_calls(
+    template: Template, calls: Sequence[Call], tools: Tools, location: str, left_out: LeftOut
+) -> list[Row]:
+    """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference.
+
+    left_out: gets the calls that cannot be trained for how they ended.
+
+    Raises:
+        DataError: nothing is trained.
+    """
     rows: list[Row] = []
     before: Pieces = ()
     seen: set[int] = set()
-    calls = _checked(template, calls, tools)
+    calls = _checked(template, calls, tools, left_out)
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        texts = _rendered(template, block, tools, location, seen)
+        block, texts = _rendered(template, block, tools, location, seen, left_out)
         shown = [text.prompt + text.opening for text in texts]
         if template.placer is not None:
             shown = [template.placer.written(text) for text in shown]
@@ -121,19 +132,21 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
             rows.append(replace(_row(pieces, before, [(len(context), call.weight, mask)]), images=images))
             before = pieces
     if not rows:
-        raise DataError(f"{location}: {NOTHING_MARKED}")
+        raise UnusableError(*left_out[0]) if left_out else DataError(f"{location}: {NOTHING_MARKED}")
     return rows
 
 
-def render_kept(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
+def render_kept(template: Template, calls: Sequence[Call], tools: Tools, location: str, left_out: LeftOut) -> list[Row]:
     """One row for all calls of a conversation: the reasoning of every turn stays, so the calls are append-only.
 
     The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
     """
     if any(message.get(IMAGES) for call in calls for message in call.history):
         raise DataError(f"{location}: thinking='keep' is not supported for images; use thinking='as_inference'.")
-    calls = _checked(template, calls, tools)
-    texts = _rendered(template, calls, tools, location, set())
+    calls = _checked(template, calls, tools, left_out)
+    calls, texts = _rendered(template, calls, tools, location, set(), left_out)
+    if not any(call.weight for call in calls):
+        raise UnusableError(*left_out[0])
     tails = turns.tails(template, calls, texts, tools, location)
     encoder = template.encoder
     pieces = list(encoder.encode([texts[0].prompt + texts[0].opening])[0])
@@ -151,10 +164,13 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
     return [row]
 
 
-def render_pair(template: Template, prompt: str, completion: str, location: str) -> list[Row]:
-    """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained."""
+def render_pair(template: Template, prompt: str, completion: str, location: str, *, is_cut: bool = False) -> list[Row]:
+    """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained.
+
+    is_cut: the end was not sampled, so there is none.
+    """
     encoder = template.encoder
-    end = encoder.tokenizer.eos_token
+    end = None if is_cut else encoder.tokenizer.eos_token
     if end and not completion.endswith(end):
         completion += end
     context = (encoder.begin_ids(), *encoder.encode([prompt])[0])
@@ -168,28 +184,37 @@ def render_pair(template: Template, prompt: str, completion: str, location: str)
     return [_row((*context, ids), (), [(len(context), 1.0, None)])]
 
 
-def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Call]:
-    """The calls with messages that the template writes in full."""
+def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:
+    """The calls that can be trained, with messages that the template writes in full."""
     checked: dict[int, Message] = {}
     result = []
     for call in calls:
         call = replace(call, history=template.check_history(call.history, tools, call.location, checked))
-        turns.check_turn(template, call, tools)
-        result.append(call)
+        try:
+            turns.check_turn(template, call, tools)
+        except UnusableError as error:
+            left_out.append((error.location, error.reason))
+        else:
+            result.append(call)
     return result
 
 
 def _rendered(
-    template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int]
-) -> list[turns.RenderedCall]:
-    """The calls as text. `seen` are ids of messages that some prompt is known to hold."""
+    template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int], left_out: LeftOut
+) -> tuple[list[Call], list[turns.RenderedCall]]:
+    """The calls that can be trained, and each as text. `seen` are ids of messages that some prompt is known to hold."""
     prompts = template.render([call.history for call in calls], tools, location, generation=True)
     wholes = template.render([[*call.history, call.turn] for call in calls], tools, location)
-    texts = []
+    kept, texts = [], []
     for call, prompt, whole in zip(calls, prompts, wholes, strict=True):
         template.check_prompt(call.history, prompt, tools, call.location, seen)
-        texts.append(turns.rendered(template, call, tools, prompt, whole))
-    return texts
+        try:
+            texts.append(turns.rendered(template, call, tools, prompt, whole))
+        except UnusableError as error:
+            left_out.append((error.location, error.reason))
+        else:
+            kept.append(call)
+    return kept, texts
 
 
 def _sampled(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tuple[np.ndarray, np.ndarray | None]]:

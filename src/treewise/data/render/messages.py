@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from treewise.data.io.endings import KEYS, REASONING_NAMES, with_reason
 from treewise.data.io.field_checks import shown, weight
 from treewise.data.io.files import Placed, parse_text, read_bytes, stem
 from treewise.errors import DataError
@@ -30,7 +31,6 @@ OTHERS = {
     **{"tool_use": _AS_CALLS, "tool_result": _AS_REPLY, "thinking": _AS_REASONING},  # Anthropic's Messages
     **{"function_call": _AS_CALLS, "function_call_output": _AS_REPLY, "reasoning": _AS_REASONING},  # OpenAI's Responses
 }
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,10 @@ def clean_conversation(value: object, location: str, name: str = "messages") -> 
 
 
 def clean_message(value: object, location: str) -> tuple[Message, float]:
-    """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others."""
+    """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others.
+
+    Why a reply ended is its `finish_reason`, whatever key gave it; `turns` reads it, and templates do not get it.
+    """
     if not isinstance(value, dict):
         raise DataError(f"{location} must be an object with role and content, found {type(value).__name__}.")
     if "trainable" in value:
@@ -88,6 +91,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         if trains:
             raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
         return message, 0.0
+    said = {key: message.pop(key) for key in KEYS if key in message}
+    message = with_reason(message, said)
     for other in REASONING_NAMES[1:]:
         if isinstance(message.get(other), str):
             message.setdefault("reasoning_content", message.pop(other))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from treewise.data.io.endings import KEYS
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.data.render import limits
@@ -160,8 +161,8 @@ class Template:
             ) from None
 
     def shaped(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with content in the form that the template reads: text, or parts."""
-        return [as_parts(message, always=self._reads_parts_alone) for message in messages]
+        """The messages as the template reads them: content as text or parts, without why a reply ended."""
+        return [as_parts(_written(message), always=self._reads_parts_alone) for message in messages]
 
     def check_history(
         self,
@@ -292,6 +293,10 @@ class Template:
             return text in self.render([talk], None, "a probe")[0]
         except DataError:
             return False
+
+
+def _written(message: Message) -> Message:
+    return message if KEYS.isdisjoint(message) else {key: value for key, value in message.items() if key not in KEYS}
 
 
 def _keys(conversations: Sequence[list[Message]], tools: Tools, *, generation: bool) -> list[tuple[object, ...]]:
