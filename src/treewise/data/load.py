@@ -356,6 +356,7 @@ class TreeBuilder:
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
             else:
                 self.report.dropped += self.reader.left_out
+                self.counted.update(self.reader.take_counted())
                 self._add_rows(tree, rows)
                 tree.num_records = len(placed)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +26,6 @@ from treewise.data.render.images import Placer, with_column, with_images_read
 from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
-from treewise.data.render.turns import Call
 from treewise.data.token_rows import Label
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
@@ -88,9 +88,12 @@ class RecordReader:
                         "raise it, shorten the record or quarantine it. Nothing is cut."
                     )
         except UnusableError as error:
+            self.take_counted()
             return RecordResult(location=raw.location, left_out=[(error.location, error.reason)])
         except DataError as error:
+            self.take_counted()
             return _failed(raw, error)
+        result.counted |= self.take_counted()
         if self.tokenizer is not None and "_template" in self.__dict__:
             result.warnings += list(self._template.notes)
             written = str(self._template.text or getattr(self.tokenizer, "chat_template", None))  # and may read it
@@ -99,6 +102,13 @@ class RecordReader:
                 key for key in unused if not (key.startswith("messages[].") and key.partition(".")[2] in written)
             ]
         return result
+
+    def take_counted(self) -> dict[str, int]:
+        """What was mended since the last call, and how often."""
+        if "_template" not in self.__dict__:
+            return {}
+        counted, self._template.counted = self._template.counted, Counter()
+        return dict(counted)
 
     @cached_property
     def _template(self) -> Template:
@@ -219,8 +229,10 @@ class RecordReader:
     def _text(self, record: Record, location: str) -> list[Row]:
         """Plain text, every token trained but the first; behind it an end-of-text token, unless it was cut off."""
         text = record["text"]
-        if not isinstance(text, str) or not text:
-            raise DataError(f"{location}: text must be text that is not empty, found {shown(text)}.")
+        if not isinstance(text, str):
+            raise DataError(f"{location}: text must be text, found {shown(text)}.")
+        if not text:
+            raise UnusableError(location, "a text that holds nothing")
         encoder, end = self._template.encoder, None if _is_cut(record) else self._template.eos
         pieces = encoder.encode([text if not end or text.endswith(end) else text + end])[0]
         ids = np.concatenate([encoder.begin_ids(), *pieces]).astype(np.int32)
@@ -274,10 +286,8 @@ class RecordReader:
             raise DataError(f"{location}: the node {NEEDS_TOKENIZER}")
         if self.options.thinking == "keep":
             raise DataError(f"{location}: thinking='keep' needs one conversation; trees are rendered as_inference.")
-        calls = []
-        for call in declared_nodes.message_calls(placed, parents, self.options.train_on, self.images):
-            talk = self._template.prepare(WeightedMessages([*call.history, call.turn], []), call.location)
-            calls.append(Call(talk.messages[:-1], talk.messages[-1], call.weight, call.location))
+        prepared, train_on = self._template.prepared, self.options.train_on
+        calls = declared_nodes.message_calls(placed, parents, train_on, self.images, prepared)
         rows = chat.render_calls(self._template, calls, tools, location, self.left_out)
         without = {where for where, _ in self.left_out}
         for row, call in zip(rows, (call for call in calls if call.location not in without), strict=True):

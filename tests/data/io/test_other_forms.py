@@ -115,7 +115,7 @@ BAD = {
     "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
     "label": ({"prompt": "a", "completion": "b", "label": "good"}, "must be true"),
-    "empty text": ({"text": ""}, "not empty"),
+    "no text": ({"text": 5}, "text must be text, found 5"),
 }
 
 

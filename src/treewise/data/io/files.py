@@ -359,7 +359,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_text(text: str, location: str) -> object:
     """JSON inside a string (a Parquet column, the arguments of a tool call)."""
     try:
-        return json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # an error for half of a surrogate pair
+        return value
+    except _RepeatedKeyError as error:
+        raise DataError(f"{location}: the key {shown(error.args[0])} is given twice in one object.") from None
     except json.JSONDecodeError as error:
         raise DataError(
             f"{location}: text that is not valid JSON (character {error.pos}: {error.msg}): {shown(text)}. Give the "

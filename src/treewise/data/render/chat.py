@@ -24,6 +24,8 @@ NOTHING_MARKED = (
     "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
     "or give another chat_template."
 )
+QUARANTINE = " (--on_bad_record quarantine leaves out all like it)"
+UNMARKED = "a reply of which the chat template marks no token as trained"
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
 LeftOut = list[tuple[str, str]]  # locations and reasons
 
@@ -49,12 +51,12 @@ def conversation_calls(
         reason = "has no assistant message" if not sampled else "trains no assistant message (each has weight 0)"
         raise DataError(
             f"{location}: the record {reason} among {counts or 'no messages'}, so no token is trained; "
-            "add an assistant message, give one a weight above 0, or drop the record."
+            f"add an assistant message, give one a weight above 0, or drop the record{QUARANTINE}."
         )
     if trained[0] == 0:
         raise DataError(
             f"{location}: message 0 is a trained assistant message with nothing before it; "
-            "put a system or user message first, or set its weight to 0."
+            f"put a system or user message first, set its weight to 0, or drop the record{QUARANTINE}."
         )
     if keeps:
         shown = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
@@ -97,7 +99,9 @@ def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location:
         result.append(Call(history, turn, pool.weights[out], f"{where} (message {out})"))
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
-        raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
+        raise DataError(
+            f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record{QUARANTINE}."
+        )
     return trained
 
 
@@ -124,6 +128,7 @@ def render_calls(
         contexts = template.encoder.encode(shown)
         for call, context, (ids, mask) in zip(block, contexts, _sampled(template, texts), strict=True):
             if mask is not None and not mask.any():
+                left_out.append((call.location, UNMARKED))
                 continue
             images: tuple[ImageSpan, ...] = ()
             if template.placer is not None:
@@ -132,7 +137,8 @@ def render_calls(
             rows.append(replace(_row(pieces, before, [(len(context), call.weight, mask)]), images=images))
             before = pieces
     if not rows:
-        raise UnusableError(*left_out[0]) if left_out else DataError(f"{location}: {NOTHING_MARKED}")
+        others = [each for each in left_out if each[1] != UNMARKED]
+        raise UnusableError(*others[0]) if others else DataError(f"{location}: {NOTHING_MARKED}")
     return rows
 
 
@@ -169,6 +175,8 @@ def render_pair(template: Template, prompt: str, completion: str, location: str,
 
     is_cut: the end was not sampled, so there is none.
     """
+    if not completion:
+        raise UnusableError(location, "a completion that holds nothing")
     encoder = template.encoder
     end = None if is_cut else encoder.tokenizer.eos_token
     if end and not completion.endswith(end):
@@ -180,7 +188,7 @@ def render_pair(template: Template, prompt: str, completion: str, location: str,
             f"{location}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
         )
     if not len(ids):
-        raise DataError(f"{location}: completion is empty, so no token is trained.")
+        raise UnusableError(location, "a completion that holds nothing")
     return [_row((*context, ids), (), [(len(context), 1.0, None)])]
 
 

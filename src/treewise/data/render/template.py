@@ -11,8 +11,10 @@ back is hidden. Later messages of the same shape cost one look-up.
 Records of one tree repeat their first turns, so what was rendered is kept: each conversation is rendered once.
 """
 
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +26,7 @@ from treewise.data.io.endings import KEYS
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.data.render import limits
-from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
+from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
 
@@ -45,7 +47,7 @@ NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, fo
 class Template:
     """One chat template bound to a tokenizer. `notes` collects what users should be aware of.
 
-    placer: of images, for the tokenizer of a model that sees.
+    counted: what was mended in messages. placer: of images, for the tokenizer of a model that sees.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Template:
         self.on_hidden = on_hidden
         self.placer = placer
         self.notes: dict[str, None] = {}
+        self.counted: Counter[str] = Counter()
         self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}  # by shape: the fields that are hidden
         self._looks: dict[tuple[Any, ...], int] = {}
         self._kept: dict[tuple[object, ...], str] = {}  # rendered conversations
@@ -81,11 +84,12 @@ class Template:
 
     def prepare(self, talk: WeightedMessages, location: str) -> WeightedMessages:
         """Messages with tool-call arguments in the form that this template writes correctly."""
-        as_text = self._arguments_as_text
-        return WeightedMessages(
-            [with_arguments(m, as_text, f"{location}: messages[{i}]") for i, m in enumerate(talk.messages)],
-            talk.weights,
-        )
+        messages = [self.prepared(each, f"{location}: messages[{i}]") for i, each in enumerate(talk.messages)]
+        return WeightedMessages(messages, talk.weights)
+
+    def prepared(self, message: Message, location: str) -> Message:
+        """One message of those."""
+        return with_arguments(message, self._arguments_as_text, location, self.counted)
 
     def render(
         self,
@@ -98,8 +102,12 @@ class Template:
         """Rendered text of each conversation; `generation`: with the header that opens the model's turn.
 
         Raises:
-            DataError: the template raises an error for a conversation, which the message holds.
+            DataError: the template raises an error for a conversation, which the message holds; a tool call that cannot
+                be written.
         """
+        for message in itertools.chain(*conversations):
+            if BAD_CALL in message:
+                raise DataError(message[BAD_CALL])
         if tools and not self._tools_seen:
             self._tools_seen = True
             if self.render(conversations[:1], tools, location) == self.render(conversations[:1], None, location):

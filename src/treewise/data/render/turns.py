@@ -67,9 +67,9 @@ def check_turn(template: Template, call: Call, tools: Tools) -> None:
     """Checks that a trained turn can be trained for how it ended, and that all that it holds is trained.
 
     Raises:
-        UnusableError: a reply of which the reason of its end is known, and that cannot be trained for it.
-        DataError: neither content nor tool calls, of which a template would make an empty turn; a field in use that the
-            template does not write (`on_hidden="error"`).
+        UnusableError: a reply that cannot be trained for how it ended, or with neither content nor tool calls, of which
+            a template would make an empty turn.
+        DataError: a field in use that the template does not write (`on_hidden="error"`).
     """
     reason = call.turn.get("finish_reason")
     if call.weight:
@@ -93,10 +93,7 @@ def _check_ending(call: Call, reason: str | None) -> None:
             raise UnusableError(call.location, why)
     elif not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
         holds = "only reasoning" if call.turn.get("reasoning_content") else "nothing"
-        raise DataError(
-            f"{call.location}: the trained message holds {holds}, neither content nor tool_calls; "
-            "give what was sampled, set its weight to 0, or drop it."
-        )
+        raise UnusableError(call.location, f"a reply that holds {holds}")
 
 
 def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: str) -> RenderedCall:
@@ -106,6 +103,8 @@ def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: s
         DataError: the turn cannot be located in the text, or the content that `train_detail` marks in the turn.
     """
     opening, sampled = _completion(template, call, tools, prompt, whole)
+    if call.weight and not call.turn["content"].strip() and not _content_of(template, sampled):
+        raise UnusableError(call.location, "a reply of white space alone, which the chat template does not write")
     is_cut = _is_cut(template, call, sampled)
     if is_cut and opening and call.turn["content"].lstrip().startswith(THINK):  # a thought whose end is missing
         thought = call.turn["content"].lstrip().removeprefix(THINK).lstrip("\n")
@@ -125,6 +124,12 @@ def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: s
         end = _last_sampled(template, call, sampled)
         sampled, closing, spans = sampled[:end], sampled[end:], clip(spans, (0, end))
     return RenderedCall(prompt, opening, sampled, None if spans == [(0, len(sampled))] else spans, closing)
+
+
+def _content_of(template: Template, sampled: str) -> str:
+    """What was sampled before the end of a turn."""
+    end = template.encoder.end_of_turn(sampled)
+    return sampled if end is None else sampled[: end[0]]
 
 
 def _is_cut(template: Template, call: Call, sampled: str) -> bool:
