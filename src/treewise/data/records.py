@@ -161,6 +161,9 @@ class RecordReader:
             group = self._prompt_group(item) if form == "prompt_completion" and group is None else group
             result.rows = self._rendered(form, item)
         if form in ("token_row", "grouped_rows"):
+            result.counted |= Counter(
+                each for row in result.rows for each in token_rows.doubled_tokens(row, self.tokenizer)
+            )
             result.warnings += [line for row in result.rows for line in token_rows.unlikely_logprobs(row, location)]
         elif not result.is_declared:
             self._label(result.rows, record, group, own, location)
@@ -233,9 +236,9 @@ class RecordReader:
             raise DataError(f"{location}: text must be text, found {shown(text)}.")
         if not text:
             raise UnusableError(location, "a text that holds nothing")
-        encoder, end = self._template.encoder, None if _is_cut(record) else self._template.eos
-        pieces = encoder.encode([text if not end or text.endswith(end) else text + end])[0]
-        ids = np.concatenate([encoder.begin_ids(), *pieces]).astype(np.int32)
+        template = self._template
+        pieces = template.encoder.encode([text if _is_cut(record) else chat.with_end(template, text)])[0]
+        ids = np.concatenate([chat.begin_ids(template, text), *pieces]).astype(np.int32)
         if len(ids) < 2:
             raise DataError(f"{location}: the text is one token long, so nothing is predicted.")
         return [Row(token_ids=ids, spans=[1, len(ids)], span_weights=[1.0])]

@@ -24,6 +24,8 @@ NOTHING_MARKED = (
     "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
     "or give another chat_template."
 )
+DOUBLED_BEGIN = "texts begin with the begin token that the tokenizer puts in front of them; it is put there once"
+DOUBLED_END = "texts end with several ends of a turn, or with space behind one; the first is kept"
 QUARANTINE = " (--on_bad_record quarantine leaves out all like it)"
 UNMARKED = "a reply of which the chat template marks no token as trained"
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
@@ -178,10 +180,9 @@ def render_pair(template: Template, prompt: str, completion: str, location: str,
     if not completion:
         raise UnusableError(location, "a completion that holds nothing")
     encoder = template.encoder
-    end = None if is_cut else encoder.tokenizer.eos_token
-    if end and not completion.endswith(end):
-        completion += end
-    context = (encoder.begin_ids(), *encoder.encode([prompt])[0])
+    if not is_cut:
+        completion = with_end(template, completion)
+    context = (begin_ids(template, prompt), *encoder.encode([prompt])[0])
     ids = encoder.encode_continuations([completion])[0]
     if not sum(map(len, context)):
         raise DataError(
@@ -190,6 +191,24 @@ def render_pair(template: Template, prompt: str, completion: str, location: str,
     if not len(ids):
         raise UnusableError(location, "a completion that holds nothing")
     return [_row((*context, ids), (), [(len(context), 1.0, None)])]
+
+
+def begin_ids(template: Template, text: str) -> np.ndarray:
+    """What the tokenizer puts in front of a plain text, unless it begins with that."""
+    if template.encoder.begins(text):
+        template.counted[DOUBLED_BEGIN] += 1
+        return np.zeros(0, dtype=np.int32)
+    return template.encoder.begin_ids()
+
+
+def with_end(template: Template, text: str) -> str:
+    """A plain text with one end behind it: that which it has, or the tokenizer's end-of-text token."""
+    ends = [text[slice(*span)] for span in template.encoder.endings(text)]
+    own = next((end for end in ends if end in template.ends), template.eos or "")
+    found = template.without_end(text) + own
+    if ends and found != text:
+        template.counted[DOUBLED_END] += 1
+    return found
 
 
 def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no 
 THINK, THINK_END = "<think>", "</think>"
 MAX_KEPT = 16_000_000  # characters that were rendered
 MAX_CALLS = 2  # tool calls of one message: one, or several
+DOUBLED_ENDS = "end tokens at the end of an assistant's content, which the chat template writes again, are left out"
 MAX_LOOKS = 20  # at messages of one shape whose content a template rewrites
 STANDARD_ROLES = {"developer": "system", "function": "tool"}
 CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").partition("#}\n")[2]
@@ -88,8 +90,66 @@ class Template:
         return WeightedMessages(messages, talk.weights)
 
     def prepared(self, message: Message, location: str) -> Message:
-        """One message of those."""
-        return with_arguments(message, self._arguments_as_text, location, self.counted)
+        """One message of those, without end tokens in an assistant's content that the template writes again.
+
+        Special tokens that stand elsewhere in it become these tokens, as they do in servers, and are counted.
+        """
+        content = message["content"]
+        if message["role"] == "assistant" and "train_detail" not in message:
+            content = self.without_end(content)
+        if content != message["content"]:
+            self.counted[DOUBLED_ENDS] += 1
+        for token in self.encoder.special_tokens(content):
+            self.counted[f"messages hold {shown(token)} as text, which becomes that special token"] += 1
+        return with_arguments({**message, "content": content}, self._arguments_as_text, location, self.counted)
+
+    def without_end(self, text: str) -> str:
+        """A text without the end-of-turn tokens at its end."""
+        spans = self.encoder.endings(text)
+        kept = len(spans)
+        while kept and text[slice(*spans[kept - 1])] in self.ends:
+            kept -= 1
+        return text if kept == len(spans) else text[: spans[kept][0]]
+
+    @cached_property
+    def ends(self) -> frozenset[str]:
+        """The special tokens that end a turn: those that the template writes behind an assistant's content, and eos."""
+        last, later = self._behind_content
+        found = [*self._leading(last), *self._leading(later)[:1], self.eos]
+        return frozenset(token for token in found if token)
+
+    @cached_property
+    def end(self) -> str:
+        """What the template writes behind an assistant's content, up to the token that ends the turn; empty: none."""
+        last, later = self._behind_content
+        ends = self._leading(last[: common_prefix(last, later)]) or self._leading(last)
+        return last[: last.index(ends[-1]) + len(ends[-1])] if ends else ""
+
+    @cached_property
+    def behind_end(self) -> str:
+        """What it writes behind that only where no turn follows, with a token: Phi-3's <|endoftext|>."""
+        last, later = self._behind_content
+        behind = last[len(self.end) :].rstrip()
+        return behind if self.end and self._leading(behind) and not later.startswith(self.end + behind) else ""
+
+    @cached_property
+    def _behind_content(self) -> tuple[str, str]:
+        """What stands behind an assistant's content that is the last, and behind one that is not."""
+        question: Message = {"role": "user", "content": "a"}
+        talk = [question, {"role": "assistant", "content": MARK}]
+        try:
+            last, later = (self.render([each], None, "a probe")[0] for each in (talk, [*talk, question]))
+        except DataError:  # a template with demands of its own, or none
+            return "", ""
+        return last.rpartition(MARK)[2], later.rpartition(MARK)[2]
+
+    def _leading(self, text: str) -> list[str]:
+        """The special tokens at the beginning of a text; white space may stand between them."""
+        found: list[str] = []
+        while match := self.encoder.special_at(text := text.lstrip()):
+            found.append(match)
+            text = text[len(match) :]
+        return found
 
     def render(
         self,
@@ -305,6 +365,18 @@ class Template:
 
 def _written(message: Message) -> Message:
     return message if KEYS.isdisjoint(message) else {key: value for key, value in message.items() if key not in KEYS}
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Length of the longest common start, by bisection on slices."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _keys(conversations: Sequence[list[Message]], tools: Tools, *, generation: bool) -> list[tuple[object, ...]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from treewise.data.io.endings import STOP_SEQUENCE, UnusableError, ending_of, is_known, why_unusable
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message, Span, Tools, clip, detail_spans, union
-from treewise.data.render.template import MARK, THINK, THINK_END, Template
+from treewise.data.render.template import MARK, THINK, THINK_END, Template, common_prefix
 from treewise.errors import DataError
 
 # Thinking that holds nothing, at the start of a turn; in the tags of Qwen, DeepSeek, Seed and Mistral.
@@ -113,7 +113,8 @@ def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: s
         opening, sampled = _completion(template, call, tools, prompt, whole)
     spans = [(0, len(sampled))]
     if _GENERATION_BLOCK.search(str(template.text or getattr(template.tokenizer, "chat_template", None))):
-        spans = spans_of_sampled(_generation_spans(template, call, tools, whole), sampled, whole, template.eos)
+        inside = whole.removesuffix(_behind_end(template, whole))
+        spans = spans_of_sampled(_generation_spans(template, call, tools, whole), sampled, inside, template.eos)
         if spans != [(0, len(sampled))]:
             template.notes[_GENERATION_NOTE] = None
     if call.turn.get("train_detail") is not None:
@@ -193,6 +194,7 @@ def _completion(template: Template, call: Call, tools: Tools, prompt: str, whole
     """What the template wrote for the model after the prompt, and what the model sampled, with its end token."""
     turn, location = call.turn, call.location
     text = whole[len(prompt) :] if whole.startswith(prompt) else _behind_header(template, call, tools, prompt, whole)
+    text = text.removesuffix(_behind_end(template, text))
     for each in turn.get("tool_calls", ()):
         if each["function"]["name"] not in text:
             raise DataError(
@@ -213,6 +215,18 @@ def _completion(template: Template, call: Call, tools: Tools, prompt: str, whole
         raise DataError(f"{location}: the template writes no end-of-turn token and the tokenizer has no eos_token.")
     template.notes["the chat template writes no end-of-turn token; eos_token was added to every trained turn"] = None
     return opening, text.rstrip() + template.eos
+
+
+def _behind_end(template: Template, text: str) -> str:
+    """What the template writes behind the end of a turn only where it is the last; it was not sampled."""
+    behind, text_alone = template.behind_end, text.rstrip()
+    if not behind or not text_alone.endswith(behind):
+        return ""
+    template.notes[
+        f"the chat template writes {shown(behind.strip())} behind the end of a turn that is the last; it is not "
+        "trained, because no prompt holds it"
+    ] = None
+    return text[len(text_alone) - len(behind) :]
 
 
 def _behind_header(template: Template, call: Call, tools: Tools, prompt: str, whole: str) -> str:
@@ -303,18 +317,6 @@ def _detail_in_sampled(template: Template, call: Call, sampled: str, tools: Tool
     details = detail_spans(call.turn["train_detail"], content, call.location)
     spans = [(low + start, high + start) for low, high in details]
     return union([*clip(spans, (at, at + len(kept))), (at + len(kept), len(sampled))])
-
-
-def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common start, by bisection on slices."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _difference(a: str, b: str) -> str:
