@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
 from treewise.cli.aliases import INSTEAD, names_of
@@ -70,6 +70,7 @@ RL: Keys = {
     "old_logprobs": Annotated[str, Doc("auto, recompute, sampler or given")],
     "mini_batches": Annotated[int | None, Doc("optimizer steps that an epoch is cut into")],
     "drop_flat_groups": Annotated[bool, Doc("leave out groups whose rewards are all equal, and groups of one rollout")],
+    "max_failed": Annotated[float, Ge(0), Le(1), Doc("the share of rollouts that may have no reward")],
     "logprob_gap_limit": Annotated[float, Doc("a run warns where sampler and policy differ by more (1: no gap)")],
 }
 TASKS: Keys = {
@@ -120,11 +121,11 @@ _GROUPS = {
     "Adapters": "lora load_in_4bit load_in_8bit",
     "Rendering of records": (
         "thinking train_on merge_siblings group_by max_length chat_template chat_template_kwargs on_drift on_hidden "
-        "max_record_bytes images_from_network max_image_bytes"
+        "max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
     ),
     "Reinforcement learning": (
         "objective objective_settings advantages advantages_settings old_logprobs reference mini_batches "
-        "drop_flat_groups logprob_gap_limit"
+        "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
         "max_tokens attention merge_across_trees temperature offload router_z_coefficient weighting normalization "

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from treewise.data import workers
 from treewise.data.dataset import TreeDataset, Trees, mix
 from treewise.data.images import ImageReader
 from treewise.data.importers.convert import read_sources
+from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
@@ -179,7 +181,12 @@ def _load(
         atexit.register(shutil.rmtree, images, ignore_errors=True)
     own = settings.options
     image_reader = processor and ImageReader(
-        processor, images, own.max_image_bytes, from_network=own.images_from_network
+        processor,
+        images,
+        own.max_image_bytes,
+        from_network=own.images_from_network,
+        from_local_network=own.images_from_local_network,
+        image_folder=own.image_folder,
     )
     reader = RecordReader(tokenizer, own, image_reader)
     processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
@@ -277,6 +284,7 @@ class TreeBuilder:
         self.node_trees: dict[tuple[str, str], tuple[_Tree, list[Placed]]] = {}
         self.report = LoadReport()
         self.warnings: dict[str, None] = {}
+        self.counted: Counter[str] = Counter()
 
     def __enter__(self) -> "TreeBuilder":
         if self.settings.quarantines:
@@ -294,8 +302,9 @@ class TreeBuilder:
 
     def add(self, result: RecordResult) -> None:
         """Takes the next result in order."""
-        self.report.num_records += 1
+        self.report.num_records += not result.is_sample
         self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        self.counted.update(result.counted)
         for key in result.unused_keys:
             self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
@@ -307,6 +316,7 @@ class TreeBuilder:
             result.key, group = self.by_rollout.setdefault(json.dumps(result.rollout), first)
             for row in result.rows:
                 row.group = group
+        self.report.dropped += result.left_out
         if result.error is not None:
             self._drop(result)
         elif result.node is not None:
@@ -314,7 +324,7 @@ class TreeBuilder:
             if (file, name) not in self.node_trees:
                 self.node_trees[file, name] = (self._new_tree(printable(json.loads(name))), [])
             self.node_trees[file, name][1].append(Placed(result.location, node, Path(file)))
-        else:
+        elif result.rows:
             tree = self.by_key.get(result.key) if result.key is not None else None
             if tree is None:
                 tree = self._new_tree(result.name)
@@ -337,11 +347,16 @@ class TreeBuilder:
         """Builds the trees that were given one node per line."""
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
+                self.reader.left_out = []
                 _, rows = self.reader.declared_rows(placed, find_tools(placed[0]), is_forest=False)
+            except UnusableError as error:
+                self.report.dropped.append((error.location, error.reason))
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
             else:
+                self.report.dropped += self.reader.left_out
+                self.counted.update(self.reader.take_counted())
                 self._add_rows(tree, rows)
                 tree.num_records = len(placed)
 
@@ -363,6 +378,7 @@ class TreeBuilder:
             "fingerprint": content_hash(table, names),
         }
         report.num_files, report.num_trees = num_sources, len(trees)
+        report.warnings += [f"{text} ({num(count, 'time')})" for text, count in self.counted.items()]
         report.warnings += list(self.warnings)[:MAX_WARNINGS]
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -31,6 +31,7 @@ from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
+from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
 from treewise.trainer.inputs import with_logprobs
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
@@ -73,6 +74,7 @@ class Update:
     Attributes:
         trees: the trajectories of each tree.
         method: how rewards became advantages; None for objectives without advantages.
+        rewards: how many rollouts there were, and how many were set aside because they have no reward.
         report: of the advantages; None where they were given.
         num_dropped: groups without variance that were left out.
         old, ref: where old and reference log-probs come from: `given`, `policy`, `sampler`, `reference`, or None (not
@@ -82,6 +84,7 @@ class Update:
 
     trees: Trees
     method: str | None = None
+    rewards: RewardTally = field(default_factory=RewardTally)
     report: AdvantageReport | None = None
     num_dropped: int = 0
     old: str | None = None
@@ -105,24 +108,33 @@ def credited(
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
     drop_flat_groups: bool = False,
+    max_failed: float = MAX_FAILED,
     may_be_empty: bool = False,
 ) -> Update:
-    """All rollouts with their advantages, where the objective takes any.
+    """All rollouts with their advantages, where the objective takes any. Where these follow from rewards, rollouts
+    without one are set aside (`judged`).
 
     Parameters:
         method: of `ADVANTAGES`, or `given`; None for the rows' own advantages where they have
             some, else the method that the objective carries.
         settings: of the method.
         drop_flat_groups: leave out groups whose rewards are all equal, and groups of one rollout without advantage.
+        max_failed: the share of rollouts that may have no reward.
         may_be_empty: whether no group may be left, or every advantage may be zero.
 
     Raises:
         ConfigError: an unknown method or setting; every advantage is zero.
-        DataError: rows without a reward, a group, or given advantages.
+        DataError: rows without a group, or given advantages; too many rollouts without a reward.
     """
     method = method_of(objective, method, trees)
     if method is None:
         return Update(trees)
+    rewards = RewardTally()
+    if method != GIVEN:
+        trees, rewards = judged(trees)
+        found = too_many_failed(rewards, max_failed)
+        if found is not None:
+            raise DataError(f"{found} Give each rollout `reward`, a number, or raise max_failed if that is meant.")
     trees, report = credit(trees, method, settings or {})
     dropped: tuple[Any, ...] = ()
     if drop_flat_groups and report is not None:
@@ -133,7 +145,27 @@ def credited(
         trees = [tree for tree in left if tree]
     if not may_be_empty and not any(_acts(item) for tree in trees for item in tree):
         raise ConfigError(_nothing_to_learn(method, report))
-    return Update(trees, method, report, num_dropped=len(dropped))
+    return Update(trees, method, rewards, report, num_dropped=len(dropped))
+
+
+def judged(trees: Trees) -> tuple[Trees, RewardTally]:
+    """The rollouts that have a reward, and how many were set aside: one without takes no part in baselines, advantages
+    or the update, whether its reward failed now or is missing in a record.
+    """
+    items = [item for tree in trees for item in tree]
+    if not items:
+        return trees, RewardTally()
+    rollout_of = number_rollouts(items)
+    has_reward = np.zeros(int(rollout_of.max()) + 1, dtype=bool)
+    np.logical_or.at(has_reward, rollout_of, [item.reward is not None for item in items])
+    tally = RewardTally(len(has_reward), int((~has_reward).sum()))
+    if not tally.num_failed:
+        return trees, tally
+    is_kept = has_reward[rollout_of]
+    first = items[int(np.argmin(is_kept))]
+    tally.first = first.source or f"rollout {first.rollout} of group {first.group}"
+    left = [[item for item, keeps in tree if keeps] for tree in _as_trees([*zip(items, is_kept, strict=True)], trees)]
+    return [tree for tree in left if tree], tally
 
 
 def method_of(objective: Objective, method: str | None, trees: Sequence[list[Trajectory]] = ()) -> str | None:
@@ -202,7 +234,7 @@ def _nothing_to_learn(method: str, report: AdvantageReport | None) -> str:
     )
 
 
-def _as_trees(items: Sequence[Trajectory], like: Trees) -> Trees:
+def _as_trees(items: Sequence[Any], like: Trees) -> list[list[Any]]:
     source = iter(items)
     return [[next(source) for _ in tree] for tree in like]
 
@@ -397,6 +429,9 @@ def describe(update: Update, objective: str, reference: str) -> str:
         num_rollouts = int(number_rollouts(items).max()) + 1
         counts = f"{num_rollouts:,} in {num(groups, 'group')}, {num(len(items), 'row')}"
         lines.append(("rollouts", counts))
+        rewards = update.rewards
+        if rewards.num_failed:
+            lines.append(("without a reward", f"{rewards.num_failed:,} set aside (first: {rewards.first})"))
         lines.append(("advantages", update.method if report is None else report.method))
         lines.append(("rows with an advantage", f"{sum(map(_acts, items)):,} of {len(items):,}"))
     if report is not None:

@@ -40,6 +40,7 @@ def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
     assert full.request(SampleRequest((0,))).max_new_tokens == 6
     full.take(completed([5] * 6, "length"))
     assert full.node().finish == "length"
+    assert full.node().token_ids.tolist() == [5] * 6  # and no end, which was not sampled
     segment = single_turn(max_tokens=4)
     assert segment.request(SampleRequest((0,))).max_new_tokens == 4
     segment.take(completed([5] * 4, "length"))

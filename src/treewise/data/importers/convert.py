@@ -16,6 +16,7 @@ from treewise.data.io.files import PathLike, Placed, RawRecord, find_files, pars
 from treewise.data.io.forms import FORMATS, Record, detect_format, has_form
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
+from treewise.data.render.messages import clean_conversation
 from treewise.data.sources import Source
 from treewise.errors import ConfigError, DataError, did_you_mean, num
 
@@ -103,7 +104,7 @@ class RolloutImport:
             self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
             try:
                 for row in _rows(str(path), name, chain([first], records), self.context):
-                    yield self._checked(row)
+                    yield from self._checked(row)
             except DataError as error:
                 seen = detect_format(first.value)
                 if seen in (None, name):
@@ -125,8 +126,8 @@ class RolloutImport:
             self.report.num_records += 1
             yield Placed(raw.location, parse(raw))
 
-    def _checked(self, row: Record) -> Record:
-        """The row as it is written, after the reader of `load_trees` has read it."""
+    def _checked(self, row: Record) -> Iterator[Record]:
+        """The row as it is written, after the reader of `load_trees` has read it; nothing where that leaves it out."""
         report, location = self.report, row["source"]
         has_ids = "token_ids" in row
         group = row.get("group", location)
@@ -136,6 +137,9 @@ class RolloutImport:
             result = self._reader.read(RawRecord(location, dict(row)), Path(location))
             if result.error is not None:
                 raise DataError(result.error)
+            self.context.left_out += result.left_out
+            if not result.rows:
+                return
             if self.context.tokenizer is not None and {"messages", "text"} & set(row) and has_ids:
                 report.num_compared += 1
                 report.num_drifted += bool(result.drift)
@@ -148,6 +152,9 @@ class RolloutImport:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
             report.num_without_sampler_logprobs += "sampler_logprobs" not in row
         else:
+            for name in ("messages", "prompt", "completion"):
+                if isinstance(row.get(name), list):
+                    clean_conversation(row[name], location, name)
             report.num_text_rows += 1
             if self.strict:
                 raise DataError(
@@ -160,7 +167,7 @@ class RolloutImport:
         report.num_rollouts, report.num_groups = len(self._rollouts), len(self._groups)
         if has_ids and not self.keep_messages:
             row = {name: value for name, value in row.items() if name not in ("messages", "tools", "text")}
-        return row
+        yield row
 
 
 def import_rollouts(
@@ -222,7 +229,7 @@ def read_sources(sources: Sequence[Source], report: LoadReport) -> Iterator[tupl
     halves: dict[str, tuple[str, Any]] = {}
     for source in sources:
         for raw in _read_source(source, report, halves):
-            yield raw, source.data_file
+            yield raw, source.data_file or source.place
     context = Context(halves=halves)
     unjoined(context)
     report.dropped += context.left_out

@@ -19,15 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treewise.data.importers.call_records import openai_calls
-from treewise.data.importers.common import (
-    Context,
-    integers,
-    messages,
-    numbers,
-    openai_tools,
-    sampled_row,
-    text_row,
-)
+from treewise.data.importers.common import Context, integers, messages, openai_tools, sampled_row, stream
+from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
+from treewise.data.io.endings import KEYS, with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
@@ -45,20 +39,12 @@ TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 
 @dataclass(slots=True)
-class _Call:
-    location: str
-    history: list[Record]
-    reply: Record
-    tools: list[Record] | None
-    ids: tuple[list[int], list[int], list[float] | None] | None  # prompt, completion, log-probs
-
-
-@dataclass(slots=True)
 class _Run:
     name: str
+    prompt: str  # key of the messages of its first call
     group: Any = None
     reward: float | None = None
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
 
 def read(
@@ -84,10 +70,12 @@ def read(
                 keys = list(_prefix_keys(calls[0].history))
                 name, length = ends.run_at(keys, None, context)
                 ends.open.pop((name, keys[length - 1] if length else ""), None)
-        run = runs.setdefault(str(name or record.location), _Run(str(name or record.location)))
+        key = str(name or record.location)
+        run = runs.setdefault(key, _Run(key, _key(calls[0].history) if calls else ""))
         for call in calls:
+            run.prompt = run.prompt or _key(call.history)
             ends.add(_key([*call.history, call.reply]), run.name, call.location)
-        run.calls += calls
+        run.calls += trainable(calls, context)
         _label(run, record, context)
     for location in asked.open.values():
         context.leave_out(location, "a request whose reply no later request shows")
@@ -99,9 +87,9 @@ def read(
 def _rows(run: _Run, context: Context) -> Iterator[Record]:
     group = run.group
     if group is None:  # samples of one prompt are compared with one another
-        group = "prompt " + _key(run.calls[0].history)[-16:]
+        group = "prompt " + run.prompt[-16:]
     shared = {"group": group, "rollout": run.name, "reward": run.reward}
-    by_tools: dict[str, list[_Call]] = {}
+    by_tools: dict[str, list[Call]] = {}
     for call in run.calls:
         if call.ids is None:
             by_tools.setdefault(json.dumps(call.tools, sort_keys=True), []).append(call)
@@ -113,23 +101,7 @@ def _rows(run: _Run, context: Context) -> Iterator[Record]:
             context, call.location, prompt, completion, None, streams, messages=talk, tools=call.tools, **shared
         )
     for calls in by_tools.values():
-        yield _pooled(calls, shared)
-
-
-def _pooled(calls: list[_Call], shared: Record) -> Record:
-    """One record of logged calls: each message once, each call as indices into them."""
-    pool: dict[str, int] = {}
-    talk: list[Record] = []
-
-    def index(message: Record) -> int:
-        key = json.dumps(message, sort_keys=True)
-        if key not in pool:
-            pool[key] = len(talk)
-            talk.append(message)
-        return pool[key]
-
-    entries = [{"ctx": [index(each) for each in call.history], "out": index(call.reply)} for call in calls]
-    return text_row(calls[0].location, messages=talk, calls=entries, tools=calls[0].tools, **shared)
+        yield pooled(calls, shared)
 
 
 class _Standing:
@@ -164,7 +136,7 @@ class _Standing:
 
 def _replies_shown(
     record: Placed, name: str | int | None, asked: _Standing, context: Context
-) -> tuple[str, list[_Call]]:
+) -> tuple[str, list[Call]]:
     """The run of a request alone, and the calls whose replies it shows: its assistant messages after the longest
     messages that the run has asked with. What the first request of a run holds was given to it.
     """
@@ -173,7 +145,7 @@ def _replies_shown(
     if not isinstance(request, dict) or "messages" not in request:
         context.leave_out(location, _why_no_call(request, {}))
         return str(name or location), []
-    history = [_plain(each) for each in messages(request["messages"], "messages", location)]
+    history = [_plain(each, context) for each in messages(request["messages"], "messages", location)]
     keys = list(_prefix_keys(history))
     found, start = asked.run_at(keys[:-1], None if name is None else str(name), context)
     run, tools = found or str(name or location), openai_tools(request.get("tools"), location)
@@ -182,7 +154,7 @@ def _replies_shown(
         asked.open.pop((run, keys[index - 1]), None)
         if history[index].get("role") == "assistant" and (run, keys[index]) not in asked.known:
             asked.known.add((run, keys[index]))
-            calls.append(_Call(location, history[:index], {"content": "", **history[index]}, tools, None))
+            calls.append(Call(location, history[:index], {"content": "", **history[index]}, tools))
     if keys:
         asked.add(keys[-1], run, location)
     return run, calls
@@ -201,7 +173,7 @@ def _key(history: list[Record]) -> str:
     return ["", *_prefix_keys(history)][-1]
 
 
-def _calls(record: Placed, context: Context) -> Iterator[_Call]:
+def _calls(record: Placed, context: Context) -> Iterator[Call]:
     """The calls of one line: one, or one per choice."""
     location = record.location
     request, response = (_body(record.value.get(name), f"{location}: {name}") for name in ("request", "response"))
@@ -221,15 +193,20 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
         is_other = response.get("type") == "message" and not why
         context.leave_out(location, f"{ANTHROPIC}; {CHAT}" if is_other else f"a call without a reply{why}")
         return
-    history = [_plain(each) for each in messages(request["messages"], "messages", location)]
+    history = [_plain(each, context) for each in messages(request["messages"], "messages", location)]
     tools = openai_tools(request.get("tools"), location)
+    rest = {name: item for name, item in response.items() if name != "choices"}
     for choice_index, choice in enumerate(messages(choices, "choices", location)):
         where = location if len(choices) == 1 else f"{location}: choices[{choice_index}]"
         if not isinstance(choice.get("message"), dict):
             raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
-        reply = {**_plain(choice["message"]), "role": "assistant"}
+        reply = {**_plain(choice["message"], context), "role": "assistant"}
         reply.setdefault("content", "")
-        yield _Call(where, history, reply, tools, _tokens(response, choice, where))
+        said = {key: record.value[key] for key in KEYS if key in record.value}
+        ending = with_reason({}, choice, rest, said, _metadata(record.value))
+        if choice["message"].get("refusal") and not choice["message"].get("content"):
+            ending = {"finish_reason": "refusal"}
+        yield Call(where, history, reply, tools, _tokens(response, choice, where), ending)
 
 
 def _why_no_call(request: object, response: Record) -> str:
@@ -238,7 +215,7 @@ def _why_no_call(request: object, response: Record) -> str:
     return "no chat call (its request has no messages)"
 
 
-def _tokens(response: Record, choice: Record, location: str) -> tuple[list[int], list[int], list[float] | None] | None:
+def _tokens(response: Record, choice: Record, location: str) -> Ids | None:
     """Token ids of the prompt and of the reply, where the server gave both, and the reply's log-probs."""
     prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
     entries = (choice.get("logprobs") or {}).get("content") or []
@@ -250,7 +227,7 @@ def _tokens(response: Record, choice: Record, location: str) -> tuple[list[int],
     completion = integers(own, "token_ids", location)
     logprobs = None
     if entries:
-        logprobs = numbers([each.get("logprob") for each in entries], "logprobs", len(completion), location)
+        logprobs = stream([each.get("logprob") for each in entries], "logprobs", len(completion), location)
     return integers(prompt, "prompt_token_ids", location), completion, logprobs
 
 
@@ -293,5 +270,9 @@ def _body(value: object, location: str) -> object:
     return value
 
 
-def _plain(message: Record) -> Record:
-    return {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
+def _plain(message: Record, context: Context) -> Record:
+    """What a message holds when it is sent; a refusal is what the model sees of a turn without content."""
+    plain = {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
+    if message.get("refusal") and not plain.get("content"):
+        plain["content"] = message["refusal"]
+    return with_arguments(plain, context)

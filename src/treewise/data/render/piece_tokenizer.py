@@ -7,6 +7,7 @@ instead of a new tokenisation. Tokens that reach over their borders (`lstrip`, `
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,10 @@ class Encoder:
         self._cut = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._safe = safe if getattr(tokenizer, "is_fast", False) else set()
         special = sorted({t.content for t in added if t.special} | set(tokenizer.all_special_tokens), key=len)
-        self._ending = re.compile("(?:" + ("|".join(map(re.escape, special[::-1])) or "(?!)") + r")(?=\s*\Z)")
+        any_special = "(?:" + ("|".join(map(re.escape, special[::-1])) or "(?!)") + ")"
+        self._special = re.compile(any_special)
+        self._ending = re.compile(any_special + r"(?=\s*\Z)")
+        self._endings = re.compile(rf"(?:{any_special}\s*)+\Z")
         self._known: dict[str, np.ndarray] = {}
         self._known_chars = 0
         self._newline = self._encode_all(["\n"])[0]
@@ -103,8 +107,30 @@ class Encoder:
         match = self._ending.search(text, max(0, len(text.rstrip()) - 256))
         return match.span() if match else None
 
+    def endings(self, text: str) -> list[tuple[int, int]]:
+        """Where the special tokens lie that close the text one after another; white space may stand between them."""
+        match = self._endings.search(text, max(0, len(text.rstrip()) - 256))
+        return [each.span() for each in self._special.finditer(text, match.start())] if match else []
+
+    def special_at(self, text: str) -> str | None:
+        """The special token that a text begins with."""
+        match = self._special.match(text)
+        return match.group() if match else None
+
+    def special_tokens(self, text: str) -> list[str]:
+        """The special tokens that a text holds as text, each once."""
+        return list(dict.fromkeys(self._special.findall(text)))
+
     def begin_ids(self) -> np.ndarray:
         """The ids that the tokenizer puts in front of a plain text (a begin-of-sequence token), if any."""
+        return self._begin
+
+    def begins(self, text: str) -> bool:
+        """Whether a plain text begins with the token that the tokenizer puts in front of it."""
+        return len(self._begin) > 0 and text.startswith(self.tokenizer.bos_token)
+
+    @cached_property
+    def _begin(self) -> np.ndarray:
         bos = getattr(self.tokenizer, "bos_token_id", None)
         ids = self.tokenizer("a")["input_ids"]
         return np.array([bos] if bos is not None and ids and ids[0] == bos else [], dtype=np.int32)

@@ -1,0 +1,158 @@
+"""Replies that were logged as text: which of them can be trained, their tool calls, and one record of all calls."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from treewise.data.importers.common import Context, text_row
+from treewise.data.io.endings import KEYS, ending_of, is_known, why_unusable, with_reason
+from treewise.data.io.field_checks import shown
+from treewise.data.io.forms import Record
+
+Ids = tuple[list[int], list[int], list[float] | None]
+BAD_ARGUMENTS = "a tool call whose arguments are no JSON object, so its sampled text is not known"
+BLANK_ARGUMENTS = "tool calls with blank arguments are read as calls without any ({})"
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a model.
+
+    ids: of the prompt and of the reply, with log-probs, where the server gave them; they are trained as they are.
+    ending: why the reply ended, as records of calls say it (`finish_reason`).
+    """
+
+    location: str
+    history: list[Record]
+    reply: Record
+    tools: list[Record] | None = None
+    ids: Ids | None = None
+    ending: Record = field(default_factory=dict)
+
+
+def trainable(calls: Iterable[Call], context: Context) -> list[Call]:
+    """The calls whose replies can be trained; the others are left out and counted."""
+    kept = []
+    for call in calls:
+        reason = call.ending.get("finish_reason")
+        why = why_unusable(call.reply, reason)
+        if call.ids is not None:
+            why = why if ending_of(reason) == "unusable" else None
+        elif why is None and (has_bad_arguments(call.reply) or any(map(has_bad_arguments, call.history))):
+            why = BAD_ARGUMENTS
+        if why is None:
+            note_unknown(reason, context)
+            kept.append(call)
+        else:
+            context.leave_out(call.location, why)
+    return kept
+
+
+def trainable_talk(talk: Sequence[Record], location: str, context: Context) -> list[Record] | None:
+    """A conversation in which every assistant message of weight above 0 is trained: without those that cannot be, which
+    become context, and without all from a bad tool call on. None where nothing is left to train.
+    """
+    found: list[Record] = []
+    trains = False
+    for index, message in enumerate(talk):
+        where = f"{location}: message {index}"
+        if has_bad_arguments(message):
+            context.leave_out(where, f"{BAD_ARGUMENTS}; with all that follows it")
+            break
+        if message.get("role") == "assistant" and message.get("weight", 1):
+            reason = message.get("finish_reason")
+            why = why_unusable(message, reason)
+            if why is not None:
+                context.leave_out(where, why)
+                message = {**message, "weight": 0}
+            else:
+                note_unknown(reason, context)
+                trains = True
+        found.append(message)
+    return found if trains else None
+
+
+def text_pair(context: Context, location: str, value: Record, **labels: object) -> Iterator[Record]:
+    """The row of a prompt and its completion, texts or messages, unless it cannot be trained for how it ended."""
+    prompt, completion = value.get("prompt"), value.get("completion")
+    ending = with_reason({}, {key: value[key] for key in KEYS if key in value})
+    replies = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+    talk = [with_arguments(with_reason(each, each), context) for each in replies]
+    if talk:
+        talk[-1] = {**ending, **talk[-1]}
+    found = trainable_talk(talk, location, context)
+    if found is None:
+        return
+    if isinstance(completion, str):
+        yield text_row(location, prompt=prompt, completion=completion, **ending, **labels)
+    else:
+        yield text_row(location, prompt=prompt, completion=found, **labels)
+
+
+def note_unknown(reason: str | None, context: Context) -> None:
+    """Warns of a reason that no table holds."""
+    if reason is not None and not is_known(reason):
+        context.warn(f"replies that ended with {shown(reason)}, which is not known, are trained without an end of turn")
+
+
+def pooled(calls: Sequence[Call], shared: Record) -> Record:
+    """One record of logged calls: each message once, each call as indices into them."""
+    pool: dict[str, int] = {}
+    talk: list[Record] = []
+
+    def index(message: Record) -> int:
+        key = json.dumps(message, sort_keys=True)
+        if key not in pool:
+            pool[key] = len(talk)
+            talk.append(message)
+        return pool[key]
+
+    entries = [
+        {"ctx": [index(each) for each in call.history], "out": index(call.reply), **call.ending} for call in calls
+    ]
+    return text_row(calls[0].location, messages=talk, calls=entries, tools=calls[0].tools, **shared)
+
+
+def with_arguments(message: Record, context: Context) -> Record:
+    """A message whose tool calls have arguments, if only none: blank text is how several servers write that."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(_is_blank(each) for each in calls):
+        return message
+    context.warn(BLANK_ARGUMENTS)
+    return {**message, "tool_calls": [_filled(each) if _is_blank(each) else each for each in calls]}
+
+
+def has_bad_arguments(message: Record) -> bool:
+    """Whether a tool call has arguments that are neither an object nor the JSON text of one."""
+    calls = message.get("tool_calls") or [message.get("function_call")]
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if arguments is not None and not isinstance(arguments, dict) and not _is_object(arguments):
+            return True
+    return False
+
+
+def _is_blank(call: object) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    return isinstance(arguments, str) and not arguments.strip()
+
+
+def _filled(call: Record) -> Record:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": {**call["function"], "arguments": "{}"}}
+    return {**call, "arguments": "{}"}
+
+
+def _is_object(arguments: object) -> bool:
+    return isinstance(arguments, str) and _holds_object(arguments)
+
+
+@lru_cache(maxsize=4096)
+def _holds_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
