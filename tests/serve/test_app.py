@@ -428,7 +428,12 @@ def test_clients_that_leave_in_the_middle_leave_the_others_as_they_are(client, a
     asked = types.ForwardBackwardInput(data=tree_of_data("ppo"), loss_fn="ppo")
     request = types.ForwardBackwardRequest(forward_backward_input=asked, model_id=rogue.model_id, seq_id=1)
     body = forward_backward_request_to_proto(request).SerializeToString()
-    lines = "POST /api/v1/forward_backward HTTP/1.1", "Host: 127.0.0.1", "X-API-Key: x", f"Content-Length: {len(body)}"
+    lines = (
+        "POST /api/v1/forward_backward HTTP/1.1",
+        "Host: 127.0.0.1",
+        f"X-API-Key: {KEY}",
+        f"Content-Length: {len(body)}",
+    )
     head = "\r\n".join((*lines, "", "")).encode()
     with socket.create_connection((host, int(port))) as half:
         half.sendall(head + body[: len(body) // 2])

@@ -71,11 +71,11 @@ def test_what_expired_is_removed(tmp_path):
     for seq, (name, life) in enumerate((("short", 0), ("long", 3600), ("kept", None)), start=1):
         assert "path" in served.ask("a:train:0", seq, "save_weights", {"path": name, "ttl_seconds": life})
     assert [place.name for place in served.store.places()] == ["long", "kept"]
-    served.worker._tidy(0.0)
+    served.store.forget()
     assert sorted(path.name for path in tmp_path.glob("runs/*/weights/*")) == ["kept", "long"]
     assert "path" in served.ask("a:train:0", 4, "save_weights", {"path": "short"})
     served = served.died()
-    served.worker._tidy(0.0)
+    served.store.forget()
     assert sorted(place.name for place in served.store.places()) == ["kept", "long", "short"]
 
 

@@ -31,6 +31,10 @@ from treewise.tree.trajectory import Trajectory
 COUNTS = ("flat_tokens", "tree_tokens", "computed_tokens")  # of a computed forest
 
 
+class WeightsError(NonFiniteError):
+    """Weights with which the model computes what is not a number, whatever the data are."""
+
+
 class ServedModel:
     """The base model; one thread calls it.
 
@@ -119,7 +123,8 @@ class ServedModel:
         none.
 
         Raises:
-            NonFiniteError: a loss that is not a number; names the first datum.
+            WeightsError: the model's log-probs are not numbers. NonFiniteError: a loss alone is not; names the first
+                datum.
         """
         items = [Trajectory(row.token_ids, images=row.images) for row in rows]
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
@@ -128,6 +133,8 @@ class ServedModel:
         with self.using(weights), gradients_set_aside(self.model) if gradients else nullcontext():
             out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
             if not math.isfinite(out.loss):
+                if np.isnan(loss.logprobs).any():
+                    raise WeightsError("log-probs are not numbers.")
                 is_wrong = ~np.isfinite(np.add.reduceat(loss.losses, loss.bounds[:-1]))
                 raise NonFiniteError(f"the loss is not a number, first at datum {is_wrong.argmax()} of the forest.")
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
