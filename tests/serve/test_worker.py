@@ -4,6 +4,7 @@ once, as a kill does it."""
 
 import json
 import math
+import re
 import threading
 import time
 
@@ -173,7 +174,10 @@ def test_a_call_that_fails_adds_no_gradient(tmp_path, monkeypatch):
     assert same(served.values("a:train:0"), alone.values("a:train:0"))
 
 
-@pytest.mark.parametrize("wrong", [{"learning_rate": None}, {"beta1": 1.0}, {"beta2": 2.0}, {"eps": -1.0}])
+WRONG = {"learning_rate": None}, {"beta1": 1.0}, {"beta2": 2.0}, {"eps": -1.0}, {"learning_rate": 1e38}, {"eps": 1e39}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, {"learning_rate": 1e30, "weight_decay": 1e30}])
 def test_adams_settings_are_checked_before_anything_changes(wrong, tmp_path):
     served = Served(tmp_path)
     served.run("a:train:0")
@@ -181,6 +185,53 @@ def test_adams_settings_are_checked_before_anything_changes(wrong, tmp_path):
     said = served.ask("a:train:0", 2, "optim_step", {"adam_params": wrong})
     assert (next(iter(wrong)) in said["error"], said["category"]) == (True, "user")
     assert served.worker._run_of("a:train:0").weights.optimizer.state == {}
+
+
+@pytest.mark.parametrize(
+    ("adam", "how"),
+    [
+        ({"learning_rate": 1e30}, r"became so large \(up to 1.0e\+30\) in step 1 with learning_rate=1e\+30 that"),
+        ({"eps": 0.0, "learning_rate": 0.1}, "became non-finite in step 1 with learning_rate=0.1, eps=0;"),
+        (
+            {"weight_decay": 1e35, "learning_rate": 1.0},
+            r"became so large .* in step 1 with learning_rate=1, weight_decay=",
+        ),
+    ],
+)
+def test_weights_that_a_step_ruined_are_named_and_not_the_data(adam, how, tmp_path):
+    """At the next call, before a restart, after it, and after one from a snapshot; until others are loaded."""
+    served, name = Served(tmp_path), "a:train:0"
+    served.run(name)
+    served.ask(name, 1, "save_weights", {"path": "good"})
+    served.ask(name, 2, "forward_backward", call())
+    served.ask(name, 3, "optim_step", {"adam_params": adam})
+    for seq in (4, 5, 6):
+        said = served.ask(name, seq, "forward_backward", call(1))
+        assert re.search(f"^the weights of run {name} {how}", said["error"])
+        assert (said["category"], "datum" in said["error"]) == ("user", False)
+        if seq == 5:
+            served.worker._save_snapshot(name, served.worker._run_of(name))
+        served = served.died()
+    load = {"path": f"tinker://{name}/weights/good", "optimizer": True}
+    assert "path" in served.ask(name, 7, "load_weights", load)
+    assert isinstance(served.ask(name, 8, "forward_backward", call(1)), bytes)
+
+
+def test_a_step_whose_weights_are_not_finite_says_so_itself(tmp_path):
+    served, name = Served(tmp_path), "a:train:0"
+    served.run(name)
+    served.ask(name, 1, "forward_backward", call())
+    said = served.ask(name, 2, "optim_step", {"adam_params": {"learning_rate": 0.1, "eps": 0.0}})
+    assert f"the weights of run {name} became non-finite in step 1 with learning_rate=0.1, eps=0" in said["error"]
+
+
+def test_gradients_that_are_not_numbers_come_with_the_size_of_the_weights(tmp_path):
+    served, name = Served(tmp_path), "a:train:0"
+    served.run(name)
+    for seq in (1, 3):
+        served.ask(name, seq, "forward_backward", call(1))
+        said = served.ask(name, seq + 1, "optim_step", {"adam_params": {"learning_rate": 1e12}})
+    assert "The largest of the weights is 1.0e+12, since step 1 with learning_rate=1e+12." in said["error"]
 
 
 def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):

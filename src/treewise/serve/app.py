@@ -9,6 +9,7 @@ every refusal of a request that names a model and a number takes that number (`_
 
 import asyncio
 import hmac
+import logging
 import secrets
 import time
 import uuid
@@ -43,6 +44,7 @@ from treewise.serve.wire import UNPUBLISHED, read_call
 from treewise.serve.worker import CALLS, JSON, PATIENCE_SECONDS, QueueFullError, Worker
 from treewise.trainer.run_context import RunLock
 
+logger = logging.getLogger("treewise")
 WAIT_SECONDS = 20.0
 MAX_SEQ = 1 << 53
 MAX_RUNS = 10**6  # of a session
@@ -400,6 +402,12 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
     journal = Journal(folder / "journal.sqlite")
+    names = journal.names("session") if settings.token else []
+    if others := sum(journal.key_of(name) != digest_of(settings.token or "") for name in names):
+        logger.warning(
+            "%s: %d sessions and their runs belong to other keys than --token, which reach them without it.",
+            *(folder, others),
+        )
     return Api(Store(folder, served, settings.names[0], journal)).app()
 
 

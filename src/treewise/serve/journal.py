@@ -18,6 +18,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +33,13 @@ _SUMMED = {  # the columns that each table's checksums are of
     "requests": "id, owner, seq, kind, body, batch, answer, media, created, answered, begun",
 }
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (kind TEXT, id TEXT, owner TEXT, number INTEGER, content TEXT, created REAL,
+CREATE TABLE facts (kind TEXT, id TEXT, owner TEXT, number INTEGER, content TEXT, created REAL,
     checksum INTEGER, PRIMARY KEY (kind, id));
-CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, body BLOB, batch INTEGER,
+CREATE TABLE requests (id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, body BLOB, batch INTEGER,
     answer BLOB, media TEXT, created REAL, answered REAL, begun INTEGER DEFAULT 0, checksum INTEGER);
-CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
+CREATE INDEX by_owner ON requests (owner, seq);
 """ + "".join(
-    f"""CREATE TRIGGER IF NOT EXISTS {table}_{when[:6]} AFTER {when} ON {table} BEGIN
+    f"""CREATE TRIGGER {table}_{when[:6]} AFTER {when} ON {table} BEGIN
     UPDATE {table} SET checksum = checksum_of({columns}) WHERE rowid = NEW.rowid; END;"""
     for table, columns in _SUMMED.items()
     for when in ("INSERT", f"UPDATE OF {columns}")
@@ -82,23 +83,25 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
         try:
-            lost = keep_what_is_lost(path)
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._db.create_function("checksum_of", -1, _checksum, deterministic=True)
-            self._open(path)
-            if lost:
-                logger.warning("%s", lost)
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what is damaged is not found again
-        except (sqlite3.Error, OSError) as error:
+            with ExitStack() as stack:
+                lost = keep_what_is_lost(path)
+                self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                stack.callback(self._db.close)
+                self._check(path)
+                if lost:
+                    logger.warning("%s", lost)
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what is damaged is not found again
+                stack.pop_all()
+        except (sqlite3.Error, OSError, UnicodeError) as error:
             raise ConfigError(f"{path}: the journal cannot be read ({error}). {_INSTEAD}") from None
 
-    def _open(self, path: Path) -> None:
-        is_new = not self._all("SELECT name FROM sqlite_master")
-        if not is_new and self._all("PRAGMA user_version") != [(_VERSION,)]:
+    def _check(self, path: Path) -> None:
+        self._db.create_function("checksum_of", -1, _checksum, deterministic=True)
+        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+        if not self._all("SELECT name FROM sqlite_master"):
+            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+        if self._all("PRAGMA user_version") != [(_VERSION,)]:
             raise ConfigError(f"{path}: the journal is of another version of treewise. {_INSTEAD}")
-        self._db.executescript(
-            f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={_VERSION};" + _SCHEMA
-        )
         wrong = [str(row[0]) for row in self._all("PRAGMA integrity_check(3)") if row[0] != "ok"]
         for table, columns in _SUMMED.items():
             query = f"SELECT id FROM {table} WHERE checksum IS NOT checksum_of({columns}) LIMIT 3"

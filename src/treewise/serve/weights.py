@@ -15,7 +15,7 @@ from tinker import types
 from torch import nn
 
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, NonFiniteError
+from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.nn.adapter_slots import Shape, Slots, Weights
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
@@ -131,7 +131,10 @@ class ServedModel:
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)
         with self.using(weights), gradients_set_aside(self.model) if gradients else nullcontext():
-            out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
+            try:
+                out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
+            except UnsupportedModelError as error:  # of the probe, if they are the first weights of this process
+                raise error if error.is_finite else WeightsError(str(error)) from None
             if not math.isfinite(out.loss):
                 if np.isnan(loss.logprobs).any():
                     raise WeightsError("log-probs are not numbers.")

@@ -13,15 +13,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from tinker import types
 
 from treewise.errors import ConfigError, DataError, NonFiniteError, SamplerError, TreewiseError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape, Weights
+from treewise.nn.adapter_slots import Shape
 from treewise.serve.journal import FAILED, GAP, REFUSED, Work
+from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request
 from treewise.serve.store import KINDS, Place, Store, size_of
 from treewise.serve.turns import Turns
@@ -35,7 +35,6 @@ MAX_GROUP_SAMPLES = 64  # requests that are drawn together before others get the
 CANCELLED = DataError("cancelled by the client.")
 PATIENCE_SECONDS = 40.0  # for requests with lower numbers; the SDK waits 30 s at most between two tries
 TIDY_SECONDS, LOOK_SECONDS = 60.0, 2.0  # between looks for what is old, and for what does not come
-_MOST = 1e37  # settings of an optimizer, and what is made of them, fit into float32
 _CURVE, _KEPT_SAMPLES, _SHOWN = 2000, 20, 400  # on the page: points of a curve, samples, characters of each
 
 
@@ -49,41 +48,6 @@ class RefusedBeforeError(DataError):
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
         self.status_code = status
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """A client's model in memory. sums: loss, flat, tree and computed tokens, seconds since its last optimizer step.
-    moved: which step changed the weights last, and with which settings; empty: none did.
-    """
-
-    weights: Weights
-    facts: dict[str, Any]
-    steps: int = 0
-    moved: str = ""
-    used: float = 0.0
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients wait for an optimizer step."""
-        return any(each.grad is not None for each in self.weights.parameters.values())
-
-    @property
-    def largest(self) -> float:
-        """The largest absolute value among the weights; not finite where one is not."""
-        sizes = [each.detach().abs().max() for each in self.weights.parameters.values()]
-        return float(torch.stack(sizes).max())
-
-    def blame(self, name: str) -> WeightsError:
-        """The error of weights with which nothing can be computed."""
-        largest = self.largest
-        what = f"became so large (up to {largest:.1e}) in {self.moved} that the model's log-probs are not numbers"
-        if not math.isfinite(largest):
-            what = f"became non-finite in {self.moved}"
-        if not self.moved:
-            what = "give log-probs that are not numbers, as they were made or loaded"
-        return WeightsError(f"the weights of run {name} {what}; load a checkpoint from before, or begin a new run.")
 
 
 class Worker(threading.Thread):
@@ -436,31 +400,14 @@ class Worker(threading.Thread):
         return {"type": asked.get("type"), "path": asked.get("path"), "model_id": work.owner}
 
     def _optim_step(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
-        if "optimizer_params" in asked:
-            raise DataError(f"optimizer {asked['optimizer_params'].get('type')!r} is not implemented; send AdamParams.")
-        given: dict[str, float | None] = asked["adam_params"]
-        for name, value in given.items():  # what was not finite is None in JSON
-            if value is None or not 0 <= value <= _MOST or (name.startswith("beta") and value >= 1):
-                raise DataError(f"{name}={value} must be a finite number, 0 to {_MOST:g}, and below 1 for a beta.")
-        adam = types.AdamParams.model_validate(given)
-        if adam.learning_rate * max(adam.weight_decay, 1 / (1 - adam.beta1)) > _MOST:
-            raise DataError(f"learning_rate={adam.learning_rate} with weight_decay and beta1 is beyond {_MOST:g}.")
+        adam = read_adam(asked)
         sums, run.sums = run.sums, [0.0] * 5
-        try:
-            norm = self.model.optimize(run.weights, adam)
-        except NonFiniteError as error:
-            since = f", since {run.moved}" if run.moved else ""
-            raise NonFiniteError(f"{error} The largest of the weights is {run.largest:.1e}{since}.") from None
-        run.steps += 1
+        norm = run.optimize(self.model, adam)
         before = self.journal.get("curve", work.owner) or []
         curve = [point for point in before if point[0] < run.steps]  # the others ran before the server was killed
         self.journal.put("curve", work.owner, work.owner, [*curve, [float(run.steps), *sums]][-_CURVE:])
-        if norm:
-            odd = {name: value for name, value in given.items() if value != types.AdamParams.model_fields[name].default}
-            settings = {"learning_rate": adam.learning_rate, **odd}
-            run.moved = f"step {run.steps} with " + ", ".join(f"{name}={value:g}" for name, value in settings.items())
-            if not math.isfinite(run.largest):
-                raise run.blame(work.owner)
+        if not math.isfinite(run.largest):
+            raise run.blame(work.owner)
         share = {"share_ratio:mean": sums[1] / sums[2]} if sums[2] else {}
         return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share}}
 

@@ -27,8 +27,8 @@ class Lost(NamedTuple):
 
 
 def lost_transactions(log: Path, page_size: int) -> Lost | None:
-    """What SQLite leaves out of a log; None: nothing. Frames are told from what was there before by either salt, of
-    which one may be what is damaged."""
+    """What SQLite leaves out of a log; None: nothing. Frames of this log have one of its two salts at least, as
+    the other may be what is damaged."""
     content = log.read_bytes() if log.is_file() else b""
     if len(content) < _HEADER.size:
         return None
