@@ -220,7 +220,9 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
             if wrong:
                 count = num(len(wrong), "parameter")
                 why = f"weights of {', '.join(wrong[:3])} are not finite ({count} in all); it diverged."
-            raise UnsupportedModelError(f"{type(lm.model).__name__} gives {what} that are not finite: {why}")
+            error = UnsupportedModelError(f"{type(lm.model).__name__} gives {what} that are not finite: {why}")
+            error.is_finite = False
+            raise error
     has_fewer_bits = device == "cuda" and torch.backends.cuda.matmul.fp32_precision in ("tf32", "bf16")
     return _Flat(run.logprobs, hidden, entered[-1], is_wide and entered[-1] is None and not has_fewer_bits)
 
