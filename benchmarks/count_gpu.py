@@ -152,7 +152,7 @@ def count_step(
     loss = StepLoss(forest, SFT(), None)
     with counted(counts):
         walk.train(loss.of_micro_batch)
-        loss.totals()
+        loss.output(walk)
     return counts
 
 

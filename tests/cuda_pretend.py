@@ -364,7 +364,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _location() -> str:
-    """The innermost function of a library that runs now, as `treewise.engine: totals`; torch and tests aside."""
+    """The innermost function of a library that runs now, as `treewise.engine: output`; torch and tests aside."""
     frame = sys._getframe(1)
     while frame is not None:
         for library, folder in _libraries().items():

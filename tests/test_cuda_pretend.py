@@ -20,7 +20,7 @@ from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 # Where the host reads a result: the loss and the metrics, once, when all is computed.
-LOSS = ("read", "treewise.engine: totals")
+LOSS = ("read", "treewise.engine: output")
 ROUTERS = {
     ("read", "treewise.engine: step_output"),
     ("read", "treewise.nn: report"),
@@ -243,7 +243,7 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
     def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
         return -torch.stack([each.sum() for each in logprobs]).mean()
 
-    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: run"): 1}
+    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {LOSS: 1}
     assert waits_of(pretend, lambda: engine.logprobs(forest, trained_only=True)[0].sum().backward()) == {}
     assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
     scored = waits_of(pretend, lambda: engine.scored(rollouts))
