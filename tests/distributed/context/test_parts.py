@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treewise.planning.context_parts import context_part, part_bounds
 
+from treewise.distributed.context import context_part, part_bounds
 from treewise.planning.planner import plan
 from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests
