@@ -136,7 +136,8 @@ class _Limited(ImmutableSandboxedEnvironment):
         return copy
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        for node in list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+        loops: list[Any] = list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for node in loops:
             attribute = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
             call = nodes.Call(attribute, [], [], None, None, lineno=node.lineno)
             node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
@@ -227,8 +228,8 @@ def _check_text(name: str, value: Any, args: tuple[Any, ...], *, is_method: bool
         width = max((each if isinstance(each, int) else len(str(each)) for each in args), default=8)
         _check_size("", len(text) + max(0, width) * (text.count("\t" if name == "expandtabs" else "\n") + 1))
     elif name == "replace" and len(args) >= 2:
-        text, old, new = (each if isinstance(each, bytes) else str(each) for each in (value, *args[:2]))
-        _check_size("", len(text) + text.count(old) * len(new))  # type: ignore[arg-type]
+        whole, old, new = (each if isinstance(each, bytes) else str(each) for each in (value, *args[:2]))
+        _check_size("", len(whole) + whole.count(old) * len(new))  # type: ignore[arg-type]
     elif name == "translate" and args and isinstance(args[0], dict):
         _check_size("", len(value) * max((len(str(each)) for each in args[0].values()), default=1))
     elif name == "join":
