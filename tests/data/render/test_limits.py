@@ -71,6 +71,7 @@ MUCH = (
     "{% for m in messages %}{% for c in 'ab' if c != 'a' %}{{ f(m.role)|replace('u', 'U')|indent(2) }}"
     "{{ '%s|%5d' % (c, loop.index) }}{{ '{:>4}'.format(c) }}{% endfor %}{% else %}{% endfor %}"
     "{{ messages|map(attribute='role')|join(', ') }}{{ ', '.join(['a', 'b']) }}{{ tools|tojson(indent=2) }}"
+    "{{ '12345678 {} {:d}'.format('1234567', 12345678) }}{{ '1234567 %s' % 12345678 }}"
     "{% generation %}{{ 2 ** 3 }}{% endgeneration %}{{ 'a\tb'.expandtabs(2) }}{{ 'x'|center(5) }}"
 )
 

@@ -40,7 +40,7 @@ class Samples:
 
 
 def samples_of(record: Record, location: str) -> Samples | None:
-    """The samples of a packed row of token ids; None for a row that is none.
+    """The samples of a packed row of token ids; None for a row of one sample.
 
     Raises:
         DataError: lengths that do not add up to the ids, signs that contradict each other, values per token of another

@@ -24,7 +24,9 @@ MAX_CHARACTERS = 100_000_000
 MAX_ITEMS = 10_000_000  # of a list
 MAX_WIDTH = 100_000  # to which a text is padded, or an indentation
 MAX_BITS = 100_000  # of an integer
-_WIDE = re.compile(rf"\d{{{len(str(MAX_WIDTH)) + 1},}}")
+_DIGITS = rf"\d{{{len(str(MAX_WIDTH)) + 1},}}"
+_WIDE = re.compile(rf"%(?:\([^)]*\))?[-+ #0]*(?:\d*\.)?{_DIGITS}|\{{[^{{}}]*:[^{{}}]*{_DIGITS}")  # widths of fields
+_BY_VALUE = re.compile(r"%[-+ #0]*(?:\d*\.)?\*|\{[^{}]*:[^{}]*\{")  # that are values
 
 
 class TemplateLimitError(Exception):
@@ -136,7 +138,8 @@ class _Limited(ImmutableSandboxedEnvironment):
         return copy
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        for node in list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+        loops: list[Any] = list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for node in loops:
             attribute = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
             call = nodes.Call(attribute, [], [], None, None, lineno=node.lineno)
             node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
@@ -220,15 +223,17 @@ def _check_text(name: str, value: Any, args: tuple[Any, ...], *, is_method: bool
     """Checks what a filter or method of text of this name makes."""
     if name in ("format", "format_map", "format_string"):
         _check_widths(str(value), args)
-    elif name in ("center", "ljust", "rjust", "zfill", "batch", "slice", "tojson", "truncate", "wordwrap"):
+    elif name in ("center", "ljust", "rjust", "zfill", "batch", "slice", "tojson"):
         _check_width(args, MAX_WIDTH if name != "tojson" else 100)
+    elif name == "wordwrap":
+        _check_size("", len(str(value)) * max((len(each) for each in args if isinstance(each, str)), default=1))
     elif name in ("expandtabs", "indent"):
         text = str(value)
         width = max((each if isinstance(each, int) else len(str(each)) for each in args), default=8)
         _check_size("", len(text) + max(0, width) * (text.count("\t" if name == "expandtabs" else "\n") + 1))
     elif name == "replace" and len(args) >= 2:
-        text, old, new = (each if isinstance(each, bytes) else str(each) for each in (value, *args[:2]))
-        _check_size("", len(text) + text.count(old) * len(new))  # type: ignore[arg-type]
+        whole, old, new = (each if isinstance(each, bytes) else str(each) for each in (value, *args[:2]))
+        _check_size("", len(whole) + whole.count(old) * len(new))  # type: ignore[arg-type]
     elif name == "translate" and args and isinstance(args[0], dict):
         _check_size("", len(value) * max((len(str(each)) for each in args[0].values()), default=1))
     elif name == "join":
@@ -241,12 +246,12 @@ def _check_widths(text: str, values: tuple[Any, ...]) -> None:
     """Of a text with fields: their widths, which may be values."""
     if _WIDE.search(text):
         raise TemplateLimitError(f"pads a text to more than {MAX_WIDTH:,} characters")
-    if "*" in text or "{" in text:
-        _check_width(values, MAX_WIDTH if re.search(r"%[-+ #0]*\*|%[-+ #0]*\d*\.\*|\{[^{}]*:[^{}]*\{", text) else None)
+    if _BY_VALUE.search(text):
+        _check_width(values, MAX_WIDTH)
 
 
-def _check_width(values: Iterable[Any], limit: int | None) -> None:
-    if limit is not None and any(isinstance(each, int) and each > limit for each in values):
+def _check_width(values: Iterable[Any], limit: int) -> None:
+    if any(isinstance(each, int) and each > limit for each in values):
         raise TemplateLimitError(f"pads or repeats a text more than {limit:,} times")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treewise.errors import DataError
+from treewise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,11 @@ MAX_REMEMBERED_CHARS = 64_000_000
 
 
 class Encoder:
-    """A tokenizer with a memory of pieces, for several threads. `encode` never adds special tokens."""
+    """A tokenizer with a memory of pieces, for several threads. `encode` never adds special tokens.
+
+    Raises:
+        ConfigError: a tokenizer of no vocabulary, as transformers makes of a folder without its files.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -41,6 +45,11 @@ class Encoder:
         self._known_chars = 0
         self._newline = self._encode_all(["\n"])[0]
         alone, after = self._encode_all(["a", "\na"])
+        if not len(alone) and not len(self._encode_all(["the Quick 0"])[0]):
+            raise ConfigError(
+                f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}: {type(tokenizer).__name__} makes no "
+                "token of a text; are its files (tokenizer.json) complete?"
+            )
         self._adds_space = not np.array_equal(alone, after[len(self._newline) :])
 
     def encode(self, texts: Sequence[str]) -> list[Pieces]:
