@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from treewise.engine.guest import ForwardInputs, Guest, Piece
-from treewise.errors import UnsupportedModelError
+from treewise.errors import UnsupportedModelError, tell_progress
 from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Carried, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.device import to_device
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.model import DecoderAndHead, base_model, run_decoder
 from treewise.nn.recurrent import TreeRows
 from treewise.planning.layout import lay_out
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Pass, Plan
+from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Pass, Plan
 from treewise.shapes import Float, Int
 
 # -- What a gradient has to reach above a micro-batch: decided once for a walk, from the plan and what is trained -----
@@ -167,7 +167,7 @@ class Walk:
             passes: Iterable[Pass] = self.plan.schedule
             for guest in self.guests:
                 passes = guest.passes(self.plan, passes)
-            for step in passes:
+            for step in followed("forward and backward", self.plan, passes, _trained):
                 self._pass(step, loss_of)
         if self._head is not None and self._head.gradients is not None:
             self._head.gradients.join()
@@ -196,7 +196,7 @@ class Walk:
         turns: Iterator[None] = repeat(None)
         for guest in self.guests:
             turns = guest.turns(self.plan, turns)
-        for step in self.plan.schedule:
+        for step in followed("forward", self.plan, self.plan.schedule, _visited):
             index = step.micro_batch
             is_open = self.plan.micro_batches[index].is_open
             if step.action in (FORWARD, HOLD):
@@ -213,7 +213,12 @@ class Walk:
     def whole_output(self) -> MicroBatchOutput:
         """The output of the only micro-batch, in the caller's graph."""
         assert self.has_one_root
-        return self._run(0)
+        has_backward, num_tokens = torch.is_grad_enabled(), self.plan.forest.num_tokens
+        what = "forward and backward" if has_backward else "forward"
+        tell_progress(what, 0, num_tokens)
+        output = self._run(0)
+        tell_progress(what, num_tokens // 3 if has_backward else num_tokens, num_tokens)  # the rest is the caller's
+        return output
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that compute parts of one micro-batch; all of them call this."""
@@ -306,6 +311,30 @@ class Walk:
         self._gateways.pop(index, None)
         self._pieces.pop(index, None)
         self._tree_rows.pop(index, None)
+
+
+# -- How far a walk is, for whoever listens ---------------------------------------------------------------------------
+
+
+def _trained(plan: Plan, step: Pass) -> int:
+    """Forwards over a token that a pass of a training is worth; a backward is two."""
+    return plan.micro_batches[step.micro_batch].num_tokens * {FORWARD: 1, HOLD: 1, BACKWARD: 2, TRAIN: 3}[step.action]
+
+
+def _visited(plan: Plan, step: Pass) -> int:
+    """The same of a visit, which runs each micro-batch once."""
+    batch = plan.micro_batches[step.micro_batch]
+    return 0 if step.action == BACKWARD or (step.action == TRAIN and batch.is_open) else batch.num_tokens
+
+
+def followed(what: str, plan: Plan, passes: Iterable[Pass], work: Callable[[Plan, Pass], int]) -> Iterator[Pass]:
+    """The passes of a walk; before the first and after each, whoever listens gets how many tokens are done."""
+    done, total, num_tokens = 0, sum(work(plan, step) for step in plan.schedule), plan.forest.num_tokens
+    tell_progress(what, 0, num_tokens)
+    for step in passes:
+        yield step
+        done += work(plan, step)
+        tell_progress(what, num_tokens * done // total, num_tokens)
 
 
 def _root(output: MicroBatchOutput, loss_of: LossOf) -> torch.Tensor:

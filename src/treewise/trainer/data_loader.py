@@ -18,7 +18,7 @@ from typing_extensions import override
 from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
 from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops
-from treewise.errors import ConfigError, num
+from treewise.errors import ConfigError, begin_work, num, tell_progress
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -193,7 +193,9 @@ def survey(dataset: Sequence[Any]) -> DataFacts:
     digest = hashlib.sha256()
     counts = np.zeros(5, dtype=np.int64)
     num_longest, source = 0, ""
+    begin_work("merging trees")
     for index in range(len(dataset)):
+        tell_progress("merging trees", index, len(dataset), "tree")
         forest = forest_of(dataset[index])
         counts += (
             *(forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens),

@@ -21,7 +21,7 @@ from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
 from treewise.distributed.mesh import mesh_of, take_over
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, begin_work
 from treewise.nn import load_model
 from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
@@ -187,6 +187,7 @@ def with_logprobs(
         engine.drain()  # sharded: until the others have scored theirs
         return found
 
+    begin_work(f"computing {stream}")
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:

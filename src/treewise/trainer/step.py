@@ -31,7 +31,7 @@ from treewise.engine.budget import AUTO
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import PreparedForest
 from treewise.engine.scoring import StepOutput
-from treewise.errors import DataError, OutOfMemoryError
+from treewise.errors import DataError, OutOfMemoryError, begin_work
 from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
 from treewise.nn.device import is_out_of_memory
 from treewise.nn.gradients import clear_gradients, refuse_hooks
@@ -196,6 +196,7 @@ class StepRunner:
             DataError: the step has no trained token.
         """
         self._step, self._is_finite = step, True
+        begin_work(f"step {step:,}", sum(each.ready.joined.num_tokens for each in batches if each.ready is not None))
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:

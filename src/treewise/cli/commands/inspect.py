@@ -18,7 +18,7 @@ from treewise.cli.data_arguments import (
     load_data,
     rendering_note,
 )
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, begin_work, tell_progress
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
@@ -61,9 +61,11 @@ def run(args: argparse.Namespace) -> int:
         if flops is not None:
             data.check_vocabulary(flops.vocabulary)
         lost = LostCollector(TokenText(tokenizer))
+        begin_work("looking at trees")
 
         def forests() -> Iterator[tuple[str, Forest]]:
-            for tree in data:
+            for index, tree in enumerate(data):
+                tell_progress("looking at trees", index, len(data), "tree")
                 forest = tree.forest()
                 lost.add(tree.name, forest)
                 yield tree.name, forest

@@ -22,7 +22,7 @@ from treewise.cli.data_arguments import (
     rendering_note,
 )
 from treewise.data import Trees
-from treewise.errors import ConfigError, DataError
+from treewise.errors import ConfigError, DataError, begin_work, tell_progress
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
 from treewise.planning.planner import Plan, plan
@@ -79,7 +79,12 @@ def run(args: argparse.Namespace) -> int:
     if flops is not None:
         data.check_vocabulary(flops.vocabulary)
     count = len(data) if args.limit is None else min(args.limit, len(data))
-    forests = [data[index].forest() for index in range(count)]
+    begin_work("merging trees")
+    forests = []
+    for index in range(count):
+        tell_progress("merging trees", index, count, "tree")
+        forests.append(data[index].forest())
+    begin_work("planning")
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)

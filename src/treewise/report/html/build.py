@@ -14,6 +14,7 @@ from torch import nn
 
 from treewise.data import LoadReport, Trees
 from treewise.engine.step_memory import step_memory
+from treewise.errors import begin_work, tell_progress
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import Plan, plan
@@ -157,13 +158,16 @@ def build_data_report(
 
     def forests() -> Any:
         for index in range(len(trees)):
+            tell_progress("looking at trees", index, len(trees), "tree")
             tree = trees[index]
             forest = tree.forest()
             costs.add(forest)
             could_save.append(lost.add(tree.name, forest))
             yield tree.name, forest
 
+    begin_work("looking at trees")
     facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
+    begin_work("drawing the page")
     chosen = interesting(facts.trees, could_save, num_drawn)
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
     size = sum(forest.num_tokens for _, forest in drawn)

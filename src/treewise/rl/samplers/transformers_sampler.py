@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.errors import ConfigError, NonFiniteError
+from treewise.errors import ConfigError, NonFiniteError, num, tell_progress, working
 from treewise.nn.compilation import uncompiled
 from treewise.nn.model_checks import refuse_lengths
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
@@ -109,7 +109,7 @@ class TransformersSampler:
                     self._decoder = choose_decoder(self.model, self.method, known)
             missing = Counter(row.request_index for row in rows)
             for batch in self._batches(rows):
-                with self._lock:
+                with self._lock, working(f"sampling {num(len(batch), 'continuation')} side by side"):
                     self._run(batch)
                 missing.subtract(row.request_index for row in batch)
                 for index in dict.fromkeys(row.request_index for row in batch):
@@ -159,6 +159,7 @@ class TransformersSampler:
         logits = decoder.start(list(counts), list(counts.values()), limit)
         while True:
             token_ids = _append(rows, logits)
+            tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
             alive = [
                 i
                 for i, row in enumerate(rows)
