@@ -26,6 +26,8 @@ KNOWN = {
     "flop_bound": ("share ratio", "FLOP bound", "flat / tree"),
     "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
     "efficiency_at_least": ("efficiency", "at least, against matrix products alone", "speed-up / FLOP bound"),
+    "mfu": ("use of the device (MFU)", "FLOPs that the trees need", "share of what the device reaches at most"),
+    "batch_wait_share": ("waiting for batches", "waiting for batches", "share of the time"),
     "arithmetic": ("arithmetic", "FLOPs that the trees need", "TFLOP per second"),
     "memory_bytes": ("memory", "in use", "GiB"),
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
