@@ -80,3 +80,46 @@ def test_a_rank_without_work_needs_no_gradient_where_the_head_alone_is_trained()
     engine.enable_lockstep(lambda _: next(answers))
     engine.drain()
     assert not gradients_of(model)
+
+
+class Told:
+    """Listens to what walks tell."""
+
+    def __init__(self) -> None:
+        self.reached: dict[str, list[tuple[int, int | None]]] = {}
+
+    def begins(self, what: str, total: int | None, *, is_part: bool) -> None: ...
+    def ends(self) -> None: ...
+    def reaches(self, what: str, done: int, total: int | None, unit: str) -> None:
+        self.reached.setdefault(what, []).append((done, total))
+
+
+@pytest.mark.parametrize("hold", ["never", "always"])
+@pytest.mark.parametrize("budget", [4, 9, None])
+def test_walks_tell_how_many_tokens_are_done_after_each_micro_batch(
+    budget: int | None, hold: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [Trajectory([3, 4, 5, 6, branch, 7, leaf, 9]) for branch in (10, 20) for leaf in (30, 40)]
+    forest, told = Forest.from_trajectories(items), Told()
+    engine = TreeEngine(tiny_model("llama"), budget, hold=hold, check=False)
+    monkeypatch.setattr("treewise.errors.listeners", [told])
+    engine.step(forest)
+    with torch.no_grad():
+        engine.logprobs(forest)
+    schedule = plan(forest, budget, hold=hold).schedule
+    assert set(told.reached) == {"forward and backward", "forward"}
+    for reached in told.reached.values():
+        done = [each for each, _ in reached]
+        assert (done[0], done[-1]) == (0, forest.num_tokens)
+        assert done == sorted(done)
+        assert len(done) == 1 + len(schedule)
+        assert {total for _, total in reached} == {forest.num_tokens}
+
+
+def test_a_loss_of_the_caller_leaves_its_backward_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward is a third of the work."""
+    forest, told = Forest.from_trajectories([Trajectory(range(3, 12))]), Told()
+    engine = TreeEngine(tiny_model("llama"), None, check=False)
+    monkeypatch.setattr("treewise.errors.listeners", [told])
+    engine.step(forest, lambda logprobs: -torch.cat(logprobs).sum())
+    assert told.reached == {"forward and backward": [(0, 9), (3, 9)]}

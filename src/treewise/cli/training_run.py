@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
-from treewise.cli.data_arguments import data_tokenizer
+from treewise.cli.data_arguments import data_tokenizer, told_reading
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED, check_folder
 from treewise.data.io.field_checks import printable, shown
@@ -146,7 +146,7 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
             tokenizer,
             options=config.render,
             num_workers=config.num_workers,
-            progress=is_first_rank() and sys.stderr.isatty(),
+            progress=told_reading(f"reading {name}"),
             on_bad_record=config.on_bad_record,
             read_only=read_only,
         )

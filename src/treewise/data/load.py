@@ -57,7 +57,7 @@ def load_trees(
     *,
     options: RenderOptions | Mapping[str, Any] | None = None,
     num_workers: int | None = None,
-    progress: bool = False,
+    progress: bool | Callable[[int, int], object] = False,
     cache_dir: PathLike | None = None,
     on_bad_record: Literal["error", "quarantine"] = "error",
     quarantine_path: PathLike | None = None,
@@ -76,7 +76,8 @@ def load_trees(
             the model's processor, or the path of one.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
         num_workers: processes; 0 for none, by default all cores where the data is large enough.
-        progress: show a progress bar, where there is a terminal or a notebook.
+        progress: show a progress bar, where there is a terminal or a notebook; or a function that gets bytes and
+            records of each batch as it is read.
         cache_dir: folder of rendered data; by default `$TREEWISE_CACHE`, then `~/.cache/treewise`. Loads without a
             tokenizer, loads that left records out, and those of objects without a fingerprint are not cached.
         on_bad_record: stop at the first bad record, or write bad ones to `quarantine_path` and go on.
@@ -128,7 +129,7 @@ class _Settings:
 
     options: RenderOptions
     num_workers: int | None
-    progress: bool
+    progress: bool | Callable[[int, int], object]
     folder: Path  # of the cache
     quarantine: Path
     quarantines: bool
@@ -239,10 +240,13 @@ def _tokenizer(tokenizer: Any) -> object:
 
 
 @contextmanager
-def _bar(progress: bool) -> Iterator[Callable[[int, int], None]]:
+def _bar(progress: bool | Callable[[int, int], object]) -> Iterator[Callable[[int, int], object]]:
     """Gives `advance(num_bytes, num_records)`, which shows records and bytes read so far; the total of compressed files
     is not known beforehand. A log file gets no bar.
     """
+    if not isinstance(progress, bool):
+        yield progress
+        return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -40,6 +40,7 @@ from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
+from treewise.progress import listeners
 from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
@@ -183,7 +184,7 @@ class Walk:
             passes: Iterable[Pass] = self.plan.schedule
             for guest in self.guests:
                 passes = guest.passes(self.plan, passes)
-            for step in passes:
+            for step in passes if not listeners else self.plan.told(passes, trains=True):
                 index = step.micro_batch
                 if step.action == FORWARD:  # no graph: what runs below reads its keys and values
                     with torch.no_grad():
@@ -217,7 +218,7 @@ class Walk:
         turns: Iterator[None] = repeat(None)
         for guest in self.guests:
             turns = guest.turns(self.plan, turns)
-        for step in self.plan.schedule:
+        for step in self.plan.schedule if not listeners else self.plan.told(self.plan.schedule, trains=False):
             index = step.micro_batch
             is_open = self.plan.micro_batches[index].is_open
             if step.action in (FORWARD, HOLD) or not is_open:

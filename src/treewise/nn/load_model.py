@@ -21,7 +21,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.errors import ConfigError, did_you_mean, pip_install, read_own, sealed, unsealed
+from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
     DEMO_MODEL,
@@ -34,6 +34,8 @@ from treewise.nn.adapters import (
     num_saved_tokens,
     with_saved,
 )
+from treewise.own_files import read_own, sealed, unsealed
+from treewise.progress import begin_work
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +95,7 @@ def load_weights(
         with base_of(adapters) as base:
             model = load_weights(base, None, dtype, bits)
         return with_saved(model, adapters)
+    begin_work(f"loading {name}")
     folder, file = locate(name, gguf_file)
     options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if file is None:
@@ -297,6 +300,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         folder, gguf_file = locate(name, gguf_file)
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
+
+    begin_work(f"loading the tokenizer of {name}")
 
     def read(folder: str, **options: Any) -> Any:
         """As `AutoTokenizer`, which would parse a GGUF file once more for the kind of its tokenizer."""

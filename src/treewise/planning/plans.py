@@ -5,7 +5,7 @@ The arrays are tokens, positions, the two interval vectors of its mask, and its 
 Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first), E edges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -16,6 +16,7 @@ import numpy as np
 
 from treewise.errors import bytes_as_text, num
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
+from treewise.progress import tell_progress
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 
@@ -180,6 +181,23 @@ class Plan:
         launches = self.num_micro_batches + FORWARD_FRACTION * num_forwards
         tokens = self.forest.num_tokens + FORWARD_FRACTION * self.num_recomputed_tokens
         return tokens + TOKENS_PER_LAUNCH * launches
+
+    def work(self, step: Pass, *, trains: bool) -> int:
+        """Forwards over a token that a pass is worth; a backward is two. trains: else each micro-batch runs once."""
+        batch = self.micro_batches[step.micro_batch]
+        if not trains:
+            return 0 if step.action == BACKWARD or (step.action == TRAIN and batch.is_open) else batch.num_tokens
+        return batch.num_tokens * {FORWARD: 1, HOLD: 1, BACKWARD: 2, TRAIN: 3}[step.action]
+
+    def told(self, passes: Iterable[Pass], *, trains: bool) -> Iterator[Pass]:
+        """The passes; before the first and after each, whoever listens gets how many tokens are done."""
+        what, num_tokens = "forward and backward" if trains else "forward", self.forest.num_tokens
+        done, total = 0, sum(self.work(step, trains=trains) for step in self.schedule)
+        tell_progress(what, 0, num_tokens)
+        for step in passes:
+            yield step
+            done += self.work(step, trains=trains)
+            tell_progress(what, num_tokens * done // total, num_tokens)
 
     @cached_property
     def ancestors(self) -> "Ancestors":

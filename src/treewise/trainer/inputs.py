@@ -26,6 +26,7 @@ from treewise.nn import load_model
 from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, SFT, Objective, with_mismatched
 from treewise.objectives.registry import checked_objective
+from treewise.progress import begin_work
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.survey import survey
 from treewise.tree.forest import Forest, forest_of
@@ -218,6 +219,7 @@ def with_logprobs(
         engine.drain()  # sharded: until the others have scored theirs
         return found
 
+    begin_work(f"computing {stream}")
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:

@@ -32,6 +32,7 @@ from treewise.features import feature
 from treewise.nn.gradients import clear_gradients, refuse_hooks
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
+from treewise.progress import begin_work, listeners
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans
@@ -171,6 +172,9 @@ class StepRunner:
             DataError: the step has no trained token.
         """
         self._step, self._is_finite = step, True
+        if listeners:
+            num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)
+            begin_work(f"step {step:,}", num_tokens)
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.progress import begin_work, tell_progress
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import update_with_content
 
@@ -36,7 +37,9 @@ def survey(dataset: Sequence[Any]) -> DataFacts:
     digest = hashlib.sha256()
     counts = np.zeros(5, dtype=np.int64)
     num_longest, source = 0, ""
+    begin_work("merging trees")
     for index in range(len(dataset)):
+        tell_progress("merging trees", index, len(dataset), "tree")
         forest = forest_of(dataset[index])
         counts += (
             *(forest.num_trajectories, forest.num_tokens, forest.num_flat_tokens, forest.num_leaf_tokens),

@@ -30,6 +30,7 @@ from treewise.nn.adapters import warn_of_parted_tables
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
 from treewise.objectives.sft import fixed_denominator
+from treewise.progress import begin_work
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import (
     PreparedBatch,
@@ -310,6 +311,7 @@ class TreeTrainer(UploadingTrainer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
+        begin_work("evaluation")
         loss = denominator = 0.0
         for forests in dataloader:
             with self._signals.computing():
@@ -327,6 +329,7 @@ class TreeTrainer(UploadingTrainer):
             self.store_flos()
         of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
         run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
+        begin_work("saving a checkpoint")
         self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 
     def _exporters(self) -> list[Any]:

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from treewise.data.io.field_checks import shown
 from treewise.data.render.template import template_text
 from treewise.errors import ConfigError, num
 from treewise.nn.load_model import load_tokenizer
+from treewise.progress import begin_work, tell_progress
 
 MAX_SHOWN = 5
 MAX_REASON = 160  # characters of a reason that are shown, and by which equal ones are counted
@@ -62,16 +63,23 @@ def run(args: argparse.Namespace) -> int:
         keep_messages=args.keep_messages,
     )
     if to_stdout:
-        for row in rows:
+        for row in _told(rows):
             print(json.dumps(row))
     else:
-        _write(path, rows)
+        _write(path, _told(rows))
     console = Console(stderr=to_stdout)
     if args.json:
         console.print_json(json.dumps(rows.report.to_dict()))
     else:
         _show(console, rows.report, "standard output" if to_stdout else str(path))
     return 0
+
+
+def _told(rows: Iterable[object]) -> Iterator[object]:
+    begin_work("importing")
+    for number, row in enumerate(rows, 1):
+        tell_progress("importing", number, None, "row")
+        yield row
 
 
 def _write(path: Path, rows: Iterable[object]) -> None:

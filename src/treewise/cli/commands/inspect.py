@@ -21,6 +21,7 @@ from treewise.cli.data_arguments import (
 from treewise.errors import ConfigError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_shapes
+from treewise.progress import begin_work, tell_progress
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
 from treewise.report.analysis.lost_sharing import LostCollector
 from treewise.report.analysis.token_text import TokenText
@@ -61,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
         if flops is not None:
             data.check_vocabulary(flops.vocabulary)
         lost = LostCollector(TokenText(tokenizer))
+        begin_work("looking at trees")
 
         def forests() -> Iterator[tuple[str, Forest]]:
-            for tree in data:
+            for index, tree in enumerate(data):
+                tell_progress("looking at trees", index, len(data), "tree")
                 forest = tree.forest()
                 lost.add(tree.name, forest)
                 yield tree.name, forest

@@ -27,6 +27,7 @@ from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
+from treewise.progress import begin_work, tell_progress
 from treewise.report import (
     BudgetMemory,
     budgets_view,
@@ -80,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
     if flops is not None:
         data.check_vocabulary(flops.vocabulary)
     count = len(data) if args.limit is None else min(args.limit, len(data))
-    forests = [data[index].forest() for index in range(count)]
+    begin_work("merging trees")
+    forests = []
+    for index in range(count):
+        tell_progress("merging trees", index, count, "tree")
+        forests.append(data[index].forest())
+    begin_work("planning")
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treewise.errors import ConfigError, read_own
+from treewise.errors import ConfigError
+from treewise.own_files import read_own
 from treewise.report.analysis.online_log import OnlineReport, read_online
 
 STATE = "trainer_state.json"
@@ -26,6 +27,8 @@ KNOWN = {
     "flop_bound": ("share ratio", "FLOP bound", "flat / tree"),
     "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
     "efficiency_at_least": ("efficiency", "at least, against matrix products alone", "speed-up / FLOP bound"),
+    "mfu": ("use of the device (MFU)", "FLOPs that the trees need", "share of what the device reaches at most"),
+    "batch_wait_share": ("waiting for batches", "waiting for batches", "share of the time"),
     "arithmetic": ("arithmetic", "FLOPs that the trees need", "TFLOP per second"),
     "memory_bytes": ("memory", "in use", "GiB"),
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),

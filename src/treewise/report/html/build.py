@@ -18,6 +18,7 @@ from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
+from treewise.progress import begin_work, tell_progress
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
 from treewise.report.analysis.lost_sharing import LostCollector, LostReport
 from treewise.report.analysis.online_log import OnlineReport
@@ -158,13 +159,16 @@ def build_data_report(
 
     def forests() -> Any:
         for index in range(len(trees)):
+            tell_progress("looking at trees", index, len(trees), "tree")
             tree = trees[index]
             forest = tree.forest()
             costs.add(forest)
             could_save.append(lost.add(tree.name, forest))
             yield tree.name, forest
 
+    begin_work("looking at trees")
     facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
+    begin_work("drawing the page")
     chosen = interesting(facts.trees, could_save, num_drawn)
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
     size = sum(forest.num_tokens for _, forest in drawn)

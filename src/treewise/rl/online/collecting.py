@@ -14,6 +14,7 @@ import torch
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
+from treewise.progress import begin_work, listeners, tell_progress
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, TaskSampler
 from treewise.rl.node_values import node_values
@@ -349,9 +350,21 @@ def _longest(settings: OnlineSettings, model: Any) -> int:
 
 @contextmanager
 def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Callable[[int], None] | None]:
-    """A bar, on terminals alone, of how much of a budget of tokens is sampled; yields what to call with each batch's
-    number of tokens.
+    """How much of a budget of tokens is sampled: told to whoever listens, else a bar on terminals; yields what to call
+    with each batch's number of tokens.
     """
+    if listeners:
+        sampled = 0
+
+        def advance(count: int) -> None:
+            nonlocal sampled
+            sampled += count
+            tell_progress("sampling", sampled, num_tokens)
+
+        begin_work(what)
+        tell_progress("sampling", 0, num_tokens)
+        yield advance
+        return
     if hidden or not sys.stderr.isatty():
         yield None
         return
