@@ -34,13 +34,14 @@ def packages(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing(*names)), reason=missing(*names))
 
 
-def transformers_from(release: str, wanted: str) -> pytest.MarkDecorator:
+def release_of(package: str, release: str, wanted: str) -> pytest.MarkDecorator:
     """wanted: what earlier releases lack."""
-    return pytest.mark.skipif(Version(release) > RELEASE, reason=f"{wanted}: needs transformers {release}")
+    is_there = not missing(package) and Version(version(package)) >= Version(release)
+    return pytest.mark.skipif(not is_there, reason=f"{wanted}: needs {package} {release}")
 
 
-IMAGES = transformers_from("5.18", "images")
-MESHES = transformers_from("5.23", "meshes")
+IMAGES = release_of("transformers", "5.18", "images")
+MESHES = release_of("transformers", "5.23", "meshes")
 
 
 def require(mark: pytest.MarkDecorator) -> None:

@@ -95,6 +95,16 @@ def test_adapters(tmp_path: Path) -> None:
     assert torch.equal(again(ids).logits, adapted.eval()(ids).logits)
 
 
+@needs.packages("peft")
+def test_the_example_of_a_configuration_with_adapters(folder: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "configs" / "lora.yaml"
+    run_command(
+        "train", example, "--model", "./my-model", "--data", "rollouts.jsonl", "--output_dir", "runs/lora",
+        "--eval_data", "rollouts.jsonl", "--dtype", "float32", "--use_cpu", "--report_to", "none", "--max_steps", 2,
+    )  # fmt: skip
+    assert (folder / "runs" / "lora" / "adapter_model.safetensors").is_file()
+
+
 @needs.packages("trl", "datasets")
 def test_one_line_in_trl(tmp_path: Path) -> None:
     from datasets import Dataset
@@ -121,7 +131,7 @@ def test_commands_on_a_file_of_rollouts(folder: Path, capsys: pytest.CaptureFixt
     run_command("inspect", *rollouts, model, "--html", "report.html")
     assert "3.38 times as many tokens" in capsys.readouterr().out
     assert "<script" in Path("report.html").read_text()
-    run_command("plan", *rollouts, model, "--max_tokens", 16)
+    run_command("plan", *rollouts, model, "--max_tokens", 16, "--gpu_memory", "80GiB")
     run_command("verify", *rollouts, model)
     run_command("profile", *rollouts, model, "--device", "cpu")
     run_command("models", "qwen3")

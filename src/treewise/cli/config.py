@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from treewise.cli.aliases import ALIASES, names_of, train_on_of_roles
+from treewise.cli.aliases import ALIASES, EARLIER, names_of, train_on_of_roles
 from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, key_names, schema
 from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 
 REQUIRED = ("model", "data", "output_dir")
-# Left out of the resolved configuration: a secret, an object, and old names of other keys.
-_UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
+_UNWRITTEN = ("hub_token", "accelerator_config")  # into the resolved configuration: a secret, an object
 # Keys of LoRA that trees cannot follow.
 _LORA_REFUSED = {
     "alora_invocation_tokens": "where its adapters begin depends on a sequence, and shared tokens belong to several",
@@ -176,8 +175,9 @@ def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
     known = schema()
     values: Values = {name: getattr(config, name) for name in OWN} | config.more
     values |= {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
+    old_names = {old for new, old in EARLIER.items() if new in known}
     for item in dataclasses.fields(arguments):
-        if item.name in known and item.name not in (*_UNWRITTEN, *config.unwritten):
+        if item.name in known and item.name not in {*_UNWRITTEN, *old_names, *config.unwritten}:
             values[item.name] = _plain(getattr(arguments, item.name))
     set_values = {key: value for key, value in values.items() if value is not None}
     text = yaml.safe_dump(set_values, sort_keys=False, allow_unicode=True)

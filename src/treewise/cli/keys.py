@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-from treewise.cli.aliases import INSTEAD, names_of
+from treewise.cli.aliases import EARLIER, INSTEAD, names_of
 from treewise.data import RenderOptions
 from treewise.errors import parts_of
 
@@ -114,6 +114,7 @@ _THEIRS = {
     "hub_model_id": "the Hub's name of what is uploaded",
     "logging_steps": "steps between lines of the log",
 }
+_THEIRS |= {old: _THEIRS[new] for new, old in EARLIER.items() if new in _THEIRS}
 _GROUPS = {
     "Model and data": (
         "model data output_dir eval_data eval_split tokenizer dtype gguf_file num_workers on_bad_record"
@@ -232,7 +233,8 @@ def keys_text(known: Iterable[str]) -> str:
     lines, listed = ["Keys, in CONFIG.yaml or as flags (--key value):"], set[str]()
     rest = [key for key in keys_of_command if key not in ours and not any(key in keys for keys in GROUPS.values())]
     for group, keys in {**GROUPS, ONLINE_GROUP: rest}.items():
-        members = [key for key in keys if key in keys_of_command]
+        here = (key if key in keys_of_command else EARLIER.get(key) for key in keys)
+        members = [key for key in here if key in keys_of_command]
         listed.update(members)
         if not members:
             continue

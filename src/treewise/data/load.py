@@ -252,6 +252,7 @@ def _bar(progress: bool | Callable[[int, int], object]) -> Iterator[Callable[[in
 
     console = Console(stderr=True)
     is_shown = progress and (console.is_terminal or console.is_jupyter)
+    console.quiet = not is_shown  # rich before 14.3 ends a bar that is off with an empty line
     columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("records", total=None, megabytes=0.0)

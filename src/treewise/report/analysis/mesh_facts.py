@@ -111,8 +111,8 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    for axis, plan in (("tp", model.tp_plan), ("ep", model.ep_plan)):
-        if mesh[axis] > 1 and not plan:
+    for axis in ("tp", "ep"):
+        if mesh[axis] > 1 and not getattr(model, f"{axis}_plan"):  # before 5.20 transformers has no `ep_plan`
             raise ConfigError(f"{type(model).__name__} has no plan for {axis}={mesh[axis]}; leave {axis} out.")
     text, width = config.get_text_config(), dtype.itemsize
     kinds = set(getattr(model, "_no_split_modules", None) or ())
