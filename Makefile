@@ -12,6 +12,7 @@
 #   make bench-check   the same, held against the committed results by ratio
 #   make bench-real    the same on real trees, with SmolLM2
 #   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
+#   make gpu MINUTES=10 WHEELS=folder   what fits into ten minutes on a GPU, in order of worth, where nothing can be installed
 #   make bench-all     every other script in benchmarks/
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
@@ -29,7 +30,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines environments verl release format clean
+.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments verl release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -130,8 +131,13 @@ bench-real: $(VENV)/.dev
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/treewise bench --device cuda --model $(GPU_MODELS) --workload $(GPU_WORKLOADS) --checkpointing \
-	  --repetitions 2 --max_seconds 120 --json $(RESULTS) $(BENCH_ARGS)
+	  --repetitions 2 --max_seconds 600 --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
+
+# Not in .venv: whichever Python here has a torch that finds a GPU. GPU_ARGS="--device cpu" tries it out without one.
+GPU_ARGS ?=
+gpu:
+	@PYTHON="$(PYTHON)" python3 benchmarks/gpu.py --minutes $(MINUTES) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
 bench-all: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -295,6 +295,7 @@ def test_a_resumed_run_goes_on(tmp_path, tree) -> None:
 
 def test_a_trainer_of_trl(tmp_path) -> None:
     pytest.importorskip("trl")
+    pytest.importorskip("datasets")
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

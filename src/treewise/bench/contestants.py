@@ -15,6 +15,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
+from treewise.bench.pace import OnPart
 from treewise.bench.settings import AGAINST, Settings
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
@@ -38,12 +39,13 @@ ACTIVATION_FRACTION = 0.8  # of the free memory, that the activations of a packe
 class Contestant:
     """One way to make a training step.
 
-    step: forward and backward into `.grad`; returns the loss. host_seconds: what it prepares once per step on the host,
+    step: forward and backward into `.grad`; returns the loss. One that is made of rows calls what it is given after
+    each (`OnPart`). note: what else it costs, in words. host_seconds: what it prepares once per step on the host,
     outside of `step` or in it. key_rows_per_token: key rows that the attention of a layer reads, per computed token.
     bound: tree FLOPs / FLOPs of the plan under a budget, the part of the speed of `tree` that recomputation leaves.
     """
 
-    step: Callable[[], float]
+    step: Callable[..., float]
     num_computed_tokens: int
     host_seconds: float
     key_rows_per_token: float | None = None
@@ -51,6 +53,7 @@ class Contestant:
     num_held_tokens: int = 0
     num_recomputed_tokens: int = 0
     bound: float | None = None
+    note: str | None = None
 
 
 Builders = dict[str, Callable[[], Contestant]]
@@ -156,7 +159,8 @@ class _Makers:
             self.plain, self.items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states
         )
         seconds, num_tokens = time.perf_counter() - started, rows.num_computed_tokens
-        return Contestant(rows.step, num_tokens, seconds, rows.num_key_rows / num_tokens, len(rows.rows))
+        key_rows = rows.num_key_rows / num_tokens
+        return Contestant(rows.step, num_tokens, seconds, key_rows, len(rows.rows), note=rows.copies)
 
     def tree(self, max_tokens: int | None, hold: str, is_checkpointed: bool = False) -> Contestant:
         """treewise, under a budget or whole."""
@@ -174,7 +178,7 @@ class _Makers:
         seconds = time.perf_counter() - started
         flops = flop_model(engine.lm.model)
 
-        def step() -> float:
+        def step(_: OnPart | None = None) -> float:
             if not is_checkpointed:
                 return engine.step(forest).loss
             with checkpointing(engine.lm.model):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from treewise.bench.pace import OnPart
 from treewise.bench.varlen import varlen_attention
 from treewise.nn import recurrent
 from treewise.nn.flops import LayerReach
@@ -71,19 +72,22 @@ class FlatRows:
     def num_computed_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
-    def step(self) -> float:
+    def step(self, on_part: OnPart | None = None) -> float:
         """Forward and backward of every row; the loss is the weighted mean over all trained tokens."""
-        device = self.lm.device
+        device, done = self.lm.device, 0
         losses = []
         own_attention = attention(self.lm, NAME) if self.packs else nullcontext()
         with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
-            for row in self.rows:
+            for number, row in enumerate(self.rows, 1):
                 source, *streams = row.edges
                 target, weight = (to_device(each, device) for each in streams)
                 logprobs = edge_values(self._hidden(row), self.lm.head(), source, target)["log_probs"]
                 loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
                 loss.backward()
                 losses.append(loss.detach())
+                done += len(row.token_ids)
+                if on_part is not None:
+                    on_part(number, len(self.rows), done / self.num_computed_tokens)
         return float(torch.stack(losses).double().sum())
 
     def _packed(self, items: Sequence[Trajectory], processor: object) -> _Row:

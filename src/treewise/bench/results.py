@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -134,12 +134,16 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
         table.add_column(name, justify="right")
+    notes: list[str] = []
     for name, result in row["contestants"].items():
         if "skipped" in result:
-            table.add_row(name, escape(result["skipped"]), end_section=False)
+            what, colon, why = result["skipped"].partition(": ")
+            table.add_row(name, escape(what), end_section=False)
+            notes += [f"{name}: {why}"] if colon else []
         else:
             table.add_row(name, *_cells(row, name, result, first, second))
-    return table
+        notes += [f"{name}: {result['note']}"] if "note" in result else []
+    return Group(table, Text("\n".join([*notes, ""]))) if notes else table
 
 
 def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from treewise.errors import bytes_as_text, num
 from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts
-from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, PlanReport
+from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, GpuFit, PlanReport
 from treewise.report.analysis.run_log import RunReport
 
 if TYPE_CHECKING:  # with torch, which takes seconds to import
@@ -154,7 +154,7 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     if report.relative_time is None or report.relative_leaf_time is None:
         return Group(description, Text("name a --model for bytes and time", style="dim"))
     table = _facts_table(f"predicted for {report.model} in {report.dtype} (from shapes; not measured)")
-    table.add_row("weights, gradients, AdamW", bytes_as_text(report.bytes_weights))
+    table.add_row("weights, gradients, optimizer", bytes_as_text(report.bytes_weights))
     live, read = f"{report.peak_live_tokens:,}", f"{report.peak_gateway_tokens:,}"
     if report.bytes_peak is None:
         table.add_row("peak memory", "--memory predicts it, in seconds")
@@ -185,13 +185,29 @@ def _add_memory(table: Table, report: PlanReport, live: str, read: str) -> None:
 def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
     """What each budget would cost."""
     has_memory = budgets[0].bytes_step is not None
-    title = "peak of a step beside weights, gradients, AdamW" if has_memory else "budgets"
+    title = "peak of a step beside weights, gradients, optimizer" if has_memory else "budgets"
     table = _table(title, "budget", "micro-batches", "recomputed", *(["peak"] if has_memory else []))
     for each in budgets:
         budget = "none" if each.max_tokens is None else f"{each.max_tokens:,}"
         peak = [bytes_as_text(each.bytes_step)] if has_memory else []
         table.add_row(budget, f"{each.num_micro_batches:,}", f"{each.recomputed_share:.0%}", *peak)
     return table
+
+
+def fit_view(fit: GpuFit) -> RenderableType:
+    """Whether a step fits into one GPU, and what to do where it does not."""
+    part, size = f"{USABLE:.0%} of {bytes_as_text(fit.gpu_bytes)}", bytes_as_text(fit.bytes_peak)
+    if fit.fits:
+        return Text(f"one GPU: {size} fit into {part}")
+    if fit.bytes_weights > USABLE * fit.gpu_bytes:
+        advice = (
+            f"{bytes_as_text(fit.bytes_weights)} of it without any token: lora, an optim of 8 bits, or --mesh fsdp=N"
+        )
+    elif fit.max_tokens is not None:
+        advice = f"it would at a budget of {fit.max_tokens:,}"
+    else:
+        advice = "lower --max_tokens, or activation_checkpointing"
+    return Text(f"one GPU: {size} do not fit into {part}; {advice}", style="red")
 
 
 def mesh_view(report: "MeshReport", live_tokens: int, gateway_tokens: int) -> RenderableType:

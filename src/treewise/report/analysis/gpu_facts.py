@@ -115,7 +115,7 @@ class KernelChecks:
             "not run": left_out,
             "passed": not wrong and not left_out,
             "compile_seconds": sum(
-                each["seconds"][0] - each["seconds"][1] for each in self.kernels.values() if each["seconds"]
+                max(0.0, each["seconds"][0] - each["seconds"][1]) for each in self.kernels.values() if each["seconds"]
             ),
             "issue": f"treewise {treewise.__version__}, {versions}, {machine}: {'; '.join(wrong)}" if wrong else None,
         }

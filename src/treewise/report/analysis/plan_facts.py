@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from treewise.engine.step_memory import StepMemory
 
 ADAMW_VALUES = 2  # moments kept per trained parameter
+# Bytes of an optimizer's state per trained parameter, by a part of its name (transformers' `optim`); others keep none
+# that counts (`sgd`), or two values of the model's dtype, as AdamW does.
+_STATE_BYTES = {"8bit": 2.0, "4bit": 1.0, "sgd": 0.0}
 # The part of a GPU that a step can use; the rest is the context, fragmentation and buffers of collectives.
 USABLE = 0.9
 BUDGETS, MAX_BUDGETS = [2**power for power in range(15, 6, -1)], 4  # of `report_budgets`
@@ -28,10 +31,10 @@ class PlanReport:
     """A plan, and what it should cost on a model. Bytes and times are predictions from shapes, not measurements.
 
     relative_time: FLOPs of the plan / FLOPs of flat training; relative_tree_time: / those of the tree in one
-    micro-batch. bytes_*: of the model's dtype; bytes_peak adds weights, gradients, AdamW's moments and what a step
-    holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is held, the
-    graph of the images where it is kept (bytes_images), the gateways, logits, gradients between layers (bytes_others),
-    and on a CPU what the resident set has beyond tensors (bytes_allocator).
+    micro-batch. bytes_*: of the model's dtype. bytes_weights: with gradients and the optimizer's state; bytes_peak adds
+    what a step holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is
+    held, the graph of the images where it is kept (bytes_images), the gateways, logits, gradients between layers
+    (bytes_others), and on a CPU what the resident set has beyond tensors (bytes_allocator).
     """
 
     max_tokens: int | None
@@ -71,15 +74,18 @@ def report_plan(
     dtype: str = "float32",
     *,
     memory: "Callable[[Plan], StepMemory] | None" = None,
+    optim: str | None = None,
 ) -> PlanReport:
     """Facts of a plan, with predictions where the costs of a model are known; `name` is what it is called.
 
-    memory: of a step of a plan (`engine.step_memory`), where its peak is asked for, which takes seconds.
+    memory: of a step of a plan (`engine.step_memory`), where its peak is asked for, which takes seconds. optim: the
+    name of the run's optimizer; None: AdamW.
     """
     predictions: dict[str, Any] = {}
     if flops is not None:
-        trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
-        weights = DTYPES[dtype] * (flops.num_parameters + trained)
+        width = DTYPES[dtype]
+        state = next((size for part, size in _STATE_BYTES.items() if part in (optim or "")), ADAMW_VALUES * width)
+        weights = width * flops.num_parameters + round((width + state) * flops.num_trained_parameters)
         predictions = {
             "model": name,
             "dtype": dtype,
@@ -138,6 +144,31 @@ def report_budgets(
         step = None if memory is None else memory(plan).total
         rows.append(BudgetMemory(budget, plan.num_micro_batches, share, step))
     return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFit:
+    """Whether a step fits into the memory of one GPU, a tenth of it left free, by the prediction of its peak.
+
+    max_tokens: the largest of the budgets that were predicted that does where it does not; None: none of them.
+    """
+
+    gpu_bytes: int
+    bytes_peak: int
+    bytes_weights: int
+    fits: bool
+    max_tokens: int | None = None
+
+
+def fit_of(report: PlanReport, budgets: Sequence[BudgetMemory], gpu_bytes: int) -> GpuFit:
+    """The verdict on a plan whose peak is predicted. budgets: `report_budgets`, or none where one was given."""
+    assert report.bytes_peak is not None
+    assert report.bytes_weights is not None
+    usable, weights = USABLE * gpu_bytes, report.bytes_weights
+    fitting = [each for each in budgets if each.bytes_step is not None and weights + each.bytes_step <= usable]
+    is_fitting = report.bytes_peak <= usable
+    smaller = next((each.max_tokens for each in fitting), None)
+    return GpuFit(gpu_bytes, report.bytes_peak, weights, is_fitting, None if is_fitting else smaller)
 
 
 # -- costs of all data: flat, flat without contained trajectories, on trees, and on trees under budgets --------------
