@@ -24,11 +24,15 @@ FEATURES = {
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "many_ranks": ("treewise.trainer.many_ranks", "runs of several processes"),
     "mesh": ("treewise.distributed.mesh", "meshes of processes (tp_size, ep_size)"),
+    "objectives": ("treewise.objectives.registry", "objectives by name"),
     "online_placement": ("treewise.distributed.online_placement", "trees that are placed on several processes"),
     "placement": ("treewise.distributed.placement", "trees that are placed on several processes"),
     "preference": ("treewise.objectives.preference", "preference objectives (dpo, ipo, kto)"),
     "recurrent": ("treewise.nn.recurrent", "models with recurrent layers or short convolutions"),
+    "load_model": ("treewise.nn.load_model", "models, tokenizers and processors by name"),
+    "references": ("treewise.trainer.references", "preference objectives (dpo, ipo, kto)"),
     "router_loss": ("treewise.nn.router_loss", "losses on routers of mixtures of experts"),
+    "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
     "tensor_parallel": ("treewise.nn.tensor_parallel", "layers that are spread over processes"),
 }
 

@@ -28,6 +28,7 @@ from treewise.data.io.files import (
     read_records,
 )
 from treewise.data.io.stored_json import StoredJson
+from treewise.data.raw import is_of, is_table
 from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
 KNOWN = (
@@ -39,10 +40,6 @@ HUB_SYNTAX = "'hf:org/name[split]', or with a configuration 'hf:org/name:config[
 _HUB_NAME = re.compile(r"hf:(?P<name>[^\[\]:\s]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>.+)\])?")
 _SPLIT = re.compile(r"(?P<folder>.+?)\[(?P<split>[^\[\]]+)\]")
 SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-_CLASSES = {  # of data sets and data frames, by library
-    "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
-    "pandas": ("DataFrame",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +88,8 @@ def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES)
     return [Source("records", lambda: _records_of(data, "records"))]
 
 
-def is_raw_data(data: object) -> bool:
-    """Whether this holds or names records that have yet to be read, in contrast to forests and trajectories."""
-    if isinstance(data, str | Path) or _is_arrow_object(data):
-        return True
-    if isinstance(data, list | tuple):
-        return bool(data) and isinstance(data[0], str | Path | Mapping)
-    return isinstance(data, Iterator)
-
-
 def _open_list(items: list[Any], max_record_bytes: int) -> list[Source]:
-    if items and isinstance(items[0], Mapping) and not _is_arrow_object(items[0]):
+    if items and isinstance(items[0], Mapping) and not is_table(items[0]):
         return [Source("records", lambda: _records_of(items, "records"))]
     if not items or not any(_is_special(item) for item in items):
         return [Source.of_file(file, max_record_bytes) for file in find_files(items)]
@@ -124,11 +112,6 @@ def _records_of(items: Iterable[Any], name: str) -> Iterator[RawRecord]:
         yield RawRecord(location, record, num_bytes=sys.getsizeof(item))
 
 
-def _is_arrow_object(data: object) -> bool:
-    """Whether this is a data set of `datasets`, a pandas data frame, or an Arrow table."""
-    return isinstance(data, pa.Table) or _is_of("datasets", data) or _is_of("pandas", data)
-
-
 def _open_object(data: Any) -> Source | None:
     """The source of such an object; None for anything else.
 
@@ -137,9 +120,9 @@ def _open_object(data: Any) -> Source | None:
     """
     if isinstance(data, pa.Table):
         return _of_table(data, "table")
-    if _is_of("pandas", data):
+    if is_of("pandas", data):
         return Source("data frame", lambda: _frame_records(data), num_bytes=int(data.memory_usage().sum()))
-    if not _is_of("datasets", data):
+    if not is_of("datasets", data):
         return None
     if isinstance(data, dict):
         if len(data) != 1:
@@ -240,14 +223,6 @@ def _datasets(text: str) -> ModuleType:
     except ImportError:
         raise ConfigError(f"{text} needs the datasets package: {pip_install('datasets')}") from None
     return datasets
-
-
-def _is_of(library: str, data: object) -> bool:
-    """Whether this is a data set or data frame of a library, which is not imported for the question."""
-    module = sys.modules.get(library)
-    if module is None:
-        return False
-    return isinstance(data, tuple(getattr(module, name) for name in _CLASSES[library]))
 
 
 def _of_dataset(data: Any, name: str) -> Source:

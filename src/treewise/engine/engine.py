@@ -38,8 +38,7 @@ from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
 from treewise.nn.tensors import autocast_dtype
 from treewise.objectives.protocol import Objective
-from treewise.objectives.registry import checked_objective
-from treewise.objectives.sft import SFT
+from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import fastest_plan
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan

@@ -25,7 +25,7 @@ from treewise.errors import ConfigError
 from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.tensors import Autocast, to_device
-from treewise.objectives.registry import described
+from treewise.objectives.sft import described
 from treewise.shapes import Bool, Float
 from treewise.tree.forest import Forest
 

@@ -33,6 +33,21 @@ _RESERVED = ("reserved", "active", "inactive_split")  # names of torch.cuda.memo
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
 
 
+@contextmanager
+def without_accelerates_fsdp() -> Iterator[None]:
+    """Inside, `accelerate launch --use_fsdp` decides nothing about how models are loaded or wrapped: what it asks for
+    is a setting of treewise (`sharded`), which shards by units that trees run through.
+    """
+    asked = os.environ.get("ACCELERATE_USE_FSDP")
+    if asked is not None:
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = asked
+
+
 def chosen_device(name: str | None) -> torch.device:
     """The device of `--device`; without a name the first GPU where there is one, else the CPU.
 

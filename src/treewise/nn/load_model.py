@@ -82,6 +82,7 @@ def load_weights(
     """
     import torch
 
+    from treewise.nn.device import without_accelerates_fsdp
     from treewise.nn.model_flops import auto_class
 
     if dtype not in (*DTYPES, "auto"):
@@ -113,7 +114,12 @@ def load_weights(
     else:
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
     # transformers' bar over the tensors of a GGUF file has no switch; it is drawn on stderr.
-    with named_errors(name), _quiet(), nullcontext() if file is None else redirect_stderr(StringIO()):
+    with (
+        named_errors(name),
+        _quiet(),
+        without_accelerates_fsdp(),
+        nullcontext() if file is None else redirect_stderr(StringIO()),
+    ):
         model, info = load(folder, **options)
     _check_weights(name, info)
     if bits is None:

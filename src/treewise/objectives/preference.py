@@ -37,6 +37,11 @@ class _OfWholeRollouts:
         return ("log_probs",)
 
     @property
+    def is_on_preferences(self) -> bool:
+        """Whether data are compared with a reference, or with mismatched completions, before they are trained."""
+        return True
+
+    @property
     def needs_whole_groups(self) -> bool:
         """Whether all rollouts of a group must be in one call of the engine."""
         return True

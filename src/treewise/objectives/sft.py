@@ -15,12 +15,14 @@ Letters: F flat tokens, T tree tokens, N trajectories, R rollouts of the forest.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from treewise.errors import ConfigError, DataError, check_choice
-from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.features import feature
+from treewise.objectives.protocol import Objective, Streams, Terms, Values
 from treewise.shapes import Float
 from treewise.tree.forest import WEIGHTINGS, Forest
 
@@ -173,3 +175,28 @@ def _fractions(forest: Forest) -> np.ndarray:
 def _first_part(forest: Forest, fractions_R: np.ndarray) -> str:
     item = forest.trajectories[int(np.argmax((fractions_R < 1)[forest.rollout_of_trajectory]))]
     return f"rollout {item.rollout!r} of group {item.group!r}"
+
+
+# -- what is given as an objective ------------------------------------------------------------------------------------
+
+
+def checked_objective(objective: object) -> Any:
+    """The objective, `SFT()` for None.
+
+    Raises:
+        ConfigError: one that was not called (`tw.GRPO`), or is given by its name alone, or is no function either.
+    """
+    if objective is None:
+        return SFT()
+    if isinstance(objective, type | str):
+        feature("objectives").refuse_uncalled(objective)
+    if isinstance(objective, type) or not (isinstance(objective, Objective) or callable(objective)):
+        raise ConfigError(f"objective is {described(objective)}; give tw.SFT(), another objective, or a function.")
+    return objective
+
+
+def described(value: object) -> str:
+    """A value in a message: a tensor by its shape, a class by its name, else its type."""
+    if isinstance(value, Tensor):
+        return f"one of shape {list(value.shape)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

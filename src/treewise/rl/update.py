@@ -33,7 +33,7 @@ from treewise.errors import CheckpointError, ConfigError, DataError, check_choic
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.own_files import damage
 from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
-from treewise.trainer.inputs import with_logprobs
+from treewise.trainer.references import with_logprobs
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 logger = logging.getLogger("treewise")

@@ -22,8 +22,8 @@ import psutil
 
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
-from treewise.distributed.watchdog import watching
 from treewise.errors import ConfigError, StoppedError
+from treewise.features import feature
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 
@@ -50,7 +50,8 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals, *folders: str
             logger.warning("%s", line)
 
     with ExitStack() as stack:
-        stack.enter_context(watching(args.ddp_timeout))
+        if ranks.count() > 1:
+            stack.enter_context(feature("watchdog").watching(args.ddp_timeout))
         ranks.on_first_rank(enter_folder)
         stack.enter_context(signals)
         yield

@@ -8,15 +8,15 @@ format of saved models are transformers' own.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
@@ -25,9 +25,9 @@ from treewise.distributed.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.features import feature
-from treewise.nn import load_model
-from treewise.nn.adapters import warn_of_parted_tables
+from treewise.nn.device import without_accelerates_fsdp
 from treewise.nn.gradients import clear_gradients
+from treewise.nn.model import is_peft
 from treewise.objectives import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.progress import begin_work
@@ -45,15 +45,7 @@ from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
 from treewise.trainer.hub import UploadingTrainer
-from treewise.trainer.inputs import (
-    MoreArguments,
-    as_trees,
-    check_given,
-    check_mesh,
-    check_preferences,
-    loaded,
-    with_references,
-)
+from treewise.trainer.inputs import as_trees, check_given, check_mesh, check_preferences, loaded
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
@@ -101,21 +93,25 @@ class TreeTrainer(UploadingTrainer):
         eval_dataset: object = None,
         objective: Objective | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None = None,
-        **more: Unpack[MoreArguments],
+        peft_config: object = None,
+        render: object = None,
+        reference: PreTrainedModel | str | Path | None = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **unknown: object,
     ) -> None:
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        model_init, render = more.get("model_init"), more.get("render")
-        others = [each for each in more if each not in MoreArguments.__annotations__]
-        check_given(model, model_init, train_dataset, objective, others)
-        model, processing_class = loaded(model, processing_class, train_dataset, more.get("peft_config"), args.seed)
+        check_given(model, model_init, train_dataset, objective, unknown)
+        model, processing_class = loaded(model, processing_class, train_dataset, peft_config, args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective = objective
-        reference = more.get("reference")
-        self._reference = load_model.load_weights(str(reference)) if isinstance(reference, str | Path) else reference
+        is_named = isinstance(reference, str | Path)
+        self._reference = feature("load_model").load_weights(str(reference)) if is_named else reference
         check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
@@ -124,22 +120,24 @@ class TreeTrainer(UploadingTrainer):
         check_mesh(model, args)
         self._data_size = args.data_size
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            callbacks=[StepEnd(self._signals, self._throughput.end_step), *(more.get("callbacks") or [])],
-            optimizers=more.get("optimizers", (None, None)),
-        )
+        with without_accelerates_fsdp():
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                model_init=model_init,
+                callbacks=[StepEnd(self._signals, self._throughput.end_step), *(callbacks or [])],
+                optimizers=optimizers,
+            )
         # accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers.
         self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
-        warn_of_parted_tables(self.model)
+        if is_peft(self.model):
+            feature("adapters").warn_of_parted_tables(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
@@ -188,9 +186,11 @@ class TreeTrainer(UploadingTrainer):
 
     def _score_references(self) -> None:
         """Scores the data of a preference objective by its reference, before the first step."""
+        if not getattr(self.loss_objective, "is_on_preferences", False):
+            return
         own = (self.loss_objective, self.model, self._reference, self.args, self.processing_class)
         for name in ("train_dataset", "eval_dataset"):
-            setattr(self, name, with_references(getattr(self, name), *own))
+            setattr(self, name, feature("references").with_references(getattr(self, name), *own))
 
     @override
     def get_train_dataloader(self) -> TreeLoader:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     trajectories = _trajectories(data, objective, args)
     model.to(device)
     if isinstance(objective, DPO | KTO):
-        from treewise.trainer.inputs import compared
+        from treewise.trainer.references import compared
 
         def engine() -> TreeEngine:  # as in `treewise train`, the model before its first step is the reference
             return TreeEngine(model, args.max_tokens, args.attention, processor=tokenizer)

@@ -24,12 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from treewise.distributed.fsdp import like_shard, whole_tensor
-from treewise.distributed.mesh import load_on_mesh
 from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
-from treewise.nn.adapters import saved_tables, tables_of
-from treewise.nn.load_model import load_config
+from treewise.features import feature
 from treewise.nn.model import innermost
 from treewise.trainer.checkpoint.store import listed_files
 
@@ -145,11 +142,14 @@ def refuse_unsaved(model: PreTrainedModel) -> None:
 def _refuse_lost_rows(model: Any) -> None:
     """Raises `ConfigError` where a resized vocabulary would not be saved: where one of two tables of tokens is named in
     `target_modules`, PEFT saves that one alone, and none where it has no adapter then (`layers_to_transform`)."""
-    tables, name = tables_of(model.get_base_model()), model.active_peft_config.base_model_name_or_path
+    tables, name = (
+        feature("adapters").tables_of(model.get_base_model()),
+        model.active_peft_config.base_model_name_or_path,
+    )
     if not name:
         return
     try:
-        num_before = load_config(name).get_text_config().vocab_size
+        num_before = feature("load_model").load_config(name).get_text_config().vocab_size
     except ConfigError:  # a base that is not there, of which PEFT holds that nothing was resized
         return
     from peft import get_peft_model_state_dict
@@ -160,7 +160,7 @@ def _refuse_lost_rows(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT, that it saves tables
         state = get_peft_model_state_dict(model)
-    saved = saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
+    saved = feature("adapters").saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
     held = {id(innermost(tables[path]).weight) for path in saved}
     lost = [path for path, each in tables.items() if id(innermost(each).weight) not in held]
     if lost:
@@ -197,7 +197,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
     mesh = mesh_of(model)
     wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     if mesh is not None and isinstance(model, PreTrainedModel):
-        load = partial(load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
+        load = partial(feature("mesh").load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
         _check_complete(_load_converted(model, load, folder, wanted))
         return
     if is_sharded_model(model):
@@ -240,8 +240,13 @@ def _load_converted(
 def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A weight that was loaded on a mesh, in the shards of a model that was sharded on it since."""
     if not isinstance(value, DTensor) or not isinstance(loaded, DTensor) or loaded.device_mesh == value.device_mesh:
-        return loaded if isinstance(loaded, DTensor) or not isinstance(value, DTensor) else like_shard(loaded, value)
-    return like_shard(whole_tensor(loaded), value)
+        return (
+            loaded
+            if isinstance(loaded, DTensor) or not isinstance(value, DTensor)
+            else feature("fsdp").like_shard(loaded, value)
+        )
+    fsdp = feature("fsdp")
+    return fsdp.like_shard(fsdp.whole_tensor(loaded), value)
 
 
 def _load_adapters(model: PreTrainedModel, folders: dict[str, Path]) -> None:
