@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from tests.damage import damages
 from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import images, load_trees
 from treewise.data.images import decoded
@@ -28,6 +29,25 @@ def llava():
 
 def row(*images, ids=(5, *FOUR, 6, 7), **more):
     return {"token_ids": list(ids), "images": list(images), **more}
+
+
+def test_an_image_of_the_cache_that_was_damaged_is_written_again(tmp_path, llava, caplog):
+    def load():
+        [item] = load_trees([row({"bytes": png(1)})], llava, cache_dir=tmp_path, num_workers=0)[0].trajectories
+        return item
+
+    load()
+    [kept] = (tmp_path / "images").iterdir()
+    for _ in damages(kept, num_flips=20, num_cuts=3):
+        if kept.is_dir():
+            with pytest.raises(DataError, match=r"cannot be written .Is a directory.; name another cache_dir"):
+                load()
+            continue
+        caplog.clear()
+        assert load().images[0].read() == png(1)
+        assert caplog.messages == [f"{kept}: damaged: the image is written again"]
+        load()
+        assert len(caplog.messages) == 1
 
 
 def test_paths_bytes_and_addresses_of_data_are_one_image(tmp_path, write, llava):

@@ -51,6 +51,28 @@ def test_adapters_are_loaded_on_their_base_model(folders, place):
     assert locate(str(folder / "lora"))[0].endswith("model")
 
 
+def test_damaged_settings_of_adapters_change_no_output_silently(folders):
+    folder, model = folders
+    ids = torch.arange(1, 20)[None]
+    expected = model(input_ids=ids).logits
+    config = folder / "lora" / "adapter_config.json"
+    outcomes = set()
+    for how in damages(config, num_flips=40, num_cuts=4):
+        try:
+            found = load_weights(str(folder / "lora")).eval()
+        except ConfigError as error:
+            outcomes.add("named" if str(folder / "lora") in str(error) else str(error))
+        else:
+            outcomes.add("equal" if torch.equal(found(input_ids=ids).logits, expected) else how)
+    assert outcomes == {"named", "equal"}
+    settings = json.loads(config.read_text())
+    for changed in settings["target_modules"]:  # of which peft would leave the weights out
+        rest = [name for name in settings["target_modules"] if name != changed]
+        config.write_text(json.dumps(settings | {"target_modules": rest}))
+        with pytest.raises(ConfigError, match=r"weights that adapter_config\.json has no place for, the first .*lora_"):
+            load_weights(str(folder / "lora"))
+
+
 def test_what_cannot_be_loaded_is_said(folders):
     folder, _ = folders
     lora, moved = str(folder / "lora"), folder / "moved"
