@@ -5,21 +5,25 @@ at the end write what many of them share.
 """
 
 import dataclasses
+import hashlib
 import inspect
+import json
 import math
 import numbers
 import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 class TreewiseError(Exception):
@@ -128,6 +132,56 @@ def pip_install(*packages: str) -> str:
     for line in sorted(each.partition(";")[0].strip() for each in listed):
         wanted[re.split(r"[^\w.-]", line)[0].lower()] = line
     return "pip install " + " ".join(f"'{wanted.get(name.lower(), name)}'" for name in packages)
+
+
+# -- files that treewise wrote ----------------------------------------------------------------------------------------
+
+CHECKSUM = "checksum"
+_MAX_REASON = 120
+
+
+def read_own(path: Path, read: Callable[[bytes], T], advice: str, error: type[TreewiseError] = ConfigError) -> T:
+    """What `read` makes of the content of a file that treewise wrote: the one reader of such files.
+
+    Raises:
+        error: the file cannot be read, or `read` raises anything: `PATH: damaged (REASON); ADVICE`.
+    """
+    try:
+        return read(path.read_bytes())
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror or problem}); {advice}.") from None
+    except Exception as problem:  # of JSON, YAML, and of whatever takes a damaged value
+        raise error(f"{path}: damaged ({damage(problem)}); {advice}.") from None
+
+
+def damage(problem: Exception) -> str:
+    """One short line of what is wrong with a file."""
+    name = "" if isinstance(problem, TreewiseError | ValueError) else f"{type(problem).__name__}: "
+    text = " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
+    return ascii(name + text)[1:-1][:_MAX_REASON]
+
+
+def sealed(content: Mapping[str, Any], indent: int | None = None) -> str:
+    """An object of plain JSON values as text, with a checksum of all else in it."""
+    checksum = hashlib.sha256(json.dumps(content, indent=indent).encode()).hexdigest()
+    return json.dumps({**content, CHECKSUM: checksum}, indent=indent)
+
+
+def unsealed(data: bytes, indent: int | None = None, *, may_lack: bool = False) -> dict[str, Any]:
+    """The object of a `sealed` text. Raises `ValueError` where it is not what was sealed.
+
+    may_lack: an object without a checksum is taken as it is, as earlier versions wrote it.
+    """
+    text = data.decode().rstrip("\n")
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds {type(content).__name__}, not an object")
+    if may_lack and CHECKSUM not in content:
+        return content
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    if sealed(rest, indent) != text:
+        raise ValueError("its checksum differs")
+    return rest
 
 
 # -- settings: an annotation declares a type, its limits and its choices, and all checks read it ----------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.cli.helpers import save_tiny_model
+from tests.damage import damages
 from treewise.errors import ConfigError
 from treewise.nn.adapters import adapted
 from treewise.nn.load_model import load_config, load_shapes, load_tokenizer, load_weights, locate
@@ -83,7 +84,7 @@ def test_what_cannot_be_loaded_is_said(folders):
             load_weights(lora)
 
 
-def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch):
+def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch, caplog):
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("TREEWISE_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
@@ -118,8 +119,15 @@ def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch):
         patch.setattr(gguf, "GGUFReader", None)
         assert read() == first
     (folder,) = (each.parent for each in tmp_path.rglob("tokenizer.json"))
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=f"{folder.name}: cannot be loaded as a tokenizer"):
-        read()
+    for name in ("tokenizer.json", "treewise.json"):
+        for how in damages(folder / name, num_flips=10, num_cuts=2):
+            caplog.clear()
+            assert load_tokenizer(str(file)).backend_tokenizer.to_str() == first[0], how
+            [line] = caplog.messages
+            assert line.startswith(f"{folder}/treewise.json: ")
+            assert line.endswith("the GGUF file is read again.")
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", None)
+        assert read() == first  # it was kept again
     write(["ab", "aba"])
     assert len(read()[1]) < len(first[1])

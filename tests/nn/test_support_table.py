@@ -16,6 +16,8 @@ from tests.capability import (
     examine,
     image_families,
 )
+from tests.damage import damages
+from treewise.errors import ConfigError
 from treewise.nn.support_table import Capability, CapabilityTable
 from treewise.testing.families import causal_families
 
@@ -93,6 +95,14 @@ def test_refusals_of_families_with_images_are_sentences_not_exceptions_of_others
         row = TABLE.find(family)
         assert row is not None
         assert not raw.search(row.reason + row.image_reason), row
+
+
+def test_a_damaged_table_is_named(tmp_path) -> None:
+    TABLE.save(path := tmp_path / "table.json")
+    for _ in damages(path, num_flips=60):
+        with pytest.raises(ConfigError, match=r"table\.json: (damaged|cannot be read) \(.*\); write it again"):
+            CapabilityTable.load(path)
+    assert CapabilityTable.load(path) == TABLE
 
 
 def test_a_table_survives_its_file(tmp_path) -> None:

@@ -1,6 +1,5 @@
 """Results as JSON named by hardware, and one row of them as a terminal table, for `rich` to print."""
 
-import json
 import platform
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treewise.errors import ConfigError
+from treewise.errors import read_own, sealed, unsealed
 
 OURS = ("tree", "held", "recomputed")
 
@@ -66,7 +65,7 @@ def save(path: Path, results: dict[str, Any], name: str = "bench") -> Path:
         new = {case_of(row) for row in results["rows"]}
         old_rows = [row for row in load(path)["rows"] if case_of(row) not in new]
         results = {**results, "rows": [*old_rows, *results["rows"]]}
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    path.write_text(sealed(results, indent=2) + "\n")
     return path
 
 
@@ -76,13 +75,13 @@ def load(path: Path, name: str = "bench") -> dict[str, Any]:
     Raises:
         ConfigError: no such file, or one of another form.
     """
-    path = file_of(path, name)
-    try:
-        results = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no results of treewise bench: {error}") from error
-    if not isinstance(results, dict) or results.get("benchmark") != "treewise bench":
-        raise ConfigError(f"{path}: no results of treewise bench.")
+    return read_own(file_of(path, name), _read, "no results of treewise bench")
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    results = unsealed(data, indent=2, may_lack=True)
+    if results["benchmark"] != "treewise bench" or not all(isinstance(row, dict) for row in results["rows"]):
+        raise ValueError("other keys")
     return results
 
 

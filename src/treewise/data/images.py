@@ -7,6 +7,7 @@ are read (`downloads`), where the data's options do not say otherwise: data may 
 import base64
 import hashlib
 import io
+import logging
 import os
 import stat
 import warnings
@@ -24,6 +25,8 @@ from treewise.tree.images import ImageSpan
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
+
+logger = logging.getLogger("treewise")
 
 MAX_PIXELS = 100_000_000  # of one image; more is a decompression bomb or a mistake
 NEEDS_PROCESSOR = (
@@ -247,7 +250,10 @@ class ImageReader:
         """The file of an image that came as bytes."""
         path = self.folder / digest
         try:
-            if not path.is_file() or path.stat().st_size != len(data):
+            if path.is_file() and path.read_bytes() != data:
+                logger.warning("%s: damaged: the image is written again", path)
+                path.unlink()
+            if not path.is_file():
                 with moved_into_place(path) as part:
                     part.write_bytes(data)
         except OSError as error:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.errors import ConfigError, pip_install
+from treewise.errors import ConfigError, pip_install, read_own
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
@@ -63,10 +63,7 @@ def adapter_folder(name: str) -> Path | None:
 def base_of(adapters: Path) -> Iterator[str]:
     """The name of the model that adapters were trained on; errors of what is loaded inside say how to give it."""
     file = adapters / ADAPTERS
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())[:MAX_REASON]}") from None
+    settings = read_own(file, json.loads, "save the adapters again")
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base.strip():
         raise ConfigError(f"{file}: no base_model_name_or_path; write the folder or name of the base model there.")
@@ -129,6 +126,10 @@ def with_saved(model: "PreTrainedModel", adapters: Path) -> "PreTrainedModel":
     lacking = sorted(set(get_peft_model_state_dict(model, save_embedding_layers=False)) - found)
     if lacking:
         raise ConfigError(f"{weights}: {len(lacking):,} weights of the adapters are not there, the first {lacking[0]}.")
+    known = set(get_peft_model_state_dict(model, save_embedding_layers=True))
+    odd = sorted(name for name in found - known if "lora_" in name)
+    if odd:  # a name in target_modules was changed, say
+        raise ConfigError(f"{weights}: {len(odd):,} weights that {ADAPTERS} has no place for, the first {odd[0]}.")
     return model
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.errors import ConfigError, did_you_mean, pip_install
+from treewise.errors import ConfigError, did_you_mean, pip_install, read_own, sealed, unsealed
 from treewise.nn.adapters import (
     ADAPTERS,
     DEMO_MODEL,
@@ -45,6 +46,7 @@ _COUNTS = ("num_attention_heads", "n_head", "num_key_value_heads", "max_position
 _SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys((*_WIDTHS, *_COUNTS), 2**31 - 1)
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # bytes of a value
 logger = logging.getLogger("treewise")
+_SEAL = "treewise.json"  # hashes of the files of a kept folder
 
 
 def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
@@ -186,11 +188,18 @@ def _kept(
     facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
     kept = place_in_cache("gguf", facts)
     cache = kept.parent
-    with named_errors(str(kept), what):
-        if kept.is_dir():
-            value = kind.from_pretrained(str(kept), trust_remote_code=False)
-            value.name_or_path = folder
-            return value
+    if kept.exists():
+        try:
+            read_own(kept / _SEAL, partial(_check_kept, kept), "the GGUF file is read again")
+        except ConfigError as error:
+            logger.warning("%s", error)
+            with suppress(OSError):
+                shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+        else:
+            with named_errors(str(kept), what):
+                value = kind.from_pretrained(str(kept), trust_remote_code=False)
+                value.name_or_path = folder
+                return value
     with named_errors(name, what), _quiet():
         value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **options)
     with suppress(OSError):
@@ -203,8 +212,18 @@ def _kept(
                 {each.name: each.read_bytes() for each in Path(made, order).iterdir()} for order in ("first", "second")
             )
             if type(again) is type(value) and first == second:
+                hashes = {name: hashlib.sha256(content).hexdigest() for name, content in first.items()}
+                (Path(made) / "first" / _SEAL).write_text(sealed(hashes), encoding="utf-8")
                 os.replace(f"{made}/first", kept)
     return value
+
+
+def _check_kept(folder: Path, seal: bytes) -> None:
+    """Raises `ValueError` where a kept folder does not hold what was written into it, by its seal."""
+    hashes = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in folder.iterdir()}
+    hashes.pop(_SEAL)
+    if unsealed(seal) != hashes:
+        raise ValueError("its files are not those that were written")
 
 
 def place_in_cache(kind: str, facts: Sequence[Any]) -> Path:

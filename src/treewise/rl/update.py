@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
 from treewise.engine.engine import TreeEngine
-from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
+from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, damage, num
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
 from treewise.trainer.inputs import with_logprobs
@@ -370,7 +370,8 @@ def save_scores(folder: Path, update: Update, facts: Sequence[object]) -> None:
     arrays = {name: np.concatenate([getattr(item, name) for item in items]) for name in update.computed_streams}
     part = folder / f".{SCORES}.part"
     try:
-        save_file(arrays, part, metadata={**_metadata(update, facts), _DIGEST: _digest(arrays)})
+        metadata = _metadata(update, facts)
+        save_file(arrays, part, metadata={**metadata, _DIGEST: _digest(arrays, metadata)})
         os.replace(part, folder / SCORES)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / SCORES}: the log-probs cannot be written ({error}).") from error
@@ -380,17 +381,17 @@ def load_scores(folder: Path, update: Update, facts: Sequence[object]) -> Update
     """The update with the log-probs that the run began with; None where none of this data and models are saved, or a
     file that is damaged, which is a warning.
     """
-    if not update.computed_streams or not (folder / SCORES).is_file():
+    if not update.computed_streams or not (folder / SCORES).exists():
         return None
     try:
         with safe_open(folder / SCORES, "numpy") as file:
             metadata = dict(file.metadata() or {})
             digest = metadata.pop(_DIGEST, None)
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        if digest != _digest(arrays):
+        if digest != _digest(arrays, metadata):
             raise SafetensorError("its checksum differs")
-    except (SafetensorError, OSError) as error:
-        logger.warning("%s is damaged (%s): the log-probs are computed again", folder / SCORES, error)
+    except Exception as error:  # of whatever a damaged file makes safetensors raise
+        logger.warning("%s: damaged (%s): the log-probs are computed again", folder / SCORES, damage(error))
         return None
     if metadata != _metadata(update, facts):
         return None
@@ -403,8 +404,8 @@ def load_scores(folder: Path, update: Update, facts: Sequence[object]) -> Update
     return replace(update, trees=[[filled(item) for item in tree] for tree in update.trees])
 
 
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
+def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)

@@ -186,7 +186,7 @@ class RunLock:
 
     def _lock(self, descriptor: int) -> None:
         holder: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             read = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
             holder = read if isinstance(read, dict) else {}
         if fcntl is not None:
@@ -197,7 +197,9 @@ class RunLock:
                 raise ConfigError(self._in_use(holder)) from None
             except OSError:
                 pass  # a file system without locks
-        if holder and (holder.get("host") != socket.gethostname() or psutil.pid_exists(int(holder.get("pid") or 0))):
+        pid = holder.get("pid")
+        is_there = isinstance(pid, int) and psutil.pid_exists(pid)
+        if holder and (holder.get("host") != socket.gethostname() or is_there):
             raise ConfigError(
                 f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: this file "
                 "system has no locks."

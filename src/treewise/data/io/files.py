@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,16 +124,16 @@ def _errors_named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def moved_into_place(path: Path) -> Iterator[Path]:
+def moved_into_place(path: Path, named: Callable[[Path], Path] | None = None) -> Iterator[Path]:
     """A new file beside `path`, whose folder is made, which takes its place in the end: a process that is killed leaves
-    nothing half-written.
+    nothing half-written. named: gives the whole file another name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".write-", suffix=path.suffix)
     os.close(handle)
     try:
         yield Path(name)
-        os.replace(name, path)
+        os.replace(name, path if named is None else named(Path(name)))
     finally:
         Path(name).unlink(missing_ok=True)
 
