@@ -122,8 +122,10 @@ class Template:
     def end(self) -> str:
         """What the template writes behind an assistant's content, up to the token that ends the turn; empty: none."""
         last, later = self._behind_content
-        ends = self._leading(last[: common_prefix(last, later)]) or self._leading(last)
-        return last[: last.index(ends[-1]) + len(ends[-1])] if ends else ""
+        if ends := self._leading(last[: common_prefix(last, later)]) or self._leading(last):
+            return last[: last.index(ends[-1]) + len(ends[-1])]
+        span = self.encoder.end_of_turn(last)  # behind text of the template's own
+        return last[: span[1]] if span else ""
 
     @cached_property
     def behind_end(self) -> str:
@@ -136,12 +138,11 @@ class Template:
     def _behind_content(self) -> tuple[str, str]:
         """What stands behind an assistant's content that is the last, and behind one that is not."""
         question: Message = {"role": "user", "content": "a"}
-        talk = [question, {"role": "assistant", "content": MARK}]
-        try:
-            last, later = (self.render([each], None, "a probe")[0] for each in (talk, [*talk, question]))
-        except DataError:  # a template with demands of its own, or none
-            return "", ""
-        return last.rpartition(MARK)[2], later.rpartition(MARK)[2]
+        talk, found = [question, {"role": "assistant", "content": MARK}], ["", ""]
+        for number, each in enumerate((talk, [*talk, question])):
+            with suppress(DataError):  # a template with demands of its own, or none
+                found[number] = self.render([each], None, "a probe")[0].rpartition(MARK)[2]
+        return found[0], found[1] or found[0]
 
     def _leading(self, text: str) -> list[str]:
         """The special tokens at the beginning of a text; white space may stand between them."""
