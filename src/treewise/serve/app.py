@@ -84,6 +84,7 @@ class Api(Catalog):
             self.worker.start()
             yield
             await run_in_threadpool(self.worker.stop)
+            self.journal.close()
 
         hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
         guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
