@@ -425,7 +425,7 @@ def serve(settings: ServeSettings) -> None:
             host=settings.host,
             port=settings.port,
             access_log=False,
-            limit_concurrency=4 * settings.max_queue,
+            limit_concurrency=max(1024, 4 * settings.max_queue),
             timeout_graceful_shutdown=5,
             ws="none",
         )
