@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import tinker
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -193,6 +194,20 @@ def test_clients_that_do_not_end_are_answered_and_others_go_on(address, monkeypa
     assert set(answers) == {408}
     status, said = address.ask("/api/v1/optim_step", b"x" * (MB // 2))
     assert (status, bool(said["error"])) == (400, True)
+
+
+def test_the_sdk_sends_again_what_found_no_room(address):
+    client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
+    run = client.create_lora_training_client(base_model="tiny", rank=2, seed=0).result()
+    holders = [half(address, "optim_step", MB, b"x" * (MB - 100), "tml-other") for _ in range(2)]
+    while address.ask("/api/v1/optim_step", b"x" * (MB // 2))[0] != 503:
+        pass
+    saved = run.save_state("large", user_metadata={"a": "x" * (MB // 2)})
+    assert address.ask("/api/v1/optim_step", b"x" * (MB // 2))[0] == 503
+    for each in holders:
+        each.close()
+    assert saved.result(100).path == f"tinker://{run.model_id}/weights/large"
+    client.close("success").result()
 
 
 def test_a_sender_of_too_much_hears_why(address):

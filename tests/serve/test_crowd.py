@@ -3,6 +3,7 @@ malformed requests, on a server that is killed at drawn moments of any of them, 
 default: each ends as it does alone and undisturbed.
 """
 
+import http.client
 import random
 import threading
 import time
@@ -84,7 +85,7 @@ def disturb(url, is_done, statuses):
         path, body = draw.choice(MALFORMED)
         try:
             statuses.append(address.ask(f"/api/v1/{path}", body + draw.randbytes(draw.choice((0, 1, 300))))[0])
-        except OSError:  # the server is away
+        except (OSError, http.client.HTTPException):  # the server is away, or goes in the middle of an answer
             statuses.append(0)
 
 

@@ -84,6 +84,7 @@ class Api(Catalog):
             self.worker.start()
             yield
             await run_in_threadpool(self.worker.stop)
+            self.journal.close()
 
         hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
         guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
@@ -424,7 +425,7 @@ def serve(settings: ServeSettings) -> None:
             host=settings.host,
             port=settings.port,
             access_log=False,
-            limit_concurrency=4 * settings.max_queue,
+            limit_concurrency=max(1024, 4 * settings.max_queue),
             timeout_graceful_shutdown=5,
             ws="none",
         )

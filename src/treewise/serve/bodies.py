@@ -111,10 +111,9 @@ class Bodies:
             refusal = BodyRefusedError(413, text)
             refusal.ends = _beginning(body.parts)
             return refusal
-        if body.num_counted and self.num_bytes > self._settings.max_uploads_mb << 20:
-            text = (
-                f"{self._settings.max_uploads_mb} MB of requests are under way (max_uploads_mb); send it again later."
-            )
+        at_once = max(self._settings.max_uploads_mb, self._settings.max_request_mb)
+        if body.num_counted and self.num_bytes > at_once << 20:
+            text = f"{at_once} MB of requests are under way (max_uploads_mb); send it again later."
             return BodyRefusedError(503, text)
         return None
 

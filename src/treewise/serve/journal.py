@@ -225,9 +225,11 @@ class Journal:
         return max(-1 if found[0] is None else int(found[0]), self.snapshot_seq(model))
 
     def forget(self) -> None:
-        """Removes old answers, of samples and of what a snapshot holds; clients fetch theirs within seconds."""
+        """Removes old answers, of samples and of what a snapshot holds; clients fetch theirs within seconds. And
+        empties the log, of which one wrong bit loses all that follows it."""
         old = time.time() - KEEP_ANSWERS_SECONDS
         self._all("DELETE FROM requests WHERE (body IS NULL OR kind = 'sample') AND answered < ?", old)
+        self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def snapshot_seq(self, model: str) -> int:
         """Up to which request the newest snapshot goes; -1: none was made."""

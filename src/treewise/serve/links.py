@@ -28,7 +28,8 @@ class Links:
                 with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(secrets.token_bytes(_SIZE))
                 os.replace(aside, secret)
-            secret.chmod(0o600)
+            if secret.stat().st_mode & 0o077:
+                secret.chmod(0o600)
             self._secret = secret.read_bytes()
         except OSError as error:
             raise ConfigError(f"{secret} cannot be read or written ({error.strerror}).") from None

@@ -134,8 +134,8 @@ class Worker(threading.Thread):
         numbers far ahead are not taken.
         """
         with self._changed:
-            ahead = work.seq - self._turns.next_of(work.owner)
-            if self.journal.find(work.id) is None and 0 <= ahead <= self.settings.max_queue:
+            ahead, is_lost = work.seq - self._turns.next_of(work.owner), work.owner in self.store.lost
+            if not is_lost and self.journal.find(work.id) is None and 0 <= ahead <= self.settings.max_queue:
                 self._hear(work, patience)
                 self._refuse(work, error, status)
                 if not patience:
