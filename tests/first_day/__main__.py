@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "versions.md"
 MARK = "<!-- table: python -m tests.first_day --table -->"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -89,7 +89,7 @@ SETS = {
         "lowest-direct",
         pins=("hypothesis>=6.136", "pytest>=8.2", "pytest-xdist>=3.6"),
         extras=("completion", "datasets", "gguf", "images", "lora"),
-        tests=("tests/first_day", "tests/data", "-n", "2"),
+        tests=("tests/first_day", "tests/data/test_images.py", "-n", "2"),
     ),
     "lowest-python-3.12": Versions("lowest-direct", "3.12"),
     "lowest-python-3.13": Versions("lowest-direct", "3.13"),
