@@ -16,6 +16,7 @@
 #   make bench-all     every other script in benchmarks/
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
+#   make versions SETS="lowest newest"   a user's first day on the lowest and the newest versions that pyproject.toml admits, in environments of their own (5 GB each, one at a time)
 #   make docs     the pages as a site, in build/site
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
@@ -30,7 +31,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments verl release format clean
+.PHONY: help versions demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments verl release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -150,6 +151,12 @@ proof: $(VENV)/.dev $(VENV)/.demo
 crossings: $(VENV)/.dev
 	$(BIN)/python -m tests.crossings --minutes $(MINUTES) --seed $(SEED)
 
+# uv resolves the lowest versions, which pip cannot.
+SETS ?=
+VERSIONS ?= build/versions
+versions: $(VENV)/.uv
+	$(BIN)/python -m tests.first_day $(SETS) --folder $(VERSIONS) $(VERSIONS_ARGS)
+
 docs: $(VENV)/.dev
 	$(BIN)/python docs/figures/draw.py
 	$(BIN)/python -m mkdocs build --strict
@@ -243,6 +250,10 @@ ifeq ($(HAS_GPU),)
 	  || { [ "$$(uname)" = Linux ] && $(PIP) --index-url $(CPU_TORCH_INDEX) "$(CPU_TORCH)" 2>/dev/null; } \
 	  || $(PIP) "$(CPU_TORCH)"
 endif
+	@touch $@
+
+$(VENV)/.uv: | $(BIN)/python
+	@$(PIP) "uv>=0.9"
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch

@@ -26,6 +26,7 @@ CROSS_CUTTING = {
     "test_house": "the layout",
     "test_package": "the package as installed: names, imports, types",
     "test_wheel": "what is shipped",
+    "test_whose_warnings": "which warnings are errors",
 }
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
@@ -80,6 +81,7 @@ CROSS_CUTTING_FOLDERS = {
     "documents": "pages",
     "engines": "servers and clients of other projects",
     "examples": "examples/",
+    "first_day": "what a user's first day runs, on every set of versions",
 }
 
 

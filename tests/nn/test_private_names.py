@@ -49,8 +49,7 @@ PRIVATE_NAMES = {
     "_post_accumulate_grad_hooks": TENSOR,  # hooks on accumulated gradients; those of tensor parallelism are removed
     "_execution_engine": "torch.autograd:Variable",  # calls what ends with a backward
     "_set_pg_timeout": DISTRIBUTED + ":",  # gives groups of a mesh the run's timeout
-    # The mesh of a model that transformers divided, also before 5.23, whose meshes are refused.
-    "_mesh_manager": "transformers.distributed.mixin",
+    # The mesh of a model that transformers divided: before 5.23 it is refused.
     "_device_mesh": "transformers.distributed.mixin",
     "_unflatten": "torch.distributed.device_mesh:DeviceMesh",  # an axis of a mesh in two, for hybrid sharding
     "_get_backend": DISTRIBUTED + ":ProcessGroup",  # of the group of all ranks, for its options
