@@ -1,7 +1,7 @@
 """The one exception tree. Each error is also the standard-library type that it replaces, so callers may catch either.
 
 Messages name the location (file and line, trajectory, layer), the number that is wrong, and what to do; the functions
-at the end write what many of them share.
+at the end write what many of them share, and tell whoever listens how far long work is.
 """
 
 import dataclasses
@@ -13,9 +13,10 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import metadata
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -128,6 +129,46 @@ def pip_install(*packages: str) -> str:
     for line in sorted(each.partition(";")[0].strip() for each in listed):
         wanted[re.split(r"[^\w.-]", line)[0].lower()] = line
     return "pip install " + " ".join(f"'{wanted.get(name.lower(), name)}'" for name in packages)
+
+
+# -- how far long work is: nobody listens by default; commands do, and print it ---------------------------------------
+
+
+class Listener(Protocol):
+    """Whoever listens to how far long work is."""
+
+    def begins(self, what: str, total: int | None, *, is_part: bool) -> None: ...
+    def ends(self) -> None: ...
+    def reaches(self, what: str, done: int, total: int | None, unit: str) -> None: ...
+
+
+listeners: list[Listener] = []
+
+
+def begin_work(what: str, total: int | None = None) -> None:
+    """Tells that some work begins, and all before it is over. total: what later calls of `tell_progress` add up to, as
+    the tokens of a step in several batches; None where nobody counts.
+    """
+    for each in listeners:
+        each.begins(what, total, is_part=False)
+
+
+@contextmanager
+def working(what: str, total: int | None = None) -> Iterator[None]:
+    """Around work within other work, which goes on afterwards."""
+    for each in listeners:
+        each.begins(what, total, is_part=True)
+    try:
+        yield
+    finally:
+        for each in listeners:
+            each.ends()
+
+
+def tell_progress(what: str, done: int, total: int | None, unit: str = "token") -> None:
+    """Tells how much is done of the present work, or of a part of it. total: None where nobody counts."""
+    for each in listeners:
+        each.reaches(what, done, total, unit)
 
 
 # -- settings: an annotation declares a type, its limits and its choices, and all checks read it ----------------------
