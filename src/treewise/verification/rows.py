@@ -146,33 +146,31 @@ def of_trees(forest: Forest, chosen: Sequence[int], items: Sequence[Trajectory |
 # -- the first rows ---------------------------------------------------------------------------------------------------
 
 
-def first_rows(trees: Sequence[Sequence[Trajectory]], limit: int, *, whole_groups: bool = False) -> Forest:
-    """The first trajectories of several trees, at most about `limit` flat tokens: half of these from the first tree,
-    then those of the following ones, two of the first and one of a second tree at least. Where these alone have more,
-    tokens within their segments are left out.
+def first_rows(trees: Sequence[Sequence[Trajectory]], limit: int, *, whole_groups: bool = False) -> tuple[Forest, bool]:
+    """The first trajectories of several trees, about `limit` flat tokens in all: half of these from the first tree, the
+    others from those that follow; two of the first tree and one of a second at least. Where these alone have more,
+    tokens within segments are left out, which is the second result.
 
-    limit: 0 for all. whole_groups: rows of a group stay together, and with them all of its tree.
+    limit: 0 for all. whole_groups: rows of a group stay together, and with them all of a tree.
     """
     chosen: list[list[Trajectory]] = []
     total = 0
     for index, tree in enumerate(trees):
-        room, least = (limit // 2, 2) if index == 0 else (limit, total + 1 if index == 1 else 0)
-        if index > 1 and limit and total >= limit:
+        if limit and total >= limit and index > 1:
             break
-        part: list[Trajectory] = []
-        for item in tree:
-            is_needed = len(part) < least if index == 0 else index == 1 and not part
-            if limit and not whole_groups and total + len(item) > room and not is_needed:
-                break
-            part.append(item)
-            total += len(item)
+        part = list(tree)
+        if limit and not whole_groups:
+            room = limit // 2 if index == 0 else limit - total
+            count = int(np.searchsorted(np.cumsum([len(item) for item in tree]), room, side="right"))
+            part = part[: max(count, 2 - index, 0)]
         chosen += [part] if part else []
+        total += sum(map(len, part))
     forest = Forest.concatenate([Forest.from_trajectories(each) for each in chosen])
-    if not limit or forest.num_flat_tokens <= limit or whole_groups:
-        return forest
+    if not limit or forest.num_flat_tokens <= limit:
+        return forest, False
     low, high = 1, int(forest.segments.lengths.max())
     while low < high:  # the most tokens of a segment with which they fit
         middle = (low + high + 1) // 2
         fits = shortened(forest, middle, with_images=True).num_flat_tokens <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
-    return shortened(forest, low, with_images=True)
+    return shortened(forest, low, with_images=True), True
