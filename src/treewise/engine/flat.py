@@ -126,9 +126,9 @@ class FlatLoss:
         return FlatRun(loss, size, logprobs_N, found if len(found) == len(self.items) else None)
 
     def warm_up(self, model: nn.Module, device: torch.device) -> None:
-        """Forward and backward of the longest trajectory, to touch the memory that the timed run uses."""
-        longest = max(range(len(self.items)), key=lambda index: len(self.items[index]))
-        self._values(model, device, longest)[0]["log_probs"].sum().backward()
+        """Forward and backward of the shortest trajectory, so that the timed run does not load kernels."""
+        shortest = min(range(len(self.items)), key=lambda index: len(self.items[index]))
+        self._values(model, device, shortest)[0]["log_probs"].sum().backward()
 
     def _rows(self, what: str) -> Iterator[int]:
         """The indices of the trajectories; tells whoever listens how many tokens are done."""

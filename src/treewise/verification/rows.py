@@ -24,6 +24,7 @@ from treewise.tree.trajectory import Trajectory
 NUM_LEVELS, NUM_PIECES = 4, 5  # of a small budget's plan: gateways on a path, closed micro-batches
 MAX_MICRO_BATCHES = 24  # of such a plan, each of which takes a pass over the weights
 MAX_SEGMENTS = 24
+LEAST_ROWS = (4, 2)  # of the first trees, so that there is something to share
 TOKENS_PER_SEGMENT = (8, 12, 18)  # the first is taken that has a budget with all of these
 
 
@@ -148,7 +149,7 @@ def of_trees(forest: Forest, chosen: Sequence[int], items: Sequence[Trajectory |
 
 def first_rows(trees: Sequence[Sequence[Trajectory]], limit: int, *, whole_groups: bool = False) -> tuple[Forest, bool]:
     """The first trajectories of several trees, about `limit` flat tokens in all: half of these from the first tree, the
-    others from those that follow; two of the first tree and one of a second at least. Where these alone have more,
+    others from those that follow; four of the first tree and two of a second at least. Where these alone have more,
     tokens within segments are left out, which is the second result.
 
     limit: 0 for all. whole_groups: rows of a group stay together, and with them all of a tree.
@@ -162,7 +163,7 @@ def first_rows(trees: Sequence[Sequence[Trajectory]], limit: int, *, whole_group
         if limit and not whole_groups:
             room = limit // 2 if index == 0 else limit - total
             count = int(np.searchsorted(np.cumsum([len(item) for item in tree]), room, side="right"))
-            part = part[: max(count, 2 - index, 0)]
+            part = part[: max(count, LEAST_ROWS[index] if index < len(LEAST_ROWS) else 0)]
         chosen += [part] if part else []
         total += sum(map(len, part))
     forest = Forest.concatenate([Forest.from_trajectories(each) for each in chosen])

@@ -46,12 +46,14 @@ def test_different_is_exit_code_1_and_names_the_worst_parameter(
 
 
 def test_json_and_limit(rows: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("verify", rows, "--model", model, "--limit", 45, "--json") == 0
+    assert call("verify", rows, "--model", model, "--limit", 40, "--json") == 0
     out = capsys.readouterr()
     facts = json.loads(out.out)
     assert facts["passed"] is True
-    assert (facts["num_trajectories"], facts["num_flat_tokens"]) == (2, 30)
-    assert "comparing 2 trajectories of 1 tree: 30 flat tokens, 18 tree tokens, by FLOPs 1.6" in out.err
+    assert (facts["num_trajectories"], facts["num_flat_tokens"]) == (4, 40)
+    assert "comparing 4 trajectories of 1 tree, cut short to fit --limit: 40 flat tokens, 19 tree tokens" in out.err
+    assert call("verify", rows, "--model", model, "--limit", 0) == 0
+    assert "comparing 4 trajectories of 1 tree: 60 flat tokens, 24 tree tokens, by FLOPs 2." in capsys.readouterr().err
     assert facts["worst_parameter"] == facts["parameters"][0]["name"]
 
 
