@@ -1,7 +1,7 @@
 """The one exception tree. Each error is also the standard-library type that it replaces, so callers may catch either.
 
 Messages name the location (file and line, trajectory, layer), the number that is wrong, and what to do; the functions
-at the end write what many of them share, and tell whoever listens how far long work is.
+at the end write what many of them share.
 """
 
 import dataclasses

@@ -106,7 +106,7 @@ def measure(
                     zero_gradients(model)
                     gc.collect()
                     found.seconds.append(_timed(step, found, device))
-                    if found.skipped is None:
+                    if measured[name].skipped is None:  # it may be skipped from here on
                         following = [*names[number:], *(repetitions - repetition - 1) * names]
                         pace.end(name, found.seconds[-1], f"step {repetition + 1}", following)
                     else:

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from treewise.engine.flat import FlatLoss
 from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
@@ -38,7 +37,7 @@ from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters, uncompiled
+from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters, stirred, uncompiled
 from treewise.nn.tensors import is_out_of_memory, to_device
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
@@ -61,9 +60,6 @@ _LOW, _LOW_EXPERTS, _UNREACHED = 0.2, 0.5, 1e-6  # of the whole gradient
 _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
 _TREE_SCALE = -0.5  # of two walks, whose gradients flat ones are added to
-# On parameters of adapters: of their own size; where that is zero, by the factor of their layer: at LoRA's 32 of rank 1
-# more makes a tiny model a function of the adapter alone, which rounding moves by 1e-3.
-_NOISE = 0.05
 
 
 def probe(
@@ -134,7 +130,7 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             if id(parameter) not in made:
                 data = parameter.detach()
                 if id(parameter) in adapters:
-                    data = _stirred(data, len(made), _NOISE / max(adapters[id(parameter)], 1.0))
+                    data = stirred(data, len(made), adapters[id(parameter)])
                 made[id(parameter)] = names[path] = nn.Parameter(data)
                 for hook in (parameter._backward_hooks or {}).values():  # they are part of its gradient
                     names[path].register_hook(hook)
@@ -145,17 +141,6 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     finally:
         for module, _, name, parameter in slots:
             setattr(module, name, parameter)
-
-
-def _stirred(data: Tensor, seed: int, least: float) -> Tensor:
-    if isinstance(data, DTensor):  # parts of an adapter may have any noise; whole ones have the same on all ranks
-        part = _stirred(data.to_local(), seed, least)
-        mesh, places = data.device_mesh, data.placements
-        return DTensor.from_local(part, mesh, places, run_check=False, shape=data.shape, stride=data.stride())
-    generator = torch.Generator(data.device).manual_seed(seed)
-    noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
-    size = data.float().square().mean().sqrt().nan_to_num()
-    return (data.float() + noise * torch.where(size > 0, _NOISE * size, least)).to(data.dtype)
 
 
 @contextmanager

@@ -286,6 +286,33 @@ def adapter_parameters(model: nn.Module) -> dict[int, float]:
     return {key: factor for key, factor in found.items() if key not in adapted}
 
 
+# On parameters of adapters: of their own size; where that is zero, by the factor of their layer: at LoRA's 32 of rank 1
+# more makes a tiny model a function of the adapter alone, which rounding moves by 1e-3.
+_NOISE = 0.05
+
+
+def stirred(data: torch.Tensor, seed: int, factor: float) -> torch.Tensor:
+    """A parameter of an adapter with noise: a fresh adapter is the identity, which hides faults. factor: of its layer's
+    result (`adapter_parameters`)."""
+    if isinstance(data, DTensor):  # parts of an adapter may have any noise; whole ones have the same on all ranks
+        part = stirred(data.to_local(), seed, factor)
+        mesh, places = data.device_mesh, data.placements
+        return DTensor.from_local(part, mesh, places, run_check=False, shape=data.shape, stride=data.stride())
+    generator = torch.Generator(data.device).manual_seed(seed)
+    noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
+    size = data.float().square().mean().sqrt().nan_to_num()
+    return (data.float() + noise * torch.where(size > 0, _NOISE * size, _NOISE / max(factor, 1.0))).to(data.dtype)
+
+
+@torch.no_grad()
+def stir_adapters(model: nn.Module) -> None:
+    """Adds noise to the adapters of a model, in place."""
+    factors = adapter_parameters(model)
+    trained = [each for each in model.parameters() if each.requires_grad and id(each) in factors]
+    for seed, parameter in enumerate(trained):
+        parameter.copy_(stirred(parameter.detach(), seed, factors[id(parameter)]))
+
+
 def base_model(model: Any) -> nn.Module:
     """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
 

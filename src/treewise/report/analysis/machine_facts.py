@@ -97,7 +97,7 @@ def self_check(device: torch.device) -> dict[str, Any]:
     rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
     try:
         budgets = {"whole": len(base) * len(rollouts), "max_tokens=6": 6}
-        errors = {name: verify(model, rollouts, budget).gradient_error for name, budget in budgets.items()}
+        errors = {name: verify(model, rollouts, [budget]).gradient_error for name, budget in budgets.items()}
         sampler = _sampler_gap(model, base)
     except Exception as error:  # whatever a broken installation raises is what this command is to show
         return {"passed": False, "error": f"{type(error).__name__}: {error}"}
