@@ -309,10 +309,11 @@ class Run:
 
         def show() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                self.say(f"   {line.rstrip()}")
-                if results is not None:
-                    results.read(line)
+            with process.stdout as lines:
+                for line in lines:
+                    self.say(f"   {line.rstrip()}")
+                    if results is not None:
+                        results.read(line)
 
         reader = threading.Thread(target=show, daemon=True)
         reader.start()
