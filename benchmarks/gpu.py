@@ -137,7 +137,8 @@ def find_machine(device: str, wheels: Path | None) -> Machine | str:
             why.append(f"  {python}: torch {facts['torch']} finds no GPU")
         else:
             return _machine(python, device, wheels)
-    return "\n".join(["no Python here has a torch that finds a GPU (--device cpu tries the stages without one):", *why])
+    what = "a torch that finds a GPU (--device cpu tries the stages without one)" if device == "cuda" else "torch"
+    return "\n".join([f"no Python here has {what}:", *why])
 
 
 def _machine(python: str, device: str, wheels: Path | None) -> Machine:
