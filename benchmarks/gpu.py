@@ -137,7 +137,8 @@ def find_machine(device: str, wheels: Path | None) -> Machine | str:
             why.append(f"  {python}: torch {facts['torch']} finds no GPU")
         else:
             return _machine(python, device, wheels)
-    return "\n".join(["no Python here has a torch that finds a GPU (--device cpu tries the stages without one):", *why])
+    what = "a torch that finds a GPU (--device cpu tries the stages without one)" if device == "cuda" else "torch"
+    return "\n".join([f"no Python here has {what}:", *why])
 
 
 def _machine(python: str, device: str, wheels: Path | None) -> Machine:
@@ -309,10 +310,11 @@ class Run:
 
         def show() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                self.say(f"   {line.rstrip()}")
-                if results is not None:
-                    results.read(line)
+            with process.stdout as lines:
+                for line in lines:
+                    self.say(f"   {line.rstrip()}")
+                    if results is not None:
+                        results.read(line)
 
         reader = threading.Thread(target=show, daemon=True)
         reader.start()

@@ -243,7 +243,8 @@ def test_a_measured_budget_leaves_room(allow) -> None:
     model, forest = large(torch.bfloat16, 20_000, 2000)
     engine = TreeEngine(model, "auto", attention="flex", hold="always", check=False)
     allow(GIB // 2)
-    budget = engine.plan(forest).max_tokens
+    engine.plan(forest)  # which may take less than the budget, where that is cheaper
+    budget = engine.max_tokens
     engine.step(forest)
     assert engine.max_tokens == budget
     assert 1024 < budget < forest.num_tokens

@@ -106,11 +106,11 @@ def measure(
                     zero_gradients(model)
                     gc.collect()
                     found.seconds.append(_timed(step, found, device))
-                    if measured[name].skipped is None:  # it may be skipped from here on
+                    if math.isnan(found.seconds[-1]):  # left out from now on
+                        pace.seconds.pop(name)
+                    else:
                         following = [*names[number:], *(repetitions - repetition - 1) * names]
                         pace.end(name, found.seconds[-1], f"step {repetition + 1}", following)
-                    else:
-                        pace.seconds.pop(name)
                     on_step(measured)
     zero_gradients(model)
     return measured
