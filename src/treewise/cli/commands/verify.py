@@ -110,11 +110,11 @@ def _trajectories(data: Trees, objective: "Objective", args: argparse.Namespace)
         if args.limit and sum(map(len, trees)) >= args.limit:
             break
     if isinstance(objective, PolicyGradient):
-        from treewise.rl.update import credit, method_of
+        from treewise.rl.update import GIVEN, credit, judged, method_of
 
         method = method_of(objective, args.advantages, trees)
         assert method is not None
-        trees, _ = credit(trees, method, {})
+        trees, _ = credit(trees if method == GIVEN else judged(trees)[0], method, {})
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: objective {args.objective!r} takes none.")
     items = [item for tree in trees for item in tree]
