@@ -48,6 +48,7 @@ WHOLE_PACKAGE = {
     "cli/test_keys": "every key of every command, from flag or file to what computes",
     "cli/test_hostile": "files and flags that are wrong, through the commands",
     "data/test_page": "the examples of docs/data.md",
+    "data/render/test_doubled_tokens": "begin and end tokens of texts, contents, templates and rows",
     "data/render/test_families": "every role and field through the templates of eleven families",
     "data/test_rollouts": "dumps to trajectories",
     "distributed/placement/test_brute_force": "placements against the best of all on small steps",

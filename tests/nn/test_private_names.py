@@ -35,6 +35,8 @@ PRIVATE_NAMES = {
     "_current_autograd_node": "torch:_C",
     "_storage_Use_Count": "torch:_C",
     "_cdata": "torch:UntypedStorage",
+    # The template that transformers renders, whose sandbox bounds neither time nor size.
+    "_compile_jinja_template": "transformers.utils.chat_template_utils",
     "_from_config": "transformers.modeling_utils",  # a model of a configuration, as `from_pretrained` makes it
     "_orig_mod": "torch._dynamo.eval_frame",  # the model inside a compiled one
     "_compiled_call_impl": MODULE,  # detects layers that are compiled in place

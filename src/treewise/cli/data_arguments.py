@@ -100,7 +100,7 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
             raise ConfigError(f"give {flag}, or a run's configuration with it: --config RUN.yaml.")
     given = {item.name: getattr(args, item.name, None) for item in fields(RenderOptions)}
     values = {name: value for name, value in given.items() if value is not None}
-    for name in {"merge_siblings", "images_from_network"} & set(values):
+    for name in {"merge_siblings", "images_from_network", "images_from_local_network"} & set(values):
         values[name] = values[name] == "true"
     if "chat_template_kwargs" in values:
         values["chat_template_kwargs"] = read_mapping("--chat_template_kwargs", values["chat_template_kwargs"])

@@ -65,6 +65,9 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
     if "\0" in folder:
         raise ConfigError(f"output_dir {shown(folder)} holds a null byte, which no path can; correct it.")
     if not args.dry_run and is_first_rank():
+        from treewise.trainer.run_context import RunLock
+
+        RunLock(folder).check()  # it is taken once data and model are loaded, and would be refused after minutes
         check_folder(Path(folder), args.resume, args.overwrite, is_online="tasks" in config.more)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -180,7 +181,12 @@ def _load(
         atexit.register(shutil.rmtree, images, ignore_errors=True)
     own = settings.options
     image_reader = processor and ImageReader(
-        processor, images, own.max_image_bytes, from_network=own.images_from_network
+        processor,
+        images,
+        own.max_image_bytes,
+        from_network=own.images_from_network,
+        from_local_network=own.images_from_local_network,
+        image_folder=own.image_folder,
     )
     reader = RecordReader(tokenizer, own, image_reader)
     processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
@@ -278,6 +284,7 @@ class TreeBuilder:
         self.node_trees: dict[tuple[str, str], tuple[_Tree, list[Placed]]] = {}
         self.report = LoadReport()
         self.warnings: dict[str, None] = {}
+        self.counted: Counter[str] = Counter()
 
     def __enter__(self) -> "TreeBuilder":
         if self.settings.quarantines:
@@ -295,8 +302,9 @@ class TreeBuilder:
 
     def add(self, result: RecordResult) -> None:
         """Takes the next result in order."""
-        self.report.num_records += 1
+        self.report.num_records += not result.is_sample
         self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        self.counted.update(result.counted)
         for key in result.unused_keys:
             self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
@@ -348,6 +356,7 @@ class TreeBuilder:
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
             else:
                 self.report.dropped += self.reader.left_out
+                self.counted.update(self.reader.take_counted())
                 self._add_rows(tree, rows)
                 tree.num_records = len(placed)
 
@@ -369,6 +378,7 @@ class TreeBuilder:
             "fingerprint": content_hash(table, names),
         }
         report.num_files, report.num_trees = num_sources, len(trees)
+        report.warnings += [f"{text} ({num(count, 'time')})" for text, count in self.counted.items()]
         report.warnings += list(self.warnings)[:MAX_WARNINGS]
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")

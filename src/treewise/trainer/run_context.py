@@ -116,6 +116,17 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def check(self) -> None:
+        """Raises `ConfigError` while another process holds the folder; takes and writes nothing."""
+        if self.folder in self._held:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # said by what takes or uses it
+            descriptor = os.open(self.folder / NAME, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                self._lock(descriptor)
+            finally:
+                os.close(descriptor)
+
     def take(self) -> None:
         """Raises `ConfigError`, naming the process, while another one holds the folder."""
         if self.folder in self._held:

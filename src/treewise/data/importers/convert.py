@@ -237,7 +237,7 @@ def read_sources(
     halves: dict[str, tuple[str, Any]] = {}
     for source in sources:
         for raw in _read_source(source, report, halves, drop):
-            yield raw, source.data_file
+            yield raw, source.data_file or source.place
     context = Context(halves=halves)
     unjoined(context)
     report.dropped += context.left_out

@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
-from treewise.data.io.files import column_values, moved_into_place
+from treewise.data.io.arrow_rows import column_values
+from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
@@ -92,12 +93,14 @@ class RecordResult:
     is_declared: bool = False
     node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
     warnings: list[str] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)  # what was mended or left out of it, how often
     unused_keys: list[str] = field(default_factory=list)
     rollout: str | int | float | None = None  # as the record gives it
     is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
     is_preference: bool = False  # holds completions that are not to be imitated
     is_compared: bool = False  # has both token ids and text
     drift: list[str] = field(default_factory=list)  # where these differ
+    is_sample: bool = False  # of a row of several, but the first
     left_out: list[tuple[str, str]] = field(default_factory=list)  # replies that cannot be trained, and why
     error: str | None = None
     is_partial_tail: bool = False

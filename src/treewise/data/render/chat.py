@@ -24,6 +24,10 @@ NOTHING_MARKED = (
     "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
     "or give another chat_template."
 )
+DOUBLED_BEGIN = "texts begin with the begin token that the tokenizer puts in front of them; it is put there once"
+DOUBLED_END = "texts end with several ends of a turn, or with space behind one; the first is kept"
+QUARANTINE = " (--on_bad_record quarantine leaves out all like it)"
+UNMARKED = "a reply of which the chat template marks no token as trained"
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
 LeftOut = list[tuple[str, str]]  # locations and reasons
 
@@ -49,12 +53,12 @@ def conversation_calls(
         reason = "has no assistant message" if not sampled else "trains no assistant message (each has weight 0)"
         raise DataError(
             f"{location}: the record {reason} among {counts or 'no messages'}, so no token is trained; "
-            "add an assistant message, give one a weight above 0, or drop the record."
+            f"add an assistant message, give one a weight above 0, or drop the record{QUARANTINE}."
         )
     if trained[0] == 0:
         raise DataError(
             f"{location}: message 0 is a trained assistant message with nothing before it; "
-            "put a system or user message first, or set its weight to 0."
+            f"put a system or user message first, set its weight to 0, or drop the record{QUARANTINE}."
         )
     if keeps:
         shown = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
@@ -97,7 +101,9 @@ def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location:
         result.append(Call(history, turn, pool.weights[out], f"{where} (message {out})"))
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
-        raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
+        raise DataError(
+            f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record{QUARANTINE}."
+        )
     return trained
 
 
@@ -124,6 +130,7 @@ def render_calls(
         contexts = template.encoder.encode(shown)
         for call, context, (ids, mask) in zip(block, contexts, _sampled(template, texts), strict=True):
             if mask is not None and not mask.any():
+                left_out.append((call.location, UNMARKED))
                 continue
             images: tuple[ImageSpan, ...] = ()
             if template.placer is not None:
@@ -132,7 +139,8 @@ def render_calls(
             rows.append(replace(_row(pieces, before, [(len(context), call.weight, mask)]), images=images))
             before = pieces
     if not rows:
-        raise UnusableError(*left_out[0]) if left_out else DataError(f"{location}: {NOTHING_MARKED}")
+        others = [each for each in left_out if each[1] != UNMARKED]
+        raise UnusableError(*others[0]) if others else DataError(f"{location}: {NOTHING_MARKED}")
     return rows
 
 
@@ -169,19 +177,38 @@ def render_pair(template: Template, prompt: str, completion: str, location: str,
 
     is_cut: the end was not sampled, so there is none.
     """
+    if not completion:
+        raise UnusableError(location, "a completion that holds nothing")
     encoder = template.encoder
-    end = None if is_cut else encoder.tokenizer.eos_token
-    if end and not completion.endswith(end):
-        completion += end
-    context = (encoder.begin_ids(), *encoder.encode([prompt])[0])
+    if not is_cut:
+        completion = with_end(template, completion)
+    context = (begin_ids(template, prompt), *encoder.encode([prompt])[0])
     ids = encoder.encode_continuations([completion])[0]
     if not sum(map(len, context)):
         raise DataError(
             f"{location}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
         )
     if not len(ids):
-        raise DataError(f"{location}: completion is empty, so no token is trained.")
+        raise UnusableError(location, "a completion that holds nothing")
     return [_row((*context, ids), (), [(len(context), 1.0, None)])]
+
+
+def begin_ids(template: Template, text: str) -> np.ndarray:
+    """What the tokenizer puts in front of a plain text, unless it begins with that."""
+    if template.encoder.begins(text):
+        template.counted[DOUBLED_BEGIN] += 1
+        return np.zeros(0, dtype=np.int32)
+    return template.encoder.begin_ids()
+
+
+def with_end(template: Template, text: str) -> str:
+    """A plain text with one end behind it: that which it has, or the tokenizer's end-of-text token."""
+    ends = [text[slice(*span)] for span in template.encoder.endings(text)]
+    own = next((end for end in ends if end in template.ends), template.eos or "")
+    found = template.without_end(text) + own
+    if ends and found != text:
+        template.counted[DOUBLED_END] += 1
+    return found
 
 
 def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:
