@@ -187,11 +187,12 @@ def _rows(
             break
     more = {} if config is None else config.more
     if isinstance(objective, PolicyGradient):
-        from treewise.rl.update import credit, method_of
+        from treewise.rl.update import GIVEN, credit, judged, method_of
 
         method = method_of(objective, args.advantages or more.get("advantages"), trees)
         assert method is not None
-        trees, _ = credit(trees, method, {} if args.advantages else more.get("advantages_settings") or {})
+        settings = {} if args.advantages else more.get("advantages_settings") or {}
+        trees, _ = credit(trees if method == GIVEN else judged(trees)[0], method, settings)
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: {type(objective).__name__} takes none.")
     return first_rows(trees, args.limit, whole_groups=getattr(objective, "needs_whole_groups", False))
