@@ -18,7 +18,7 @@ from torch import nn
 from treewise.engine.probed_rows import text_ids
 from treewise.engine.scoring import StepLoss
 from treewise.engine.walk import Walk
-from treewise.errors import ConfigError, OutOfMemoryError, bytes_as_text, working
+from treewise.errors import ConfigError, OutOfMemoryError, busy_with, bytes_as_text
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
 from treewise.nn.device import free_bytes, is_out_of_memory
 from treewise.nn.flops import gateway_bytes
@@ -175,7 +175,7 @@ class Budget:
             return plan.peak_gateway_tokens + (peak_cuts(plan) * state_size // token_size if state_size else 0)
 
         least = max(1, forest.images.largest)  # an image is never cut
-        with working("measuring the budget"), gradients_restored(lm.model):
+        with busy_with("measuring the budget"), gradients_restored(lm.model):
             token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size, lm.device.type)
         missing = (each for each in lm.model.parameters() if each.requires_grad and each.grad is None)
         free = free_bytes(lm.device) - sum(each.numel() * each.element_size() for each in missing) - reserve_bytes

@@ -15,7 +15,7 @@ from torch import nn
 
 from treewise.engine.probe import probe
 from treewise.engine.probed_rows import text_ids
-from treewise.errors import ConfigError, UnsupportedModelError, working
+from treewise.errors import ConfigError, UnsupportedModelError, busy_with
 from treewise.nn.device import autocast_dtype, to_device, warn_of_slow_precision
 from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_checks import refuse_dropout, refuse_lengths, refuse_placeholders, refuse_tokens
@@ -82,7 +82,7 @@ class StepChecks:
         if before_probe is not None:
             before_probe()
         try:
-            with working("comparing a few tokens with the model's own forward"):
+            with busy_with("comparing a few tokens with the model's own forward"):
                 probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
             if router_rule is not None and router_rule.aux_coefficient:
                 check_router_loss(lm.model, router_rule, to_device(text_ids(forest)[:12], lm.device, torch.long))

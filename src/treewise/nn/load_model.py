@@ -20,7 +20,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.errors import ConfigError, begin_work, did_you_mean, pip_install
+from treewise.errors import ConfigError, busy_with, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
     DEMO_MODEL,
@@ -90,7 +90,6 @@ def load_weights(
         with base_of(adapters) as base:
             model = load_weights(base, None, dtype, bits)
         return with_saved(model, adapters)
-    begin_work(f"loading {name}")
     folder, file = locate(name, gguf_file)
     options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if file is None:
@@ -108,7 +107,8 @@ def load_weights(
     else:
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
     # transformers' bar over the tensors of a GGUF file has no switch; it is drawn on stderr.
-    with named_errors(name), _quiet(), nullcontext() if file is None else redirect_stderr(StringIO()):
+    telling = busy_with(f"loading {name}")
+    with telling, named_errors(name), _quiet(), nullcontext() if file is None else redirect_stderr(StringIO()):
         model, info = load(folder, **options)
     _check_weights(name, info)
     if bits is None:
@@ -265,8 +265,6 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
 
-    begin_work(f"loading the tokenizer of {name}")
-
     def read(folder: str, **options: Any) -> Any:
         """As `AutoTokenizer`, which would parse a GGUF file once more for the kind of its tokenizer."""
         config = None if _has_tokenizer(Path(folder)) else load_config(name, gguf_file)
@@ -275,7 +273,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         more = {} if config is None else {"tokenizer_type": config.model_type}
         return AutoTokenizer.from_pretrained(folder, **options, **more)
 
-    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
+    with busy_with(f"loading the tokenizer of {name}"):
+        return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:

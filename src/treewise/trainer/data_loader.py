@@ -18,7 +18,7 @@ from typing_extensions import override
 from treewise.data import RenderOptions, load_trees
 from treewise.data.sources import is_raw_data
 from treewise.distributed.online_placement import OnlinePlacer, costs_of_flops
-from treewise.errors import ConfigError, begin_work, num, tell_progress
+from treewise.errors import ConfigError, busy_with, num, tell_progress
 from treewise.nn.model_flops import flop_model
 from treewise.objectives import SFT, Objective
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -187,13 +187,13 @@ def check_preferences(dataset: object, objective: Objective) -> None:
         )
 
 
+@busy_with("merging trees")
 def survey(dataset: Sequence[Any]) -> DataFacts:
     """One pass over all trees. Uses the data set's own `fingerprint` if it has one."""
     known = getattr(dataset, "fingerprint", None)
     digest = hashlib.sha256()
     counts = np.zeros(5, dtype=np.int64)
     num_longest, source = 0, ""
-    begin_work("merging trees")
     for index in range(len(dataset)):
         tell_progress("merging trees", index, len(dataset), "tree")
         forest = forest_of(dataset[index])

@@ -21,7 +21,7 @@ from treewise.data.sources import is_raw_data
 from treewise.distributed import ranks
 from treewise.distributed.mesh import mesh_of, take_over
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, begin_work
+from treewise.errors import ConfigError, busy_with
 from treewise.nn import load_model
 from treewise.nn.adapters import adapted
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
@@ -187,7 +187,6 @@ def with_logprobs(
         engine.drain()  # sharded: until the others have scored theirs
         return found
 
-    begin_work(f"computing {stream}")
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:
@@ -197,7 +196,8 @@ def with_logprobs(
                 engine.check(Forest.from_trajectories(trees[0]))  # a probe is of one tree on all ranks
             if engine.lacks_lockstep:
                 engine.enable_lockstep(ranks.gather_texts)
-        parts = ranks.on_every_rank(own_part)
+        with busy_with(f"computing {stream}"):
+            parts = ranks.on_every_rank(own_part)
     finally:
         engine.model.train(is_training)
     whole: dict[int, list[Any]] = {number: arrays for part in parts for number, arrays in part.items()}

@@ -24,7 +24,7 @@ from treewise.distributed import ranks
 from treewise.distributed.fsdp import ShardedModel
 from treewise.distributed.signals import StepAbandoned, StopSignals
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, begin_work
+from treewise.errors import ConfigError, busy_with
 from treewise.nn import load_model
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective
@@ -285,6 +285,7 @@ class TreeTrainer(UploadingTrainer):
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
+    @busy_with("evaluation")
     @override
     def evaluation_loop(
         self,
@@ -302,7 +303,6 @@ class TreeTrainer(UploadingTrainer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
-        begin_work("evaluation")
         loss = denominator = 0.0
         for forests in dataloader:
             with self._signals.computing():
@@ -320,8 +320,8 @@ class TreeTrainer(UploadingTrainer):
             self.store_flos()
         of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
         run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
-        begin_work("saving a checkpoint")
-        self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
+        with busy_with("saving a checkpoint"):
+            self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 
     def _exporters(self) -> list[Any]:
         """Whose state a checkpoint holds, beside transformers' own of the loop."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, DataError, begin_work, listeners, num, tell_progress
+from treewise.errors import ConfigError, DataError, busy_with, listeners, num, tell_progress
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, TaskSampler
@@ -360,9 +360,9 @@ def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Call
             sampled += count
             tell_progress("sampling", sampled, num_tokens)
 
-        begin_work(what)
-        tell_progress("sampling", 0, num_tokens)
-        yield advance
+        with busy_with(what):
+            tell_progress("sampling", 0, num_tokens)
+            yield advance
         return
     if hidden or not sys.stderr.isatty():
         yield None

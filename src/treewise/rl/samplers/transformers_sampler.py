@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.errors import ConfigError, NonFiniteError, num, tell_progress, working
+from treewise.errors import ConfigError, NonFiniteError, busy_with, num, tell_progress
 from treewise.nn.compilation import uncompiled
 from treewise.nn.model_checks import refuse_lengths
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
@@ -109,7 +109,7 @@ class TransformersSampler:
                     self._decoder = choose_decoder(self.model, self.method, known)
             missing = Counter(row.request_index for row in rows)
             for batch in self._batches(rows):
-                with self._lock, working(f"sampling {num(len(batch), 'continuation')} side by side"):
+                with self._lock, busy_with(f"sampling {num(len(batch), 'continuation')} side by side"):
                     self._run(batch)
                 missing.subtract(row.request_index for row in batch)
                 for index in dict.fromkeys(row.request_index for row in batch):
