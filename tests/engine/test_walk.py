@@ -115,6 +115,11 @@ def test_walks_tell_how_many_tokens_are_done_after_each_micro_batch(
         assert done == sorted(done)
         assert len(done) == 1 + len(schedule)
         assert {total for _, total in reached} == {forest.num_tokens}
+    if budget is not None:  # without gradients each micro-batch runs once, when it first comes
+        made, seen = plan(forest, budget, hold=hold), set[int]()
+        for step, (done, _) in zip(made.schedule, told.reached["forward"][1:], strict=True):
+            seen.add(step.micro_batch)
+            assert done == sum(made.micro_batches[each].num_tokens for each in seen)
 
 
 def test_a_loss_of_the_caller_leaves_its_backward_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
