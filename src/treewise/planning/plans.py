@@ -263,7 +263,7 @@ class Plan:
         lines = [
             f"budget             {budget}",
             f"tree tokens        {forest.num_tokens:,} ({forest.num_flat_tokens:,} flat, "
-            f"ratio {forest.share_ratio:.2f})",
+            f"share ratio {forest.share_ratio:.2f})",
             f"micro-batches      {self.num_micro_batches:,} ({self.num_closed_micro_batches:,} closed, "
             f"{open_batches:,} open)",
             f"open tokens        {self.num_open_tokens:,}",
