@@ -57,7 +57,6 @@ class Int8Linear(nn.Module):
         return hidden @ (self.codes.to(hidden.dtype) * self.scale).t()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers 5.23 for it
 def test_adapters_beside_quantised_frozen_layers() -> None:
     base = tiny_model()
     for layer in base.model.layers:
