@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from inspect import signature
@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 import pyarrow as pa
 
-from treewise.data import workers
-from treewise.data.dataset import TreeDataset, Trees, mix
-from treewise.data.images import ImageReader
-from treewise.data.importers.convert import read_sources
+from treewise.data.dataset import TreeDataset
 from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import PathLike, Placed
@@ -37,18 +34,25 @@ from treewise.data.io.rows import (
     tokenizer_hash,
     write_entry,
 )
-from treewise.data.records import RecordReader
+from treewise.data.records import Job, RecordReader
 from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
-from treewise.data.sources import Source, open_sources
+from treewise.data.sources import Source, open_sources, read_sources
 from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
+from treewise.features import feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from treewise.data.mixtures import Trees
+
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MIXTURE_KEYS = {"data", "path", "weight"}
 MAX_WARNINGS = 1000
+BATCH_BYTES = 256_000
+BATCH_RECORDS = 256
+MIN_BYTES_FOR_POOL = 1_000_000  # of the sources; below, starting processes costs more than they save
+MAX_WORKERS = 16
 
 
 def load_trees(
@@ -64,14 +68,14 @@ def load_trees(
     allow_partial_tail: bool = False,
     read_only: bool = False,
     **unknown: object,
-) -> Trees:
-    """Reads records of any form (`treewise.data.io.forms`) from any source, and groups them into training trees.
+) -> "Trees":
+    """Reads records of any form (`treewise.data.forms`) from any source, and groups them into training trees.
 
     Parameters:
         data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that
             `save_to_disk` wrote (`folder[split]`); `hf:org/name[split]`; a `datasets.Dataset` or `IterableDataset`; a
             pandas data frame; a list or iterator of mappings; a list of several of these, which groups may reach over.
-            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.dataset.mix`).
+            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.mix`).
         tokenizer: a transformers tokenizer or the path of one; needed by records that hold text. For images
             the model's processor, or the path of one.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
@@ -93,7 +97,7 @@ def load_trees(
     options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
     check_choice("on_bad_record", on_bad_record, ("error", "quarantine"))
     template_text(options.chat_template)  # an error also where rows hold tokens, or the cache all of them
-    workers.choose_num_workers(num_workers, 0)
+    choose_num_workers(num_workers, 0)
     settings = _Settings(
         options=options,
         num_workers=num_workers,
@@ -111,7 +115,7 @@ def load_trees(
     if settings.quarantines:
         raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
     loaded = [_load(open_sources(part, options.max_record_bytes), tokenizer, settings) for part, _ in parts]
-    return mix(loaded, [weight for _, weight in parts])
+    return feature("mixtures").mix(loaded, [weight for _, weight in parts])
 
 
 def _refuse(unknown: Mapping[str, object]) -> None:
@@ -176,24 +180,11 @@ def _load(
         else:
             if stored is not None:
                 return TreeDataset(*stored, LoadReport(**stored[1]["report"]), merge)
-    images = settings.folder / "images"  # those that come as bytes; with read_only until the process ends
-    if processor is not None and settings.read_only:
-        images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
-        atexit.register(shutil.rmtree, images, ignore_errors=True)
-    own = settings.options
-    image_reader = processor and ImageReader(
-        processor,
-        images,
-        own.max_image_bytes,
-        from_network=own.images_from_network,
-        from_local_network=own.images_from_local_network,
-        image_folder=own.image_folder,
-    )
-    reader = RecordReader(tokenizer, own, image_reader)
-    processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
+    reader = RecordReader(tokenizer, settings.options, processor and _image_reader(processor, settings))
+    processes = choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
     with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
         jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
-        for num_bytes, results in workers.read_all(jobs, reader, processes):
+        for num_bytes, results in _read_all(jobs, reader, processes):
             for result in results:
                 builder.add(result)
             advance(num_bytes, len(results))
@@ -208,6 +199,52 @@ def _load(
             warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
     report.warnings += warnings
     return TreeDataset(table, facts, report, merge)
+
+
+def _image_reader(processor: "ProcessorMixin", settings: _Settings) -> Any:
+    options, folder = settings.options, settings.folder / "images"  # of those that come as bytes
+    if settings.read_only:  # until the process ends
+        folder = Path(tempfile.mkdtemp(prefix="treewise-images-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return feature("image_records").ImageReader(
+        processor,
+        folder,
+        options.max_image_bytes,
+        from_network=options.images_from_network,
+        from_local_network=options.images_from_local_network,
+        image_folder=options.image_folder,
+    )
+
+
+def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
+    """Processes to start; 0 means this process. By default all cores, where there is enough to do."""
+    if num_workers is not None:
+        if num_workers < 0:
+            raise ConfigError(f"num_workers is {num_workers}; give 0 (this process) or more.")
+        return num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS) if num_bytes >= MIN_BYTES_FOR_POOL and cores > 1 else 0
+
+
+def _read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Iterator[tuple[int, list[RecordResult]]]:
+    """Batches of results in the order of the jobs, each with the bytes it came from."""
+    if num_workers:
+        return feature("workers").read_all(_batches(jobs), reader, num_workers)
+    return ((num_bytes, reader.read_batch(batch)) for num_bytes, batch in _batches(jobs))
+
+
+def _batches(jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:
+    """Jobs in batches, each with its bytes."""
+    batch: list[Job] = []
+    size = 0
+    for job in jobs:
+        batch.append(job)
+        size += job[0].num_bytes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
+            yield size, batch
+            batch, size = [], 0
+    if batch:
+        yield size, batch
 
 
 def _entry(sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | None", settings: _Settings) -> Path | None:
@@ -353,7 +390,8 @@ class TreeBuilder:
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
                 self.reader.left_out = []
-                _, rows = self.reader.declared_rows(placed, find_tools(placed[0]), is_forest=False)
+                rows_of = feature("declared_trees").rows_of
+                _, rows = rows_of(self.reader, placed, find_tools(placed[0]), is_forest=False)
             except UnusableError as error:
                 self.report.dropped.append((error.location, error.reason))
             except DataError as error:

@@ -1,4 +1,4 @@
-"""Chat records, logged calls and prompt/completion pairs to rows, one row per call that is trained.
+"""Chat records and prompt/completion pairs to rows, one row per call that is trained.
 
 Every trained assistant turn becomes (what inference saw, what was sampled). The rows of a record stay separate even
 where each is a prefix of the next: merging is the forest's work, by token.
@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treewise.data.io.endings import KEYS, UnusableError, with_reason
-from treewise.data.io.field_checks import flat_list
+from treewise.data.io.endings import UnusableError
 from treewise.data.io.rows import Row
 from treewise.data.render import turns
 from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessages
@@ -71,40 +70,6 @@ def conversation_calls(
         )
         for i in (shown if keeps else trained)
     ]
-
-
-def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location: str) -> list[Call]:
-    """A call for every entry of `calls`, whose indices point into the pool.
-
-    Raises:
-        DataError: an entry of another shape, an index outside the pool, an output that is no assistant message.
-    """
-    if not isinstance(calls, list) or not calls:
-        raise DataError(f"{location}: calls must be a non-empty list of {{ctx: [indices], out: index}}.")
-    result = []
-    for number, call in enumerate(calls):
-        where = f"{location}: calls[{number}]"
-        if not isinstance(call, dict) or "ctx" not in call or "out" not in call:
-            raise DataError(f"{where} needs ctx (indices of the context) and out (index of the completion).")
-        context = [
-            _pool_index(i, len(pool.messages), f"{where}.ctx") for i in list(flat_list(call["ctx"], "ctx", where))
-        ]
-        out = _pool_index(call["out"], len(pool.messages), f"{where}.out")
-        turn = with_reason(pool.messages[out], {key: call[key] for key in KEYS if key in call})
-        if not context:
-            raise DataError(f"{where} has an empty ctx; a completion needs something before it.")
-        if pool.messages[out]["role"] != "assistant":
-            raise DataError(
-                f"{where}: out is message {out}, of role {pool.messages[out]['role']}; it must be assistant."
-            )
-        history = [pool.messages[i] for i in context]
-        result.append(Call(history, turn, pool.weights[out], f"{where} (message {out})"))
-    trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
-    if not trained:
-        raise DataError(
-            f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record{QUARANTINE}."
-        )
-    return trained
 
 
 def render_calls(
@@ -269,9 +234,3 @@ def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float, np.
         spans += (int(bounds[piece]) + edges).tolist()  # [start, end) of every run of trained tokens
         weights += [weight] * (len(edges) // 2)
     return Row(joined(pieces[same:]), shared=int(bounds[same]), spans=spans, span_weights=weights)
-
-
-def _pool_index(value: object, size: int, location: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
-        raise DataError(f"{location} holds {value!r}; indices must be in 0..{size - 1}.")
-    return int(value)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 
@@ -28,11 +28,11 @@ from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.data.render import limits
 from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
-from treewise.data.render.piece_tokenizer import Encoder
+from treewise.data.render.piece_tokenizer import Encoder, Pieces
 from treewise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from treewise.data.render.images import Placer
+    from treewise.tree.images import ImageSpan
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
 THINK, THINK_END = "<think>", "</think>"
@@ -44,6 +44,18 @@ STANDARD_ROLES = {"developer": "system", "function": "tool"}
 CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").partition("#}\n")[2]
 UNWRITTEN_TOOLS = "the chat template never writes tools; the model does not see them (chat_template: chatml does)"
 NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
+
+
+class Placer(Protocol):
+    """Puts images into tokenised texts (`treewise.data.images`)."""
+
+    def written(self, text: str) -> str:
+        """A rendered text with what the processor writes around images."""
+
+    def place(
+        self, pieces: Pieces, messages: Sequence[Message], location: str
+    ) -> "tuple[Pieces, tuple[ImageSpan, ...]]":
+        """The pieces with the tokens of images in place of placeholders, and where these are."""
 
 
 class Template:
@@ -58,7 +70,7 @@ class Template:
         chat_template: str | None,
         kwargs: dict[str, Any],
         on_hidden: str = "error",
-        placer: "Placer | None" = None,
+        placer: Placer | None = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.encoder = encoder

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.downloads import downloaded
+from treewise.data.images.downloads import downloaded
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import moved_into_place
 from treewise.errors import ConfigError, DataError, num, pip_install

@@ -1,6 +1,7 @@
 import pytest
 
 from treewise.data import load_trees
+from treewise.data.forms import FORMS
 from treewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
@@ -65,3 +66,16 @@ def test_functions_are_tools(write, tokenizer):
     tools = [{"type": "function", "function": function}]
     new = load_trees(write({**CHAT, "tools": tools}), tokenizer, options={"chat_template": "chatml"})
     assert old.fingerprint == new.fingerprint
+
+
+def test_an_unknown_form_lists_all_with_examples():
+    with pytest.raises(DataError) as caught:
+        load_trees([{"mesages": []}])
+    message = str(caught.value)
+    assert "Did you mean 'messages'" in message
+    for name, form in FORMS.items():
+        assert name in message
+        assert form.example in message
+    with pytest.raises(DataError) as caught:
+        load_trees([{"instruction": None, "output": "4"}])
+    assert "Did you mean" not in str(caught.value)  # 'output' is a known key already

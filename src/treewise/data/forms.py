@@ -1,0 +1,300 @@
+"""What the form of a record is: one table. A form is recognised by its keys, and what reads it is loaded when a record
+of it is met.
+
+`FORMS` are those that records may have, `FORMATS` those of other stacks' dumps, which become records of these forms. A
+near miss of a known key is an error (`other_names`), other keys that nothing reads are counted: `"contents"` instead of
+`"content"` would train an empty turn, `old_logprob` would be computed again, both silently.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treewise.data.io.endings import KEYS as ENDING
+from treewise.data.io.files import RawRecord, parse_text, parsed_object
+from treewise.tree.trajectory import STREAMS
+
+Record = dict[str, Any]
+
+LABELS = frozenset({"group", "task_id", "reward", "rollout", "advantages"})
+TOOLS = frozenset({"tools", "tools_ref", "functions"})
+CHAT = frozenset({"messages", "images", *TOOLS, *LABELS, *ENDING})
+PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS, *ENDING})
+NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
+ROW = (CHAT | PAIR | {"token_ids", "text", "prompt_text", "completion_text", "iteration", *STREAMS}) - {"functions"}
+REWRITTEN: frozenset[str] = frozenset()
+MESSAGE = frozenset(
+    {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "id", "refusal", "weight", "train"}
+    | {"training", "train_detail", "reasoning_content", "reasoning", "thinking", *ENDING}
+)
+# Lists of objects within records, and the keys of these.
+PARTS = {
+    **dict.fromkeys(("messages", "prompt", "completion"), MESSAGE),
+    "nodes": NODE,
+    "seqs": frozenset({"ids", "loss", "reward", "advantages", "behaviour_logprobs", "rollout"}),
+    "calls": frozenset({"ctx", "out", *ENDING}),
+}
+# Keys that hold nested values; text in one of these is JSON, as columns of Parquet have it.
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of records.
+
+    Parameters:
+        text: what it is, for messages.
+        needs: the keys by which it is recognised.
+        reads: all keys that it reads; none where it is rewritten as another form.
+        reader: the feature (`treewise.features`) that reads or rewrites it; empty: `treewise.data.records` does.
+        example: a record.
+    """
+
+    text: str
+    needs: tuple[str, ...]
+    reads: frozenset[str]
+    reader: str
+    example: str
+
+
+FORMS = {
+    "chat": Form(
+        "messages of OpenAI's shape",
+        ("messages",),
+        CHAT,
+        "",
+        '{"messages": [{"role": "user", "content": "2+2?"}, ...]}',
+    ),
+    "prompt_completion": Form(
+        "texts or message lists", ("prompt", "completion"), PAIR, "", '{"prompt": "2+2=", "completion": "4"}'
+    ),
+    "token_row": Form(
+        "token ids and streams",
+        ("token_ids",),
+        ROW,
+        "token_rows",
+        '{"token_ids": [1, 15, 9], "loss_weights": [0, 0, 1]}',
+    ),
+    "grouped_rows": Form(
+        "several rows of a group",
+        ("seqs",),
+        frozenset({"seqs", "group", "task_id"}),
+        "token_rows",
+        '{"seqs": [{"ids": [1, 15, 9], "loss": [[2, 3]]}]}',
+    ),
+    "calls": Form(
+        "logged calls",
+        ("messages", "calls"),
+        (CHAT - ENDING) | {"calls"},
+        "logged_calls",
+        '{"messages": [...], "calls": [{"ctx": [0], "out": 1}]}',
+    ),
+    "nodes": Form(
+        "a declared tree",
+        ("nodes",),
+        TOOLS | LABELS | {"nodes", "forest"},
+        "declared_trees",
+        '{"nodes": [{"id": "a", "parent": null, "token_ids": [1, 15]}, ...]}',
+    ),
+    "tree_node": Form(
+        "a node of one",
+        ("tree",),
+        NODE | TOOLS | {"tree"},
+        "declared_trees",
+        '{"tree": "t", "id": "a", "parent": null, "token_ids": [1, 15]}',
+    ),
+    "preference": Form(
+        "a preference pair",
+        ("chosen", "rejected"),
+        (PAIR - ENDING) | {"chosen", "rejected"},
+        "preference_records",
+        '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
+    ),
+    "labelled": Form(
+        "a labelled completion",
+        ("prompt", "completion", "label"),
+        PAIR | {"label"},
+        "preference_records",
+        '{"prompt": "2+2=", "completion": "4", "label": true}',
+    ),
+    "sharegpt": Form(
+        "ShareGPT turns",
+        ("conversations",),
+        REWRITTEN,
+        "other_libraries",
+        '{"conversations": [{"from": "human", "value": "2+2?"}, ...]}',
+    ),
+    "alpaca": Form(
+        "an instruction",
+        ("instruction", "output"),
+        REWRITTEN,
+        "other_libraries",
+        '{"instruction": "Add.", "input": "2+2", "output": "4"}',
+    ),
+    "text": Form("plain text, all of it trained", ("text",), LABELS | ENDING | {"text"}, "", '{"text": "2+2=4"}'),
+    "input_ids": Form(
+        "ids with labels or a mask",
+        ("input_ids",),
+        REWRITTEN,
+        "token_rows",
+        '{"input_ids": [1, 15, 9], "labels": [-100, -100, 9]}',
+    ),
+}
+BY_KEYS_ALONE = ("preference", "labelled", "input_ids", "alpaca", "sharegpt")  # in this order
+# What beside token ids says that several samples follow one another in the row (`readers.packed_rows`): their lengths,
+# the sums of these, or the number of the sample that a token is of (0 is padding but for the last of these).
+LENGTHS = ("seq_lengths", "seq_lens", "packed_seq_lengths", "sequence_lengths", "sample_lengths")
+CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", "cu_seqlens_k", "cu_seq_lens_k")
+NUMBERS = ("attention_mask", "segment_ids", "seq_idx")
+PACKING = (*LENGTHS, *CUMULATIVE, *NUMBERS, "position_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A dump of another stack.
+
+    Parameters:
+        text: what it is, for messages and `--help`.
+        reader: module and function of `treewise.data.importers`.
+        signs: alternatives, each the keys that must all be there; no other format has them.
+    """
+
+    text: str
+    reader: str
+    signs: tuple[str, ...]
+
+
+FORMATS = {
+    "verifiers": Format(
+        "traces.jsonl of verifiers v1 (also written by prime-rl), or results.jsonl of its earlier versions",
+        "traces.read_verifiers",
+        (
+            *("traces task", "traces env", "nodes task agent", "nodes calls rewards"),
+            "example_id prompt completion reward timing",
+            "example_id prompt completion reward is_completed",
+            "example_id prompt completion reward trajectory",
+        ),
+    ),
+    "prime-rl": Format(
+        "token_exports/step_N/rank_R.jsonl, or its traces.jsonl",
+        "token_dumps.read_prime_rl",
+        ("token_ids inference_logprobs loss_mask",),
+    ),
+    "slime": Format(
+        "--save-debug-rollout-data (.pt), or its samples one per line",
+        "token_dumps.read_slime",
+        ("tokens response_length reward", "samples rollout_id"),
+    ),
+    "verl": Format(
+        "tensors of a batch (.pt), or trainer.rollout_data_dir (text without ids)",
+        "token_dumps.read_verl",
+        ("input output score step", "prompts responses attention_mask", "prompts responses response_mask"),
+    ),
+    "areal": Format(
+        "trajectories (.pt), or rollout.dump_to_file (text; needs --tokenizer)",
+        "token_dumps.read_areal",
+        (
+            "prompt completion reward seqlen prompt_len tail_version",
+            "input_ids loss_mask logprobs",
+            "input_ids loss_mask versions",
+        ),
+    ),
+    "art": Format(
+        "trajectories of OpenPipe ART, .jsonl or .parquet (text without ids)",
+        "traces.read_art",
+        ("trajectories", "messages_and_choices reward", "group_index messages reward"),
+    ),
+    "trl": Format(
+        "prompts, completions and rewards: what a rollout_func returns, or completions_N.parquet (text)",
+        "token_dumps.read_trl",
+        ("prompt_ids completion_ids", "prompt completion advantage step"),
+    ),
+    "openai": Format(
+        "recorded chat calls, {request, response} or {messages, response} a line; requests alone; batch files",
+        "openai_log.read_openai",
+        ("request", "custom_id body", "custom_id response", "messages response", "messages choices"),
+    ),
+    "langfuse": Format(
+        "observations, or traces with their observations, as .jsonl or .json",
+        "openai_log.read_langfuse",
+        ("traceId type", "trace_id type input", "id observations"),
+    ),
+    "langsmith": Format("runs, as .jsonl, .json or .parquet", "openai_log.read_langsmith", ("run_type inputs",)),
+}
+
+
+def parse(raw: RawRecord) -> Record:
+    """The record as an object, nulls at the top removed (a null field is an absent field).
+
+    Raises:
+        DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
+        PartialTailError: the same in a last line without a line end.
+    """
+    record = {key: item for key, item in parsed_object(raw, is_padded=raw.is_row).items() if item is not None}
+    if record.get("tools") == "":  # as LLaMA-Factory writes none
+        del record["tools"]
+    for name in NESTED:
+        text = record.get(name)
+        if isinstance(text, str):
+            record[name] = parse_text(text, f"{raw.location}: {name}")
+    return record
+
+
+def forms_of(record: Record) -> list[str]:
+    """The forms whose keys a record has: one, unless it is a record of none, or of several at once."""
+    if not {"token_ids", "tree", "nodes", "messages", "seqs"} & record.keys():
+        for form in BY_KEYS_ALONE:
+            if all(key in record for key in FORMS[form].needs):
+                return [form]
+    has_ids, has_talk = "token_ids" in record, "messages" in record
+    is_node = "tree" in record and (has_ids or "message" in record)
+    signs = {
+        "nodes": "nodes" in record,
+        "tree_node": is_node,
+        "token_row": has_ids and not is_node,
+        "chat": has_talk and not has_ids and not is_node and "calls" not in record,
+        "calls": "calls" in record and (has_ids or (has_talk and not is_node)),
+        "grouped_rows": "seqs" in record,
+    }
+    forms = [form for form, is_there in signs.items() if is_there]
+    if ("completion" in record and not has_ids) or ("prompt" in record and not forms):
+        forms.append("prompt_completion")
+    return forms or (["text"] if "text" in record else [])
+
+
+def is_packed(record: Record) -> bool:
+    """Whether a row of token ids may hold several samples."""
+    return ("input_ids" in record or "token_ids" in record) and not record.keys().isdisjoint(PACKING)
+
+
+def detect_format(record: Mapping[str, Any]) -> str | None:
+    """The format whose keys a record has; None where it has those of none, or of several."""
+    keys = {str(key) for key, value in record.items() if value is not None}
+    names = [name for name, format in FORMATS.items() if any(keys.issuperset(sign.split()) for sign in format.signs)]
+    return names[0] if len(names) == 1 else None
+
+
+def has_form(record: Record) -> bool:
+    """Whether a record's keys are those of a form, and not those of another stack's dump."""
+    forms = forms_of(record)
+    if forms == ["chat"] and ("response" in record or "choices" in record):  # a logged call, whose reply is there?
+        last = record["messages"][-1] if isinstance(record["messages"], list) and record["messages"] else None
+        if isinstance(last, dict) and last.get("role") in ("user", "tool", "function", "system", "developer"):
+            return False
+    return bool(forms) and not (set(forms) & {"input_ids", "prompt_completion", "nodes"} and detect_format(record))
+
+
+def with_unknown_keys(record: Record, form: str, group_by: str | None) -> Iterator[tuple[str, Record, frozenset[str]]]:
+    """The record, and objects in its lists, that hold a key which the form does not read: the list, with the index of
+    the object (`messages[2]`; empty for the record itself), the object, and the keys that are read.
+    """
+    known = FORMS[form].reads
+    top = known | {"source", group_by or "source"}  # where a row is from, as importers write it
+    if not top.issuperset(record):
+        yield "", record, top
+    for name, keys in PARTS.items():
+        values = record.get(name)
+        if name in known and isinstance(values, list):
+            for index, part in enumerate(values):
+                if isinstance(part, dict) and not keys.issuperset(part):
+                    yield f"{name}[{index}]", part, keys
