@@ -19,7 +19,11 @@ from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.nonfinite import NonFiniteGuard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
-CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if each.__module__ == errors.__name__]
+CLASSES = [
+    each
+    for _, each in inspect.getmembers(errors, inspect.isclass)
+    if each.__module__ == errors.__name__ and issubclass(each, Exception)
+]
 ITEM = tw.Trajectory([1, 2, 3])
 
 

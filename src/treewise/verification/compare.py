@@ -51,13 +51,18 @@ LOGPROB_FACTOR = 10
 PARAMETER_FACTOR = 100
 
 
-class RunSettings(TypedDict, total=False):
-    """Settings of the run that is verified, those of `TreeEngine`; autocast: the dtype of that around its steps."""
+class EngineSettings(TypedDict, total=False):
+    """Settings of a run that `TreeEngine` takes."""
 
     temperature: float
     offload: bool
     router_aux_loss: bool | None
     router_z_coefficient: float
+
+
+class RunSettings(EngineSettings, total=False):
+    """Settings of a run. autocast: the dtype of the autocast around its steps."""
+
     autocast: torch.dtype | None
 
 
@@ -105,8 +110,7 @@ def verify(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{type(model).__name__} has no trained parameter; nothing to compare.")
     forest = one_forest(trajectories)
-    autocast = run.pop("autocast", None)
-    side = _Sides(model, attention, processor, autocast, tolerance, run)
+    side = _Sides(model, attention, processor, tolerance, run)
     reports = []
     with _state_restored(model):
         for rows, budgets in _compared(forest, objective, max_tokens):
@@ -166,13 +170,13 @@ class _Sides:
         model: nn.Module,
         attention: str,
         processor: object,
-        autocast: torch.dtype | None,
         tolerance: float | None,
         run: RunSettings,
     ) -> None:
-        self.model, self.attention, self.processor, self.run = model, attention, processor, run
-        self.autocast, self.tolerance = autocast, tolerance
-        self.device, self.dtype = _device(model), _lowest_dtype(model) if autocast is None else autocast
+        self.model, self.attention, self.processor, self.tolerance = model, attention, processor, tolerance
+        self.autocast = run.pop("autocast", None)
+        self.run: EngineSettings = run
+        self.device, self.dtype = _device(model), _lowest_dtype(model) if self.autocast is None else self.autocast
         self._is_probed = False
 
     def compare(
