@@ -41,7 +41,9 @@ _ROW_ADAPTERS = {
     "XLORA": "mixes its adapters by a first pass over each row",
     "ADAPTION_PROMPT": "adds prompt tokens to the attention of its layers",
 }
-_WHOLE = "has a decoder that is a whole language model with a head of its own, of which trees cannot take the decoder alone"
+_WHOLE = (
+    "has a decoder that is a whole language model with a head of its own, of which trees cannot take the decoder alone"
+)
 _QFORMER = "reads every text with an image, by a Q-Former that sees both"
 # Families whose classes and configurations look like those that follow a tree, by `model_type`, and why they do not.
 REFUSED_FAMILIES = {
