@@ -44,6 +44,24 @@ _ROW_ADAPTERS = {
     "XLORA": "mixes its adapters by a first pass over each row",
     "ADAPTION_PROMPT": "adds prompt tokens to the attention of its layers",
 }
+_WHOLE = (
+    "has a decoder that is a whole language model with a head of its own, of which trees cannot take the decoder alone"
+)
+_QFORMER = "reads every text with an image, by a Q-Former that sees both"
+# Families whose classes and configurations look like those that follow a tree, by `model_type`, and why they do not.
+REFUSED_FAMILIES = {
+    "blip-2": _WHOLE,
+    "blt": "computes on patches of bytes, which another model cuts over a whole row",
+    "doge": "adds a learned mask of its own to that of its attention, which a tree cannot replace",
+    "gemma4_unified_assistant": "continues the hidden rows and keys of another model (shared_kv_states), not tokens",
+    "git": "puts the image's tokens before the text and builds one mask for both, which a tree cannot replace",
+    "idefics": "reads images by cross-attention in layers of its own, which need pixels in every forward",
+    "instructblip": _QFORMER,
+    "instructblipvideo": _QFORMER,
+    "kosmos-2": _WHOLE,
+    "kosmos-2.5": _WHOLE,
+    "molmo2": "asks in its forward which tokens are images (mm_token_type_ids) on text alone, too, as a tree does not",
+}
 SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
 
 
@@ -139,6 +157,8 @@ def split_model(model: nn.Module) -> DecoderAndHead:
         hint = " Load it first: AutoModelForCausalLM, of adapters peft.AutoPeftModelForCausalLM, .from_pretrained(...)."
         hint = "" if isinstance(base, nn.Module) else hint
         raise UnsupportedModelError(f"{name} is not a transformers model.{hint} {SUPPORTED_MODELS}")
+    if base.config.model_type in REFUSED_FAMILIES:
+        raise UnsupportedModelError(f"{name} {REFUSED_FAMILIES[base.config.model_type]}. {SUPPORTED_MODELS}")
     if getattr(base.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} has an encoder; only causal language models follow a tree. {SUPPORTED_MODELS}"
