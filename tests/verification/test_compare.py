@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from treewise import objectives, progress
+from treewise import objectives
+from treewise.base import progress
 from treewise.engine import TreeEngine, checks, step, values
 from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError

@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.base.features import feature
+from treewise.base.shapes import Float
 from treewise.engine.flat import FlatLoss
 from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
-from treewise.features import feature
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.gradients import hooks_run_once
@@ -42,7 +43,6 @@ from treewise.nn.tensors import is_out_of_memory, to_device
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
-from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

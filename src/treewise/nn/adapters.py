@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError, pip_install
-from treewise.own_files import read_own
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig

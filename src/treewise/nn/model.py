@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
-from treewise.features import feature
 from treewise.nn.attention import AttentionName, TreeContext, carry, install, install_legacy_layers
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot
 from treewise.nn.module_head import ModuleHead
