@@ -221,7 +221,7 @@ class _Sides:
     def _run_flat(self, model: nn.Module, loss: FlatLoss, sft: FlatLoss) -> tuple[_Run, list[torch.Tensor]]:
         """Every trajectory alone, by the model's own forward; and the factors of its log-probs in the values that are
         compared: the gradients of the loss, or where it depends on more than log-probs, those of SFT's."""
-        begin_work("flat training, one trajectory after the other")
+        begin_work("flat training")
         loss.warm_up(model, self.device)
         zero_gradients(model)
         started = synchronized_clock(self.device)

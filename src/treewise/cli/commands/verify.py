@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from treewise.objectives import Objective
     from treewise.trainer import TreeTrainingArguments
 
-MAX_TOKENS = 2048  # flat ones; about a minute of SmolLM2-135M on two cores
+MAX_TOKENS = 1024  # flat ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
