@@ -63,7 +63,7 @@ def prefix_tree(sequences: Sequence[Sequence[int]]) -> Tree:
     return Tree(*map(np.array, (ids, parent, depth, end)), [position[nodes] for nodes in nodes_of])
 
 
-# -- 2. Intervals to a mask (treewise.planning.plans, treewise.nn.attention) --------------------------------------------
+# -- 2. Intervals to a mask (treewise.planning.plans, treewise.nn.attention) -------------------------------------------
 # A query may see the keys on its path to the root. Since a micro-batch keeps depth-first order, the queries below a key
 # are an interval, too: two integers per key are the whole mask, whatever the tree. treewise hands them to kernels
 # (treewise.nn.attention.cascade, treewise.nn.attention.flex); only its specification builds a dense mask, as here
