@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import DataError
-from treewise.nn.model import base_model
+from treewise.nn.wrapped import base_model
 from treewise.planning.plans import Plan
 from treewise.tree.trajectory import update_with_content
 

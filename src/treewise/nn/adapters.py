@@ -216,7 +216,7 @@ def parted_table(model: "PreTrainedModel") -> str | None:
     Weights with such adapters merged into them are another model: both tables get what one was trained to be, or, where
     a copy was trained whole, it is lost as soon as the weights are tied again.
     """
-    from treewise.nn.model import innermost
+    from treewise.nn.wrapped import innermost
 
     tables = tables_of(model)
     if len(tables) < 2 or len({id(innermost(each).weight) for each in tables.values()}) > 1:

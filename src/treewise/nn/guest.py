@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from treewise.base.shapes import Float, Int
 from treewise.nn.attention import Gateway, TreeMask
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import AnyHead
-from treewise.nn.model import DecoderAndHead
 from treewise.planning.plans import Layout, Pass, Plan
 
 

@@ -209,7 +209,7 @@ class TreeTrainingArguments(TrainingArguments):
             is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
             if is_launched:
                 feature("watchdog").join(self)
-            backend = self.ddp_backend
+            backend = getattr(self, "ddp_backend", None)
             if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
                 self.ddp_backend = None
             self._own_device = super().device

@@ -28,7 +28,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn.device import without_accelerates_fsdp
 from treewise.nn.gradients import clear_gradients
-from treewise.nn.model import is_peft
+from treewise.nn.wrapped import is_peft
 from treewise.objectives import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments

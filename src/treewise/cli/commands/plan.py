@@ -135,8 +135,8 @@ def _memory(args: argparse.Namespace, config: RunConfig | None, *, on_gpu: bool)
     import torch
 
     from treewise.engine.step_memory import step_memory
-    from treewise.nn.model import base_model
     from treewise.nn.router_loss import router_loss_rule
+    from treewise.nn.wrapped import base_model
     from treewise.objectives.registry import PREFERENCES
 
     training = {} if config is None else config.training

@@ -15,8 +15,8 @@ from treewise.distributed.context.parts import ContextPart, context_part, part_b
 from treewise.distributed.parts import sum_gradients
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.nn.attention import TreeMask
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.model_flops import flop_model
 
 
