@@ -46,7 +46,7 @@ class Form:
         text: what it is, for messages.
         needs: the keys by which it is recognised.
         reads: all keys that it reads; none where it is rewritten as another form.
-        reader: the feature (`treewise.features`) that reads or rewrites it; empty: `treewise.data.records` does.
+        reader: the feature (`treewise.base.features`) that reads or rewrites it; empty: `treewise.data.records` does.
         example: a record.
     """
 

@@ -39,7 +39,7 @@ from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
 from treewise.data.sources import Source, open_sources, read_sources
 from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
-from treewise.features import feature
+from treewise.base.features import feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

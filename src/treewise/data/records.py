@@ -25,7 +25,7 @@ from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
 from treewise.errors import DataError
-from treewise.features import feature
+from treewise.base.features import feature
 from treewise.tree.trajectory import STREAMS
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from treewise.data.io.files import (
 from treewise.data.io.options import LoadReport
 from treewise.data.raw import is_table
 from treewise.errors import DataError
-from treewise.features import feature
+from treewise.base.features import feature
 
 KNOWN = (
     "a path, a folder, a glob, 'hf:org/name[split]', a datasets.Dataset, a pandas data frame, or a list or iterator of "

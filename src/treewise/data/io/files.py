@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.errors import DataError
-from treewise.features import feature
+from treewise.base.features import feature
 
 PathLike = str | Path
 FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is searched for; `.json` must be named

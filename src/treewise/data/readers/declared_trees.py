@@ -19,7 +19,7 @@ from treewise.data.render.chat import render_calls
 from treewise.data.render.messages import IMAGES, Message, Tools, clean_message, find_tools
 from treewise.data.render.turns import Call
 from treewise.errors import DataError
-from treewise.features import feature
+from treewise.base.features import feature
 from treewise.tree import checks
 from treewise.tree.trajectory import STREAMS
 

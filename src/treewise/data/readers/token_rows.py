@@ -18,7 +18,7 @@ from treewise.data.records import Label, RecordReader, rollout_of
 from treewise.data.render.messages import IMAGES, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
-from treewise.features import feature
+from treewise.base.features import feature
 from treewise.tree import checks
 from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import STREAMS, Trajectory
