@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from tests.data.images.test_placing import PARTS
-
 from tests.image_models import tiny_processor
 from treewise.data import load_trees
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 import pyarrow as pa
 
+from treewise.base.features import feature
 from treewise.data.dataset import TreeDataset
 from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import printable, shown
@@ -39,7 +40,6 @@ from treewise.data.render.messages import find_tools, tool_files
 from treewise.data.render.template import template_text
 from treewise.data.sources import Source, open_sources, read_sources
 from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
-from treewise.base.features import feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

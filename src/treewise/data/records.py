@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.forms import FORMS, Record, forms_of, is_packed, parse, with_unknown_keys
 from treewise.data.io.endings import KEYS, UnusableError, ending_of, own_reason
 from treewise.data.io.field_checks import label, number, printable, shown
@@ -25,7 +26,6 @@ from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
 from treewise.errors import DataError
-from treewise.base.features import feature
 from treewise.tree.trajectory import STREAMS
 
 if TYPE_CHECKING:

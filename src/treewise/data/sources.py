@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.forms import detect_format, has_form, parse
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
@@ -28,7 +29,6 @@ from treewise.data.io.files import (
 from treewise.data.io.options import LoadReport
 from treewise.data.raw import is_table
 from treewise.errors import DataError
-from treewise.base.features import feature
 
 KNOWN = (
     "a path, a folder, a glob, 'hf:org/name[split]', a datasets.Dataset, a pandas data frame, or a list or iterator of "

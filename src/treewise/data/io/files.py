@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from treewise.base.features import feature
 from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.errors import DataError
-from treewise.base.features import feature
 
 PathLike = str | Path
 FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is searched for; `.json` must be named

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.io import field_checks
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
@@ -19,7 +20,6 @@ from treewise.data.render.chat import render_calls
 from treewise.data.render.messages import IMAGES, Message, Tools, clean_message, find_tools
 from treewise.data.render.turns import Call
 from treewise.errors import DataError
-from treewise.base.features import feature
 from treewise.tree import checks
 from treewise.tree.trajectory import STREAMS
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.forms import Record
 from treewise.data.io.field_checks import flat_list, number_list, shown
 from treewise.data.io.files import Placed
@@ -18,7 +19,6 @@ from treewise.data.records import Label, RecordReader, rollout_of
 from treewise.data.render.messages import IMAGES, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
-from treewise.base.features import feature
 from treewise.tree import checks
 from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import STREAMS, Trajectory
