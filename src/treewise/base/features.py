@@ -41,6 +41,7 @@ FEATURES = {
     "router_loss": ("treewise.nn.router_loss", "losses on routers of mixtures of experts"),
     "tables": ("treewise.data.tables", "data sets, data frames, Arrow tables and Parquet files"),
     "tensor_parallel": ("treewise.nn.tensor_parallel", "layers that are spread over processes"),
+    "texts": ("treewise.data.readers.texts", "plain texts, and prompts with their completions"),
     "token_rows": ("treewise.data.readers.token_rows", "rows of token ids"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
     "workers": ("treewise.data.workers", "processes that read data (num_workers)"),

@@ -66,7 +66,7 @@ FORMS = {
         '{"messages": [{"role": "user", "content": "2+2?"}, ...]}',
     ),
     "prompt_completion": Form(
-        "texts or message lists", ("prompt", "completion"), PAIR, "", '{"prompt": "2+2=", "completion": "4"}'
+        "texts or message lists", ("prompt", "completion"), PAIR, "texts", '{"prompt": "2+2=", "completion": "4"}'
     ),
     "token_row": Form(
         "token ids and streams",
@@ -131,7 +131,7 @@ FORMS = {
         "other_libraries",
         '{"instruction": "Add.", "input": "2+2", "output": "4"}',
     ),
-    "text": Form("plain text, all of it trained", ("text",), LABELS | ENDING | {"text"}, "", '{"text": "2+2=4"}'),
+    "text": Form("plain text, all of it trained", ("text",), LABELS | ENDING | {"text"}, "texts", '{"text": "2+2=4"}'),
     "input_ids": Form(
         "ids with labels or a mask",
         ("input_ids",),

@@ -1,10 +1,8 @@
 """One raw record to rows: what runs in the worker processes. Every `DataError` is handed back as text, in order.
 
-Records of text are read here; those of the other forms by what `forms.FORMS` names.
+Chats are read here; records of the other forms by what `forms.FORMS` names.
 """
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -148,28 +146,20 @@ class RecordReader:
         if reader is not None:
             reader.read(self, result, form, item, group)
         else:
-            self._read_text(result, form, item, group)
+            self._read_chat(result, item, group)
 
-    def _read_text(self, result: RecordResult, form: str, item: Placed, group: Label) -> None:
-        rollout = rollout_of(item)
-        if form == "prompt_completion" and group is None:
-            group = prompt_group(item)
-            result.belongs_to(group, group)
-        result.rows = self.rendered(form, item)
-        self.label(result.rows, item.value, group, rollout, item.location)
-
-    def rendered(self, form: str, item: Placed) -> list[Row]:
-        """The rows of a record of text: messages, a prompt and its completion, or plain text."""
-        record, location = item.value, item.location
-        if self.tokenizer is None:
-            raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
-        if form == "text":
-            return self._text(record, location)
-        if form == "prompt_completion":
-            return self._pair(item)
+    def _read_chat(self, result: RecordResult, item: Placed, group: Label) -> None:
+        record, location, rollout = item.value, item.location, rollout_of(item)
+        self.check_tokenizer(location)
         tools = find_tools(item)
         talk = self.prepared(clean_conversation(record["messages"], location), item)
-        return self._conversation(talk, tools, location)
+        result.rows = self.conversation(talk, tools, location)
+        self.label(result.rows, record, group, rollout, location)
+
+    def check_tokenizer(self, location: str, what: str = "record") -> None:
+        """Raises `DataError` where text cannot be read. what: holds it."""
+        if self.tokenizer is None:
+            raise DataError(f"{location}: the {what} {NEEDS_TOKENIZER}")
 
     def prepared(self, talk: WeightedMessages, item: Placed) -> WeightedMessages:
         """A conversation as the template takes it, with its images read."""
@@ -177,45 +167,12 @@ class RecordReader:
             talk = feature("image_records").with_images(talk, item, self.images)
         return self.template.prepare(talk, item.location)
 
-    def _text(self, record: Record, location: str) -> list[Row]:
-        """Plain text, every token trained but the first; behind it an end-of-text token, unless it was cut off."""
-        text = record["text"]
-        if not isinstance(text, str):
-            raise DataError(f"{location}: text must be text, found {shown(text)}.")
-        if not text:
-            raise UnusableError(location, "a text that holds nothing")
-        template = self.template
-        pieces = template.encoder.encode([text if _is_cut(record) else chat.with_end(template, text)])[0]
-        ids = np.concatenate([chat.begin_ids(template, text), *pieces]).astype(np.int32)
-        if len(ids) < 2:
-            raise DataError(f"{location}: the text is one token long, so nothing is predicted.")
-        return [Row(token_ids=ids, spans=[1, len(ids)], span_weights=[1.0])]
-
-    def _conversation(self, talk: WeightedMessages, tools: Tools, location: str, first: int = 0) -> list[Row]:
+    def conversation(self, talk: WeightedMessages, tools: Tools, location: str, first: int = 0) -> list[Row]:
+        """The rows of a conversation. first: of the messages that may be trained."""
         keeps = self.options.thinking == "keep"
         made = chat.conversation_calls(talk, self.options.train_on, location, first, keeps=keeps)
         render = chat.render_kept if keeps else chat.render_calls
         return render(self.template, made, tools, location, self.left_out)
-
-    def _pair(self, item: Placed) -> list[Row]:
-        record, location = item.value, item.location
-        prompt, completion = record["prompt"], record["completion"]
-        if "images" in record and isinstance(prompt, str):
-            raise DataError(
-                f"{location}: images beside a prompt of plain text; give messages (lists of role and content)."
-            )
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return chat.render_pair(self.template, prompt, completion, location, is_cut=_is_cut(record))
-        if isinstance(prompt, str):
-            raise DataError(f"{location}: completion is a list of messages, so prompt must be one too, not text.")
-        if isinstance(completion, str):
-            said = {key: record[key] for key in KEYS if key in record}
-            completion = [{"role": "assistant", "content": completion, **said}]
-        before = clean_conversation(prompt, location, "prompt")
-        after = clean_conversation(completion, location, "completion")
-        talk = WeightedMessages(before.messages + after.messages, before.weights + after.weights)
-        talk = self.prepared(talk, item)
-        return self._conversation(talk, find_tools(item), location, len(before.messages))
 
     def label(self, rows: list[Row], record: Record, group: Label, rollout: Label, location: str) -> None:
         """Gives rows of text the values of their record that hold for all of them."""
@@ -272,21 +229,9 @@ def rollout_of(item: Placed) -> Label:
     return item.location if rollout is None else rollout
 
 
-def prompt_group(item: Placed) -> str:
-    """A group of its own for every prompt."""
-    prompt = item.value["prompt"]
-    whole = [prompt, item.value["images"]] if "images" in item.value else prompt
-    text = json.dumps(whole, sort_keys=True, default=_digest)
-    return "prompt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _failed(raw: RawRecord, error: DataError) -> RecordResult:
     is_partial = isinstance(error, PartialTailError)
     return RecordResult(location=raw.location, error=str(error), is_partial_tail=is_partial, raw=raw_text(raw))
-
-
-def _is_cut(record: Record) -> bool:
-    return ending_of(own_reason(record)) == "cut"
 
 
 def _with_ending(record: Record, form: str, location: str) -> Record:
@@ -308,8 +253,3 @@ def _with_ending(record: Record, form: str, location: str) -> Record:
         empty = "" if ending_of(reason) == "unusable" else "holds nothing and "
         raise UnusableError(location, f"a reply that {empty}ended with {shown(reason)}")
     return record
-
-
-def _digest(value: Any) -> str:
-    """What stands for the bytes of an image in a hash."""
-    return hashlib.sha256(value if isinstance(value, bytes) else value.tobytes()).hexdigest()

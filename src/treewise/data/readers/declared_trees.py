@@ -15,7 +15,7 @@ from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.other_names import check_names
-from treewise.data.records import NEEDS_TOKENIZER, Label, RecordReader, rollout_of
+from treewise.data.records import Label, RecordReader, rollout_of
 from treewise.data.render.chat import render_calls
 from treewise.data.render.messages import IMAGES, Message, Tools, clean_message, find_tools
 from treewise.data.render.turns import Call
@@ -56,8 +56,7 @@ def rows_of(reader: RecordReader, placed: Sequence[Placed], tools: Tools, *, is_
     parents = parents_of(placed, one_root=not is_forest)
     if "message" not in placed[0].value:
         return True, token_rows(placed, parents, options.max_length, reader.images)
-    if reader.tokenizer is None:
-        raise DataError(f"{location}: the node {NEEDS_TOKENIZER}")
+    reader.check_tokenizer(location, "node")
     if options.thinking == "keep":
         raise DataError(f"{location}: thinking='keep' needs one conversation; trees are rendered as_inference.")
     calls = message_calls(placed, parents, options.train_on, reader.images, reader.template.prepared)

@@ -6,7 +6,7 @@ from treewise.data.io.endings import KEYS, with_reason
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.files import Placed
 from treewise.data.io.rows import RecordResult
-from treewise.data.records import NEEDS_TOKENIZER, Label, RecordReader, rollout_of
+from treewise.data.records import Label, RecordReader, rollout_of
 from treewise.data.render.chat import QUARANTINE, render_calls
 from treewise.data.render.messages import WeightedMessages, clean_conversation, find_tools
 from treewise.data.render.turns import Call
@@ -16,8 +16,7 @@ from treewise.errors import DataError
 def read(reader: RecordReader, result: RecordResult, _form: str, item: Placed, group: Label) -> None:
     """Renders every trained call of a record."""
     record, location, rollout = item.value, item.location, rollout_of(item)
-    if reader.tokenizer is None:
-        raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
+    reader.check_tokenizer(location)
     tools = find_tools(item)
     pool = reader.prepared(clean_conversation(record["messages"], location), item)
     if reader.options.thinking == "keep":

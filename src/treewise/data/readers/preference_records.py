@@ -9,7 +9,8 @@ from treewise.data.forms import Record
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import Placed
 from treewise.data.io.rows import RecordResult
-from treewise.data.records import Label, RecordReader, prompt_group
+from treewise.data.readers.texts import prompt_group, rendered
+from treewise.data.records import Label, RecordReader
 from treewise.errors import DataError
 
 
@@ -29,7 +30,7 @@ def read(reader: RecordReader, result: RecordResult, form: str, item: Placed, gr
             raise DataError(f"{location}: label must be true (desirable) or false, found {shown(told)}.")
         parts = [(location, float(told), item.value)]
     for where, reward, part in parts:
-        rows = reader.rendered("prompt_completion", own_item := Placed(where, part, item.file))
+        rows = rendered(reader, "prompt_completion", own_item := Placed(where, part, item.file))
         own = {key: value for key, value in part.items() if key != "reward"}
         reader.label(rows, own, f"pair {PurePath(location).name}", where, where)
         for row in rows:

@@ -1,4 +1,4 @@
-"""Chat records and prompt/completion pairs to rows, one row per call that is trained.
+"""Conversations to rows, one row per call that is trained.
 
 Every trained assistant turn becomes (what inference saw, what was sampled). The rows of a record stay separate even
 where each is a prefix of the next: merging is the forest's work, by token.
@@ -23,8 +23,6 @@ NOTHING_MARKED = (
     "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
     "or give another chat_template."
 )
-DOUBLED_BEGIN = "texts begin with the begin token that the tokenizer puts in front of them; it is put there once"
-DOUBLED_END = "texts end with several ends of a turn, or with space behind one; the first is kept"
 QUARANTINE = " (--on_bad_record quarantine leaves out all like it)"
 UNMARKED = "a reply of which the chat template marks no token as trained"
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
@@ -101,7 +99,7 @@ def render_calls(
             if template.placer is not None:
                 context, images = template.placer.place(context, call.history, call.location)
             pieces = (*context, ids)
-            rows.append(replace(_row(pieces, before, [(len(context), call.weight, mask)]), images=images))
+            rows.append(replace(row_of(pieces, before, [(len(context), call.weight, mask)]), images=images))
             before = pieces
     if not rows:
         others = [each for each in left_out if each[1] != UNMARKED]
@@ -131,49 +129,10 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
             pieces.append(between[number - 1])
         trained.append((len(pieces), call.weight, mask))
         pieces.append(ids)
-    row = _row(tuple(pieces), (), trained)
+    row = row_of(tuple(pieces), (), trained)
     if not row.spans:
         raise DataError(f"{location}: {NOTHING_MARKED}")
     return [row]
-
-
-def render_pair(template: Template, prompt: str, completion: str, location: str, *, is_cut: bool = False) -> list[Row]:
-    """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained.
-
-    is_cut: the end was not sampled, so there is none.
-    """
-    if not completion:
-        raise UnusableError(location, "a completion that holds nothing")
-    encoder = template.encoder
-    if not is_cut:
-        completion = with_end(template, completion)
-    context = (begin_ids(template, prompt), *encoder.encode([prompt])[0])
-    ids = encoder.encode_continuations([completion])[0]
-    if not sum(map(len, context)):
-        raise DataError(
-            f"{location}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
-        )
-    if not len(ids):
-        raise UnusableError(location, "a completion that holds nothing")
-    return [_row((*context, ids), (), [(len(context), 1.0, None)])]
-
-
-def begin_ids(template: Template, text: str) -> np.ndarray:
-    """What the tokenizer puts in front of a plain text, unless it begins with that."""
-    if template.encoder.begins(text):
-        template.counted[DOUBLED_BEGIN] += 1
-        return np.zeros(0, dtype=np.int32)
-    return template.encoder.begin_ids()
-
-
-def with_end(template: Template, text: str) -> str:
-    """A plain text with one end behind it: that which it has, or the tokenizer's end-of-text token."""
-    ends = [text[slice(*span)] for span in template.encoder.endings(text)]
-    own = next((end for end in ends if end in template.ends), template.eos or "")
-    found = template.without_end(text) + own
-    if ends and found != text:
-        template.counted[DOUBLED_END] += 1
-    return found
 
 
 def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:
@@ -219,7 +178,7 @@ def _sampled(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tu
     ]
 
 
-def _row(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float, np.ndarray | None]]) -> Row:
+def row_of(pieces: Pieces, before: Pieces, trained: Sequence[tuple[int, float, np.ndarray | None]]) -> Row:
     """A row of the pieces that differ from those of the row before; `trained` are pieces, weights and masks."""
     bounds = np.cumsum([0, *map(len, pieces)])
     same = 0
