@@ -1,12 +1,12 @@
 """What the form of a record is: one table. A form is recognised by its keys, and what reads it is loaded when a record
 of it is met.
 
-`FORMS` are those that records may have, `FORMATS` those of other stacks' dumps, which become records of these forms. A
-near miss of a known key is an error (`other_names`), other keys that nothing reads are counted: `"contents"` instead of
-`"content"` would train an empty turn, `old_logprob` would be computed again, both silently.
+Dumps of other stacks (`formats`) become records of these forms. A near miss of a known key is an error (`other_names`),
+other keys that nothing reads are counted: `"contents"` instead of `"content"` would train an empty turn, `old_logprob`
+would be computed again, both silently.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,80 +149,6 @@ NUMBERS = ("attention_mask", "segment_ids", "seq_idx")
 PACKING = (*LENGTHS, *CUMULATIVE, *NUMBERS, "position_ids")
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A dump of another stack.
-
-    Parameters:
-        text: what it is, for messages and `--help`.
-        reader: module and function of `treewise.data.importers`.
-        signs: alternatives, each the keys that must all be there; no other format has them.
-    """
-
-    text: str
-    reader: str
-    signs: tuple[str, ...]
-
-
-FORMATS = {
-    "verifiers": Format(
-        "traces.jsonl of verifiers v1 (also written by prime-rl), or results.jsonl of its earlier versions",
-        "traces.read_verifiers",
-        (
-            *("traces task", "traces env", "nodes task agent", "nodes calls rewards"),
-            "example_id prompt completion reward timing",
-            "example_id prompt completion reward is_completed",
-            "example_id prompt completion reward trajectory",
-        ),
-    ),
-    "prime-rl": Format(
-        "token_exports/step_N/rank_R.jsonl, or its traces.jsonl",
-        "token_dumps.read_prime_rl",
-        ("token_ids inference_logprobs loss_mask",),
-    ),
-    "slime": Format(
-        "--save-debug-rollout-data (.pt), or its samples one per line",
-        "token_dumps.read_slime",
-        ("tokens response_length reward", "samples rollout_id"),
-    ),
-    "verl": Format(
-        "tensors of a batch (.pt), or trainer.rollout_data_dir (text without ids)",
-        "token_dumps.read_verl",
-        ("input output score step", "prompts responses attention_mask", "prompts responses response_mask"),
-    ),
-    "areal": Format(
-        "trajectories (.pt), or rollout.dump_to_file (text; needs --tokenizer)",
-        "token_dumps.read_areal",
-        (
-            "prompt completion reward seqlen prompt_len tail_version",
-            "input_ids loss_mask logprobs",
-            "input_ids loss_mask versions",
-        ),
-    ),
-    "art": Format(
-        "trajectories of OpenPipe ART, .jsonl or .parquet (text without ids)",
-        "traces.read_art",
-        ("trajectories", "messages_and_choices reward", "group_index messages reward"),
-    ),
-    "trl": Format(
-        "prompts, completions and rewards: what a rollout_func returns, or completions_N.parquet (text)",
-        "token_dumps.read_trl",
-        ("prompt_ids completion_ids", "prompt completion advantage step"),
-    ),
-    "openai": Format(
-        "recorded chat calls, {request, response} or {messages, response} a line; requests alone; batch files",
-        "openai_log.read_openai",
-        ("request", "custom_id body", "custom_id response", "messages response", "messages choices"),
-    ),
-    "langfuse": Format(
-        "observations, or traces with their observations, as .jsonl or .json",
-        "openai_log.read_langfuse",
-        ("traceId type", "trace_id type input", "id observations"),
-    ),
-    "langsmith": Format("runs, as .jsonl, .json or .parquet", "openai_log.read_langsmith", ("run_type inputs",)),
-}
-
-
 def parse(raw: RawRecord) -> Record:
     """The record as an object, nulls at the top removed (a null field is an absent field).
 
@@ -267,13 +193,6 @@ def is_packed(record: Record) -> bool:
     return ("input_ids" in record or "token_ids" in record) and not record.keys().isdisjoint(PACKING)
 
 
-def detect_format(record: Mapping[str, Any]) -> str | None:
-    """The format whose keys a record has; None where it has those of none, or of several."""
-    keys = {str(key) for key, value in record.items() if value is not None}
-    names = [name for name, format in FORMATS.items() if any(keys.issuperset(sign.split()) for sign in format.signs)]
-    return names[0] if len(names) == 1 else None
-
-
 def has_form(record: Record) -> bool:
     """Whether a record's keys are those of a form, and not those of another stack's dump."""
     forms = forms_of(record)
@@ -281,7 +200,11 @@ def has_form(record: Record) -> bool:
         last = record["messages"][-1] if isinstance(record["messages"], list) and record["messages"] else None
         if isinstance(last, dict) and last.get("role") in ("user", "tool", "function", "system", "developer"):
             return False
-    return bool(forms) and not (set(forms) & {"input_ids", "prompt_completion", "nodes"} and detect_format(record))
+    if set(forms) & {"input_ids", "prompt_completion", "nodes"}:  # keys that dumps have, too
+        from treewise.data.formats import detect_format
+
+        return not detect_format(record)
+    return bool(forms)
 
 
 def with_unknown_keys(record: Record, form: str, group_by: str | None) -> Iterator[tuple[str, Record, frozenset[str]]]:

@@ -1,13 +1,10 @@
 """Loading: sources through the cache or the workers to training trees, with nothing dropped silently."""
 
-import atexit
 import json
 import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from inspect import signature
 from pathlib import Path
@@ -19,8 +16,8 @@ import pyarrow as pa
 from treewise.base.features import feature
 from treewise.data.dataset import TreeDataset
 from treewise.data.io.endings import UnusableError
-from treewise.data.io.field_checks import printable, shown
-from treewise.data.io.files import PathLike, Placed
+from treewise.data.io.field_checks import printable
+from treewise.data.io.files import PathLike, Placed, tool_files
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.io.rows import (
     MAPPED,
@@ -35,8 +32,9 @@ from treewise.data.io.rows import (
     tokenizer_hash,
     write_entry,
 )
+from treewise.data.raw import is_part
 from treewise.data.records import Job, RecordReader
-from treewise.data.render.messages import find_tools, tool_files
+from treewise.data.render.messages import find_tools
 from treewise.data.render.template import template_text
 from treewise.data.sources import Source, open_sources, read_sources
 from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from treewise.data.mixtures import Trees
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-MIXTURE_KEYS = {"data", "path", "weight"}
 MAX_WARNINGS = 1000
 BATCH_BYTES = 256_000
 BATCH_RECORDS = 256
@@ -109,9 +106,9 @@ def load_trees(
         read_only=read_only,
     )
     tokenizer = _tokenizer(tokenizer)
-    parts = _mixture(data)
-    if parts is None:
+    if not any(map(is_part, data if isinstance(data, list | tuple) else [data])):
         return _load(open_sources(data, options.max_record_bytes), tokenizer, settings)
+    parts = feature("mixtures").parts_of(data)
     if settings.quarantines:
         raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
     loaded = [_load(open_sources(part, options.max_record_bytes), tokenizer, settings) for part, _ in parts]
@@ -141,28 +138,6 @@ class _Settings:
     read_only: bool
 
 
-def _mixture(data: Any) -> list[tuple[Any, float]] | None:
-    """The parts of a mixture and their weights; None for data that is no mixture.
-
-    Raises:
-        DataError: a part without data, or one beside something else.
-    """
-    items = list(data) if isinstance(data, list | tuple) else [data]
-    is_part = [isinstance(item, Mapping) and bool(item) and set(item) <= MIXTURE_KEYS for item in items]
-    if not any(is_part):
-        return None
-    parts = []
-    for index, item in enumerate(items):
-        if not is_part[index]:
-            parts.append((item, 1.0))
-            continue
-        name = "data" if "data" in item else "path"
-        if set(item) not in ({name, "weight"}, {name}):
-            raise DataError(f"data[{index}] of a mixture is {shown(item)}; give {{data: ..., weight: ...}}.")
-        parts.append((item[name], item.get("weight", 1.0)))
-    return parts
-
-
 def _load(
     sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | ProcessorMixin | None", settings: _Settings
 ) -> TreeDataset:
@@ -180,9 +155,13 @@ def _load(
         else:
             if stored is not None:
                 return TreeDataset(*stored, LoadReport(**stored[1]["report"]), merge)
-    reader = RecordReader(tokenizer, settings.options, processor and _image_reader(processor, settings))
+    images = None
+    if processor is not None:
+        image_reader = feature("image_records").image_reader
+        images = image_reader(processor, settings.options, settings.folder, keeps=not settings.read_only)
+    reader = RecordReader(tokenizer, settings.options, images)
     processes = choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
-    with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
+    with TreeBuilder(reader, settings) as builder, _shown(settings.progress) as advance:
         jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
         for num_bytes, results in _read_all(jobs, reader, processes):
             for result in results:
@@ -199,21 +178,6 @@ def _load(
             warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
     report.warnings += warnings
     return TreeDataset(table, facts, report, merge)
-
-
-def _image_reader(processor: "ProcessorMixin", settings: _Settings) -> Any:
-    options, folder = settings.options, settings.folder / "images"  # of those that come as bytes
-    if settings.read_only:  # until the process ends
-        folder = Path(tempfile.mkdtemp(prefix="treewise-images-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return feature("image_records").ImageReader(
-        processor,
-        folder,
-        options.max_image_bytes,
-        from_network=options.images_from_network,
-        from_local_network=options.images_from_local_network,
-        image_folder=options.image_folder,
-    )
 
 
 def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
@@ -276,29 +240,15 @@ def _tokenizer(tokenizer: Any) -> object:
         raise ConfigError(f"tokenizer {str(tokenizer)!r} cannot be loaded: {reason}") from error
 
 
-@contextmanager
-def _bar(progress: bool | Callable[[int, int], object]) -> Iterator[Callable[[int, int], object]]:
-    """Gives `advance(num_bytes, num_records)`, which shows records and bytes read so far; the total of compressed files
-    is not known beforehand. A log file gets no bar.
-    """
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _shown(progress: bool | Callable[[int, int], object]) -> AbstractContextManager[Callable[[int, int], object]]:
+    """Gives `advance(num_bytes, num_records)`, which shows how far the load is."""
+    if progress is True:
+        return feature("progress_bar").progress_bar()
+    return nullcontext(progress or _unseen)
 
-    console = Console(stderr=True)
-    is_shown = progress and (console.is_terminal or console.is_jupyter)
-    console.quiet = not is_shown  # rich before 14.3 ends a bar that is off with an empty line
-    columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown) as bar:
-        task = bar.add_task("records", total=None, megabytes=0.0)
 
-        def advance(num_bytes: int, num_records: int) -> None:
-            megabytes = bar.tasks[0].fields["megabytes"] + num_bytes / 1e6
-            bar.update(task, advance=num_records, megabytes=megabytes)
-
-        yield advance
+def _unseen(_num_bytes: int, _num_records: int) -> None:
+    pass
 
 
 @dataclass(slots=True)

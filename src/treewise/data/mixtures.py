@@ -5,12 +5,15 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from treewise.data.dataset import TrainingTree, TreeDataset
+from treewise.data.io.field_checks import shown
 from treewise.data.io.options import LoadReport
-from treewise.errors import ConfigError, num
+from treewise.data.raw import is_part
+from treewise.errors import ConfigError, DataError, num
 from treewise.tree.declared import LazySequence
 
 MAX_MIXED = 100_000_000  # trees of a part of a mixture
@@ -56,6 +59,24 @@ class SelectedTrees(LazySequence[TrainingTree]):
 
 
 Trees = TreeDataset | SelectedTrees
+
+
+def parts_of(data: Any) -> list[tuple[Any, float]]:
+    """The parts of a mixture (`{"data": ..., "weight": ...}`, one or a list) and their weights.
+
+    Raises:
+        DataError: a part without data.
+    """
+    parts = []
+    for index, item in enumerate(data if isinstance(data, list | tuple) else [data]):
+        if not is_part(item):
+            parts.append((item, 1.0))
+            continue
+        name = "data" if "data" in item else "path"
+        if set(item) not in ({name, "weight"}, {name}):
+            raise DataError(f"data[{index}] of a mixture is {shown(item)}; give {{data: ..., weight: ...}}.")
+        parts.append((item[name], item.get("weight", 1.0)))
+    return parts
 
 
 def mix(datasets: Sequence[TreeDataset], weights: Sequence[float] | None = None, seed: int = 0) -> SelectedTrees:

@@ -171,7 +171,7 @@ class RecordReader:
         """The rows of a conversation. first: of the messages that may be trained."""
         keeps = self.options.thinking == "keep"
         made = chat.conversation_calls(talk, self.options.train_on, location, first, keeps=keeps)
-        render = chat.render_kept if keeps else chat.render_calls
+        render = feature("kept_reasoning").render_kept if keeps else chat.render_calls
         return render(self.template, made, tools, location, self.left_out)
 
     def label(self, rows: list[Row], record: Record, group: Label, rollout: Label, location: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import detect_format, has_form, parse
+from treewise.data.forms import has_form, parse
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
     DEFAULT_MAX_RECORD_BYTES,
@@ -198,4 +198,8 @@ def _format_of(first: RawRecord) -> str | None:
         record = parse(first)
     except DataError:  # its reader says so, with the place
         return None
-    return None if has_form(record) else detect_format(record)
+    if has_form(record):
+        return None
+    from treewise.data.formats import detect_format
+
+    return detect_format(record)

@@ -14,11 +14,13 @@ import numpy as np
 from treewise.data.images.reading import NEEDS_PROCESSOR, ImageReader
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.render.messages import COLUMN, IMAGE, IMAGES, Message, WeightedMessages
+from treewise.data.render.messages import IMAGE, IMAGES, Message, WeightedMessages
 from treewise.data.render.piece_tokenizer import Pieces
 from treewise.errors import DataError, num
 from treewise.tree import checks
 from treewise.tree.images import ImageSpan
+
+COLUMN = object()  # an image part without a value, which is the next of the record's column
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,18 @@ class ReadImage:
     source: str
     digest: str
     size: tuple[int, int]
+
+
+def image_of_part(part: Message) -> object:
+    """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
+    for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
+        value = part.get(name)
+        if isinstance(value, dict):  # {"url": ...} of OpenAI, {"data": ...} of Anthropic, {"bytes": ..., "path": ...}
+            data = value.get("data")
+            value = value.get("url") or (f"data:;base64,{data}" if data else value)
+        if value is not None:
+            return f"data:;base64,{value}" if name == "base64" else value
+    return COLUMN
 
 
 def with_column(messages: Sequence[Message], column: object, location: str) -> list[Message]:

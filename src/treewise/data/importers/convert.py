@@ -9,7 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treewise.data.forms import FORMATS, Record, detect_format, parse
+from treewise.data.formats import FORMATS, detect_format
+from treewise.data.forms import Record, parse
 from treewise.data.importers.common import MISSHAPEN, Context, kept, unjoined
 from treewise.data.io.files import PathLike, Placed, RawRecord, find_files
 from treewise.data.io.options import LoadReport, RenderOptions

@@ -10,7 +10,7 @@ from treewise.data.forms import Record
 from treewise.data.importers.common import Context, text_row
 from treewise.data.io.endings import KEYS, ending_of, is_known, why_unusable, with_reason
 from treewise.data.io.field_checks import shown
-from treewise.data.render.messages import arguments_of
+from treewise.data.render.tools import arguments_of
 
 Ids = tuple[list[int], list[int], list[float] | None]
 BAD_ARGUMENTS = "a tool call whose arguments are no JSON object, so its sampled text is not known"

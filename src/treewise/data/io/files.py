@@ -121,6 +121,13 @@ def stem(path: Path) -> str:
     return path.name[: len(path.name) - len(suffix)]
 
 
+def tool_files(data_file: Path) -> list[Path]:
+    """Files that `tools_ref` of a data file may point into, nearest first; those that exist."""
+    names = (f"{stem(data_file)}_tools.json", "tools.json")
+    paths = [data_file.parent / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
+    return [path for path in paths if path.is_file()]
+
+
 def _files_of(path: PathLike) -> Iterable[Path]:
     if not str(path).strip():
         raise DataError("a data path is empty; name a file, a folder or a glob.")

@@ -12,7 +12,7 @@ import numpy as np
 from treewise.data.io.endings import UnusableError
 from treewise.data.io.rows import Row
 from treewise.data.render import turns
-from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessages
+from treewise.data.render.messages import Message, Tools, WeightedMessages
 from treewise.data.render.piece_tokenizer import Pieces, joined
 from treewise.data.render.template import Template
 from treewise.data.render.turns import Call
@@ -83,15 +83,15 @@ def render_calls(
     rows: list[Row] = []
     before: Pieces = ()
     seen: set[int] = set()
-    calls = _checked(template, calls, tools, left_out)
+    calls = checked_calls(template, calls, tools, left_out)
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        block, texts = _rendered(template, block, tools, location, seen, left_out)
+        block, texts = rendered_calls(template, block, tools, location, seen, left_out)
         shown = [text.prompt + text.opening for text in texts]
         if template.placer is not None:
             shown = [template.placer.written(text) for text in shown]
         contexts = template.encoder.encode(shown)
-        for call, context, (ids, mask) in zip(block, contexts, _sampled(template, texts), strict=True):
+        for call, context, (ids, mask) in zip(block, contexts, sampled_ids(template, texts), strict=True):
             if mask is not None and not mask.any():
                 left_out.append((call.location, UNMARKED))
                 continue
@@ -107,35 +107,7 @@ def render_calls(
     return rows
 
 
-def render_kept(template: Template, calls: Sequence[Call], tools: Tools, location: str, left_out: LeftOut) -> list[Row]:
-    """One row for all calls of a conversation: the reasoning of every turn stays, so the calls are append-only.
-
-    The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
-    """
-    if any(message.get(IMAGES) for call in calls for message in call.history):
-        raise DataError(f"{location}: thinking='keep' is not supported for images; use thinking='as_inference'.")
-    calls = _checked(template, calls, tools, left_out)
-    calls, texts = _rendered(template, calls, tools, location, set(), left_out)
-    if not any(call.weight for call in calls):
-        raise UnusableError(*left_out[0])
-    tails = turns.tails(template, calls, texts, tools, location)
-    encoder = template.encoder
-    pieces = list(encoder.encode([texts[0].prompt + texts[0].opening])[0])
-    sampled = _sampled(template, texts)
-    between = encoder.encode_continuations([tail + text.opening for tail, text in zip(tails, texts[1:], strict=True)])
-    trained = []
-    for number, (call, (ids, mask)) in enumerate(zip(calls, sampled, strict=True)):
-        if number:
-            pieces.append(between[number - 1])
-        trained.append((len(pieces), call.weight, mask))
-        pieces.append(ids)
-    row = row_of(tuple(pieces), (), trained)
-    if not row.spans:
-        raise DataError(f"{location}: {NOTHING_MARKED}")
-    return [row]
-
-
-def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:
+def checked_calls(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:
     """The calls that can be trained, with messages that the template writes in full."""
     checked: dict[int, Message] = {}
     result = []
@@ -150,7 +122,7 @@ def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: 
     return result
 
 
-def _rendered(
+def rendered_calls(
     template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int], left_out: LeftOut
 ) -> tuple[list[Call], list[turns.RenderedCall]]:
     """The calls that can be trained, and each as text. `seen` are ids of messages that some prompt is known to hold."""
@@ -168,7 +140,7 @@ def _rendered(
     return kept, texts
 
 
-def _sampled(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def sampled_ids(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Token ids of what each call sampled, and which of them are trained ([len(ids)] bool; None: all)."""
     encoder = template.encoder
     ids = encoder.encode_continuations([text.sampled for text in texts])

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 
+from treewise.base.features import feature
 from treewise.data.io.endings import KEYS
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.data.render import limits
-from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
+from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts
 from treewise.data.render.piece_tokenizer import Encoder, Pieces
 from treewise.errors import ConfigError, DataError
 
@@ -113,7 +114,10 @@ class Template:
             self.counted[DOUBLED_ENDS] += 1
         for token in self.encoder.special_tokens(content):
             self.counted[f"messages hold {shown(token)} as text, which becomes that special token"] += 1
-        return with_arguments({**message, "content": content}, self._arguments_as_text, location, self.counted)
+        message = {**message, "content": content}
+        if not message.get("tool_calls"):
+            return message
+        return feature("tools").with_arguments(message, self._arguments_as_text, location, self.counted)
 
     def without_end(self, text: str) -> str:
         """A text without the end-of-turn tokens at its end."""
@@ -425,18 +429,10 @@ def with_sentinels(message: Message, *, name_is_known: bool) -> tuple[Message, d
             marked[field] = message[field] if is_skipped else sentinel(field)
     if message.get("tool_calls"):
         marked["tool_calls"] = [
-            _marked_call(call, number, sentinel) for number, call in enumerate(message["tool_calls"][:MAX_CALLS])
+            feature("tools").marked_call(call, number, sentinel)
+            for number, call in enumerate(message["tool_calls"][:MAX_CALLS])
         ]
     return marked, sentinels
-
-
-def _marked_call(call: dict[str, Any], number: int, sentinel: Callable[[str], str]) -> dict[str, Any]:
-    function = {**call["function"], "name": sentinel(f"tool_calls[{number}].name")}
-    arguments = function["arguments"]
-    if arguments and arguments != "{}":
-        key = sentinel(f"tool_calls[{number}].arguments")
-        function["arguments"] = f'{{"{key}": "x"}}' if isinstance(arguments, str) else {key: "x"}
-    return {**call, "function": function}
 
 
 def _is_named_by_call(messages: Sequence[Message], index: int) -> bool:
