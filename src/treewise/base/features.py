@@ -18,6 +18,7 @@ FEATURES = {
     "compilation": ("treewise.nn.compilation", "compiled layers (torch_compile)"),
     "context": ("treewise.distributed.context", "batches divided among ranks (context_size)"),
     "declared_trees": ("treewise.data.readers.declared_trees", "records of declared trees (nodes)"),
+    "endings": ("treewise.data.io.endings", "replies that say why they ended"),
     "fsdp": ("treewise.distributed.fsdp", "sharded parameters (sharded)"),
     "host_memory": ("treewise.nn.host_memory", "gateways in host memory (offload)"),
     "image_records": ("treewise.data.images", "records with images"),

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from treewise.data.io.endings import KEYS as ENDING
 from treewise.data.io.files import RawRecord, parse_text, parsed_object
+from treewise.data.io.replies import KEYS as ENDING
 from treewise.tree.trajectory import STREAMS
 
 Record = dict[str, Any]

@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from treewise.base.features import feature
 from treewise.data.dataset import TreeDataset
-from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import printable
 from treewise.data.io.files import PathLike, Placed, tool_files
 from treewise.data.io.options import LoadReport, RenderOptions
+from treewise.data.io.replies import UnusableError
 from treewise.data.io.rows import (
     MAPPED,
     RecordResult,

@@ -14,10 +14,10 @@ import numpy as np
 
 from treewise.base.features import feature
 from treewise.data.forms import FORMS, Record, forms_of, is_packed, parse, with_unknown_keys
-from treewise.data.io.endings import KEYS, UnusableError, ending_of, own_reason
 from treewise.data.io.field_checks import label, number, printable, shown
 from treewise.data.io.files import PartialTailError, Placed, RawRecord, raw_text
 from treewise.data.io.options import RenderOptions
+from treewise.data.io.replies import KEYS, UnusableError
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
 from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean_conversation, find_tools
@@ -240,8 +240,11 @@ def _with_ending(record: Record, form: str, location: str) -> Record:
     Raises:
         UnusableError: text or tokens that were filtered, refused or failed; an empty completion.
     """
-    reason = own_reason(record)
-    if reason is None or form in ("calls", "preference"):
+    if form in ("calls", "preference") or KEYS.isdisjoint(record):
+        return record
+    endings = feature("endings")
+    reason = endings.own_reason(record)
+    if reason is None:
         return record
     for name in ("messages", "completion"):
         talk = record.get(name)
@@ -249,7 +252,7 @@ def _with_ending(record: Record, form: str, location: str) -> Record:
             said = {key: record[key] for key in KEYS if key in record}
             is_reply = isinstance(talk[-1], dict) and talk[-1].get("role") == "assistant"
             return {**record, name: [*talk[:-1], {**said, **talk[-1]}]} if is_reply else record
-    if ending_of(reason) == "unusable" or record.get("completion") == "":
-        empty = "" if ending_of(reason) == "unusable" else "holds nothing and "
+    if endings.ending_of(reason) == "unusable" or record.get("completion") == "":
+        empty = "" if endings.ending_of(reason) == "unusable" else "holds nothing and "
         raise UnusableError(location, f"a reply that {empty}ended with {shown(reason)}")
     return record

@@ -23,9 +23,10 @@ from treewise.data.forms import Record
 from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
 from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
 from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
-from treewise.data.io.endings import KEYS, with_reason
+from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
+from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")

@@ -28,9 +28,10 @@ from treewise.data.importers.common import (
 )
 from treewise.data.importers.replies import text_pair
 from treewise.data.importers.traces import read_verifiers
-from treewise.data.io.endings import UnusableError, ending_of, own_reason
+from treewise.data.io.endings import ending_of, own_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.replies import UnusableError
 from treewise.errors import DataError
 
 # Ours: theirs, in the order in which they are looked for.

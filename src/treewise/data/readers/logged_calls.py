@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from treewise.data.io.endings import KEYS, with_reason
+from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.files import Placed
+from treewise.data.io.replies import KEYS
 from treewise.data.io.rows import RecordResult
 from treewise.data.records import Label, RecordReader, rollout_of
 from treewise.data.render.chat import QUARANTINE, render_calls

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treewise.data.io.endings import UnusableError
+from treewise.data.io.replies import UnusableError
 from treewise.data.io.rows import Row
 from treewise.data.render import turns
 from treewise.data.render.messages import Message, Tools, WeightedMessages

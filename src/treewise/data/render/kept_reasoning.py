@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treewise.data.io.endings import UnusableError
+from treewise.data.io.replies import UnusableError
 from treewise.data.io.rows import Row
 from treewise.data.render.chat import NOTHING_MARKED, LeftOut, checked_calls, rendered_calls, row_of, sampled_ids
 from treewise.data.render.messages import IMAGES, Message, Tools

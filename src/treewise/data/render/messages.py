@@ -5,9 +5,9 @@ from typing import Any
 
 from treewise.base.features import feature
 from treewise.data.forms import TOOLS
-from treewise.data.io.endings import KEYS, REASONING_NAMES, with_reason
 from treewise.data.io.field_checks import shown, weight
 from treewise.data.io.files import Placed
+from treewise.data.io.replies import KEYS, REASONING_NAMES
 from treewise.errors import DataError
 
 Message = dict[str, Any]
@@ -85,8 +85,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         if trains:
             raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
         return message, 0.0
-    said = {key: message.pop(key) for key in KEYS if key in message}
-    message = with_reason(message, said)
+    if said := {key: message.pop(key) for key in KEYS if key in message}:
+        message = feature("endings").with_reason(message, said)
     for other in REASONING_NAMES[1:]:
         if isinstance(message.get(other), str):
             message.setdefault("reasoning_content", message.pop(other))

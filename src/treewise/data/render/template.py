@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jinja2
 
 from treewise.base.features import feature
-from treewise.data.io.endings import KEYS
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
+from treewise.data.io.replies import KEYS
 from treewise.data.render import limits
 from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts
 from treewise.data.render.piece_tokenizer import Encoder, Pieces

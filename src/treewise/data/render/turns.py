@@ -15,8 +15,8 @@ import re
 from dataclasses import dataclass, replace
 
 from treewise.base.features import feature
-from treewise.data.io.endings import STOP_SEQUENCE, UnusableError, ending_of, is_known, why_unusable
 from treewise.data.io.field_checks import shown
+from treewise.data.io.replies import STOP_SEQUENCE, UnusableError
 from treewise.data.render.messages import Message, Tools
 from treewise.data.render.template import MARK, THINK, THINK_END, Template, common_prefix
 from treewise.errors import DataError
@@ -75,18 +75,18 @@ def check_turn(template: Template, call: Call, tools: Tools) -> None:
     hidden = template.hidden_in_turn(
         call.history, call.turn, bool(tools), lambda marked: with_turn(template, call, marked, tools)
     )
-    if hidden and call.weight and not call.turn["content"] and ending_of(reason) == "cut":
+    if hidden and call.weight and not call.turn["content"] and _ending_of(call.turn) == "cut":
         raise UnusableError(call.location, "reasoning alone that was cut off, which the chat template does not write")
     if hidden:
         template.report_hidden(hidden, f"{call.location}: this trained message")
-    if call.weight and reason is not None and not is_known(reason):
+    if call.weight and reason is not None and not feature("endings").is_known(reason):
         note = f"finish_reason {shown(reason)} is not known: such turns are trained without an end of turn"
         template.notes[note] = None
 
 
 def _check_ending(call: Call, reason: str | None) -> None:
     if reason is not None:
-        why = why_unusable(call.turn, reason)
+        why = feature("endings").why_unusable(call.turn, reason)
         if why is not None:
             raise UnusableError(call.location, why)
     elif not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
@@ -139,10 +139,16 @@ def _content_of(template: Template, sampled: str) -> str:
 def _is_cut(template: Template, call: Call, sampled: str) -> bool:
     """Whether the model did not sample the end of its turn; a stop sequence may be that end itself."""
     turn = call.turn
-    if ending_of(turn.get("finish_reason")) != "cut":
+    if _ending_of(turn) != "cut":
         return False
     end = template.encoder.end_of_turn(sampled)
     return end is None or sampled[slice(*end)] != turn.get(STOP_SEQUENCE)
+
+
+def _ending_of(turn: Message) -> str | None:
+    """What may be trained of a turn for how it ended; None where it does not say."""
+    reason = turn.get("finish_reason")
+    return None if reason is None else feature("endings").ending_of(reason)
 
 
 def _last_sampled(template: Template, call: Call, sampled: str) -> int:
