@@ -1,8 +1,13 @@
+import sys
+from types import SimpleNamespace
+
+import pyarrow as pa
 import pytest
 
+from treewise.base.features import FEATURES
 from treewise.data import load_trees
 from treewise.data.forms import FORMS
-from treewise.errors import DataError
+from treewise.errors import ConfigError, DataError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
 CHAT = {"messages": [USER, ANSWER]}
@@ -79,3 +84,63 @@ def test_an_unknown_form_lists_all_with_examples():
     with pytest.raises(DataError) as caught:
         load_trees([{"instruction": None, "output": "4"}])
     assert "Did you mean" not in str(caught.value)  # 'output' is a known key already
+
+
+READ_BY = {name: module for name, (module, _) in FEATURES.items() if module.startswith("treewise.data.")}
+TOOL = {"type": "function", "function": {"name": "look", "arguments": {}}}
+# What a user gives to get each: a record of a form, a field of a chat, a setting, another source.
+ASKS = {
+    "declared_trees": {"data": [{"nodes": [{"id": 0, "parent": None, "token_ids": [1, 5]}]}]},
+    "endings": {"data": [{"messages": [USER, {**ANSWER, "finish_reason": "stop"}]}]},
+    "image_records": {"data": [{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}]},
+    "importers": {"data": [{"prompt_ids": [1, 5], "completion_ids": [9]}]},
+    "kept_reasoning": {"data": [CHAT], "options": {"thinking": "keep"}},
+    "logged_calls": {"data": [{**CHAT, "calls": [{"ctx": [0], "out": 1}]}]},
+    "marked_parts": {"data": [{"messages": [USER, {**ANSWER, "train_detail": []}]}]},
+    "mixtures": {"data": [{"data": [CHAT], "weight": 2}]},
+    "other_libraries": {"data": [{"instruction": "Add.", "output": "4"}]},
+    "packed_rows": {"data": [{"input_ids": [1, 5, 1, 9], "seq_lengths": [2, 2]}]},
+    "preference_records": {"data": [{"prompt": "Hi", "chosen": "Yes.", "rejected": "No."}]},
+    "progress_bar": {"data": [CHAT], "progress": True},
+    "tables": {"data": pa.table({"messages": [[USER, ANSWER]]})},
+    "texts": {"data": [{"text": "2+2=4"}]},
+    "token_rows": {"data": [ROW]},
+    "tools": {"data": [{"messages": [USER, {**ANSWER, "tool_calls": [TOOL]}]}]},
+    "workers": {"data": [CHAT], "num_workers": 1},
+}
+
+
+@pytest.fixture
+def take_out(monkeypatch):
+    """Takes modules out of this process, until the test ends."""
+
+    def take(*modules):
+        def find_spec(name, path=None, target=None):
+            if any(name == each or name.startswith(f"{each}.") for each in modules):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        for loaded in [each for each in sys.modules if any(f"{each}.".startswith(f"{name}.") for name in modules)]:
+            monkeypatch.delitem(sys.modules, loaded)
+        monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+
+    return take
+
+
+def test_a_file_of_chats_is_read_without_every_feature(write, tokenizer, take_out):
+    path = write(CHAT, {"messages": [USER, {**ANSWER, "content": "No."}]})
+    whole = load_trees(path, tokenizer, options={"chat_template": "chatml"}, read_only=True).fingerprint
+    take_out(*READ_BY.values())
+    assert load_trees(path, tokenizer, options={"chat_template": "chatml"}, read_only=True).fingerprint == whole
+
+
+def test_every_feature_of_data_is_asked_for():
+    assert set(ASKS) == set(READ_BY)
+
+
+@pytest.mark.parametrize("name", sorted(READ_BY))
+def test_a_record_that_asks_for_a_feature_that_is_gone_is_one_error(name, tokenizer, take_out):
+    take_out(READ_BY[name])
+    with pytest.raises(
+        ConfigError, match=f"need {READ_BY[name]}, which this installation of treewise was made without"
+    ):
+        load_trees(tokenizer=tokenizer, **ASKS[name])
