@@ -1,3 +1,5 @@
+import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -110,27 +112,53 @@ ASKS = {
 }
 
 
+# A load in a process of its own, in which the modules of the first argument cannot be imported.
+ALONE = """
+import json, sys
+
+class Missing:
+    hidden = json.loads(sys.argv[1])
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if any(name == each or name.startswith(each + ".") for each in cls.hidden):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing)
+from treewise.data import load_trees
+
+print(load_trees(*sys.argv[2:], options={"chat_template": "chatml"}, read_only=True).fingerprint)
+"""
+
+
 @pytest.fixture
 def take_out(monkeypatch):
-    """Takes modules out of this process, until the test ends."""
+    """Takes a module out of this process, until the test ends."""
 
-    def take(*modules):
+    def take(module):
         def find_spec(name, path=None, target=None):
-            if any(name == each or name.startswith(f"{each}.") for each in modules):
+            if name == module or name.startswith(f"{module}."):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-        for loaded in [each for each in sys.modules if any(f"{each}.".startswith(f"{name}.") for name in modules)]:
+        for loaded in [each for each in sys.modules if each == module or each.startswith(f"{module}.")]:
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
 
     return take
 
 
-def test_a_file_of_chats_is_read_without_every_feature(write, tokenizer, take_out):
+def test_a_file_of_chats_is_read_without_every_feature(write, tokenizer, tmp_path):
     path = write(CHAT, {"messages": [USER, {**ANSWER, "content": "No."}]})
-    whole = load_trees(path, tokenizer, options={"chat_template": "chatml"}, read_only=True).fingerprint
-    take_out(*READ_BY.values())
-    assert load_trees(path, tokenizer, options={"chat_template": "chatml"}, read_only=True).fingerprint == whole
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    alone = subprocess.run(
+        [sys.executable, "-c", ALONE, json.dumps(list(READ_BY.values())), path, tmp_path / "tokenizer"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr
+    whole = load_trees(path, tokenizer, options={"chat_template": "chatml"}, read_only=True)
+    assert alone.stdout.strip() == whole.fingerprint
 
 
 def test_every_feature_of_data_is_asked_for():
