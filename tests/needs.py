@@ -1,6 +1,6 @@
 """What a test needs of other packages: where that is missing it is skipped, by name."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,6 +40,17 @@ def release_of(package: str, release: str, wanted: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_there, reason=f"{wanted}: needs {package} {release}")
 
 
+def is_installed(name: str) -> bool:
+    """As a distribution with metadata, not only on the path."""
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+INSTALLED = pytest.mark.skipif(
+    not is_installed("treewise"), reason="needs treewise installed, not run from its sources"
+)
 IMAGES = release_of("transformers", "5.18", "images")
 MESHES = release_of("transformers", "5.23", "meshes")
 

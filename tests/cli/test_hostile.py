@@ -99,7 +99,7 @@ CASES: list[tuple[str, str]] = [
     ("train /dev/zero", "/dev/zero: the configuration cannot be read (a pipe or a device;"),
     ("serve --model model --device foo", "which is not a device|treewise serve needs"),
     ("doctor --gpu --device cpu --max_seconds nan", "--max_seconds is nan; it must be positive"),
-    ("verify good.jsonl --model deep", "deep/adapter_config.json cannot be read: maximum recursion depth"),
+    ("verify good.jsonl --model deep", "deep/adapter_config.json: damaged (RecursionError: maximum recursion depth"),
     ("train keys.yaml", "a key must be a word"),
     ("train null.yaml", "output_dir 'a\\x00b' holds a null byte"),
     ("train object.yaml", "not valid YAML"),

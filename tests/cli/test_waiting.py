@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from treewise.base.progress import begin_work, busy_with, listeners, tell_progress
 from treewise.cli import waiting
 from treewise.cli.waiting import ERASE, NoticingStream, Printer, Waiting, telling
-from treewise.progress import begin_work, listeners, tell_progress, working
 
 
 class Clock:
@@ -81,7 +81,7 @@ def test_before_its_first_micro_batch_a_step_takes_as_long_as_the_one_before(tol
 
 def test_work_within_a_step_leaves_its_counts_alone(told, clock):
     begin_work("step 1", 100)
-    with working("measuring the budget"):
+    with busy_with("measuring the budget"):
         tell_progress("forward and backward", 0, 256)
         tell_progress("forward and backward", 256, 256)
         clock.now += 3

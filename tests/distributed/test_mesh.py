@@ -342,7 +342,6 @@ def names(cases):
     return [case.name for case in cases]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers 5.23 for it
 @pytest.mark.parametrize("case", TWO, ids=names(TWO))
 def test_two_processes_give_what_one_gives(two, case):
     check(two, case)

@@ -41,7 +41,6 @@ def test_a_head_that_was_replaced(max_tokens: int | None) -> None:
     check(engine, model)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
 @BUDGETS
 def test_adapters_that_were_added(max_tokens: int | None) -> None:
     model = tiny_model(tie_word_embeddings=False)
@@ -231,7 +230,6 @@ def test_hooks_stay_and_do_not_run_after_an_error(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_on_parameters_are_no_change_of_weights() -> None:
     # PEFT puts them on at every forward, which counts the parameter's version up.
     adapters = LoraConfig(r=2, target_parameters=["experts.gate_up_proj"], init_lora_weights=False)

@@ -126,7 +126,6 @@ def test_the_probe_leaves_gradients_and_their_hooks_alone() -> None:
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("objective", [SFT(), DPO(reference_free=True), lambda logprobs: -torch.cat(logprobs).sum()])
 @pytest.mark.parametrize("max_tokens", [None, 4])
 def test_a_backward_without_a_gradient_is_an_error(max_tokens: int | None, objective: Any) -> None:

@@ -102,7 +102,7 @@ def test_walks_tell_how_many_tokens_are_done_after_each_micro_batch(
     items = [Trajectory([3, 4, 5, 6, branch, 7, leaf, 9]) for branch in (10, 20) for leaf in (30, 40)]
     forest, told = Forest.from_trajectories(items), Told()
     engine = TreeEngine(tiny_model("llama"), budget, hold=hold, check=False)
-    monkeypatch.setattr("treewise.errors.listeners", [told])
+    monkeypatch.setattr("treewise.base.progress.listeners", [told])
     engine.step(forest)
     with torch.no_grad():
         engine.logprobs(forest)
@@ -114,12 +114,17 @@ def test_walks_tell_how_many_tokens_are_done_after_each_micro_batch(
         assert done == sorted(done)
         assert len(done) == 1 + len(schedule)
         assert {total for _, total in reached} == {forest.num_tokens}
+    if budget is not None:  # without gradients each micro-batch runs once, when it first comes
+        made, seen = plan(forest, budget, hold=hold), set[int]()
+        for step, (done, _) in zip(made.schedule, told.reached["forward"][1:], strict=True):
+            seen.add(step.micro_batch)
+            assert done == sum(made.micro_batches[each].num_tokens for each in seen)
 
 
 def test_a_loss_of_the_caller_leaves_its_backward_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward is a third of the work."""
     forest, told = Forest.from_trajectories([Trajectory(range(3, 12))]), Told()
     engine = TreeEngine(tiny_model("llama"), None, check=False)
-    monkeypatch.setattr("treewise.errors.listeners", [told])
+    monkeypatch.setattr("treewise.base.progress.listeners", [told])
     engine.step(forest, lambda logprobs: -torch.cat(logprobs).sum())
     assert told.reached == {"forward and backward": [(0, 9), (3, 9)]}

@@ -20,8 +20,6 @@ from treewise.testing.families import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
-
 WHOLE, QUARTER = 1.0, 0.25
 FLOAT, HALF = torch.float32, torch.bfloat16
 # Family, what else, the part of the tree that a micro-batch may hold, and the dtype.

@@ -16,10 +16,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradients_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of PEFT, on settings that do not matter here
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on settings that do not matter here
 
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
 # In float64, but for what norms and some types compute in float32 whatever the dtype.

@@ -371,7 +371,6 @@ def test_ratios_to_scored_logprobs_are_one() -> None:
     assert engine.step(Forest.from_trajectories(bare), tw.GRPO()).loss == pytest.approx(out.loss, rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers 5.23 for it
 def test_a_reference_is_the_model_without_its_adapter() -> None:
     items = sample()
     base = TreeEngine(tiny_model("llama", num_hidden_layers=2), check=False).scored(items, "ref_logprobs")

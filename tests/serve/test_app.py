@@ -57,7 +57,6 @@ def sampled(run, prompt=(5, 6, 7), **params):
     return weights.sample(types.ModelInput.from_ints(list(prompt)), 3, asked).result()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft with transformers 5.23
 def test_three_steps_are_those_of_a_plain_peft_loop(client, address, tmp_path):
     """Adapters with the server's first values, rows one by one, torch's AdamW: log-probs and losses at each step."""
     from peft import PeftModel

@@ -59,7 +59,6 @@ RUNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 @pytest.mark.representatives("2-3", "mixtral", "adapters")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer, name):

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from treewise import objectives
+from treewise.base import progress
 from treewise.engine import TreeEngine, checks, step, values
 from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError
@@ -360,6 +361,28 @@ def test_settings_of_the_run_hold_on_both_sides(settings) -> None:
     assert (report.dtype == "bfloat16") == ("autocast" in settings)
     plain = verify(tiny_llama(), larger(), [None])
     assert (report.loss_flat == plain.loss_flat) == ("temperature" not in settings)
+
+
+def test_whoever_listens_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[object, ...]] = []
+    listener = SimpleNamespace(
+        begins=lambda what, total, *, is_part: None if is_part else told.append((what,)),
+        ends=lambda: None,
+        reaches=lambda *args: told.append(args),
+    )
+    monkeypatch.setattr(progress, "listeners", [listener])
+    report = verify(tiny_llama(), larger())
+    for done in (0, report.num_flat_tokens):
+        assert ("flat training", done, report.num_flat_tokens, "token") in told
+    begun = [each[0] for each in told if len(each) == 1]
+    half, small = report.at_budgets
+    assert begun == [
+        "flat training",
+        "comparing trees, whole",
+        f"comparing trees under max_tokens {half.max_tokens}",
+        "flat training",
+        f"comparing {small.num_trajectories} rows cut short under max_tokens {small.max_tokens}",
+    ]
 
 
 def test_trees_that_stay_apart_count_apart() -> None:

@@ -1,10 +1,12 @@
 """The arguments that several commands have: DATA and how it is read, and flags of models, budgets and devices."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
+from treewise.base.progress import busy_with, tell_progress
 from treewise.cli.config import RunConfig, read_config
 from treewise.cli.keys import RL, help_of
 from treewise.cli.values import choices_of, kinds_of, read_mapping
@@ -12,7 +14,6 @@ from treewise.data import RenderOptions, Trees, load_trees
 from treewise.errors import ConfigError, beyond_limits, num
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.load_model import DTYPES, load_processor
-from treewise.progress import begin_work, tell_progress
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,29 +114,31 @@ _FROM_RUN = ("data", "model", "gguf_file", "tokenizer", "dtype", "num_workers", 
 _LISTS = {"bench": ("data", "model", "max_tokens"), **dict.fromkeys(("inspect", "plan", "verify"), ("data",))}
 
 
-def told_reading(what: str = "reading data") -> Callable[[int, int], None]:
-    """What `load_trees(progress=)` calls with the bytes and records of each batch."""
+@contextmanager
+def told_reading(what: str = "reading data") -> Iterator[Callable[[int, int], None]]:
+    """Around a load; gives what `load_trees(progress=)` calls with the bytes and records of each batch."""
     read = 0
-    begin_work(what)
 
     def advance(_num_bytes: int, num_records: int) -> None:
         nonlocal read
         read += num_records
         tell_progress(what, read, None, "record")
 
-    return advance
+    with busy_with(what):
+        yield advance
 
 
 def load_data(args: argparse.Namespace, tokenizer: object, *, progress: bool) -> Trees:
     """The trees that the arguments name, after `apply_config`. `progress`: with the number of records read so far."""
-    return load_trees(
-        args.data,
-        tokenizer,
-        options=args.render,
-        num_workers=args.num_workers,
-        progress=progress and told_reading(),
-        on_bad_record=args.on_bad_record,
-    )
+    with told_reading() as advance:
+        return load_trees(
+            args.data,
+            tokenizer,
+            options=args.render,
+            num_workers=args.num_workers,
+            progress=progress and advance,
+            on_bad_record=args.on_bad_record,
+        )
 
 
 def rendering_note(args: argparse.Namespace, data: Trees) -> str:

@@ -141,15 +141,16 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
         if paths is None:
             datasets.append(None)
             continue
-        dataset = load_trees(
-            paths,
-            tokenizer,
-            options=config.render,
-            num_workers=config.num_workers,
-            progress=told_reading(f"reading {name}"),
-            on_bad_record=config.on_bad_record,
-            read_only=read_only,
-        )
+        with told_reading(f"reading {name}") as advance:
+            dataset = load_trees(
+                paths,
+                tokenizer,
+                options=config.render,
+                num_workers=config.num_workers,
+                progress=advance,
+                on_bad_record=config.on_bad_record,
+                read_only=read_only,
+            )
         if is_first_rank():
             _report(name, dataset)
         datasets.append(dataset)

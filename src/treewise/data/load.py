@@ -192,7 +192,7 @@ def _load(
     reader = RecordReader(tokenizer, own, image_reader)
     processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
     with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
-        jobs = read_sources(sources, builder.report)
+        jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
         for num_bytes, results in workers.read_all(jobs, reader, processes):
             for result in results:
                 builder.add(result)
@@ -388,6 +388,11 @@ class TreeBuilder:
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
         return table, facts, report
+
+    def drop_bad(self, record: Placed, error: str) -> None:
+        """Quarantines a bad record of a dump."""
+        raw = record.value[""] if set(record.value) == {""} else json.dumps(record.value, default=str)
+        self._drop(RecordResult(record.location, error=error, raw=raw))
 
     def _drop(self, result: RecordResult) -> None:
         assert result.error is not None

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from treewise.base.features import feature
+from treewise.base.progress import busy_with
 from treewise.engine.prepared import Budget
 from treewise.engine.probed_rows import text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import bytes_as_text
-from treewise.features import feature
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import free_bytes
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import gradients_restored
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.model_flops import gateway_values
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
-from treewise.progress import working
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -134,7 +134,7 @@ def measure(
         return plan.peak_gateway_tokens + more
 
     least = max(1, forest.images.largest)  # an image is never cut
-    with working("measuring the budget"), gradients_restored(lm.model):
+    with busy_with("measuring the budget"), gradients_restored(lm.model):
         token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size, lm.device.type)
     missing = (each for each in lm.model.parameters() if each.requires_grad and each.grad is None)
     free = free_bytes(lm.device) - sum(each.numel() * each.element_size() for each in missing) - reserve_bytes

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.progress import busy_with
 from treewise.engine.probe import check_router_losses, probe
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import warn_of_slow_precision
-from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.tensors import autocast_dtype
-from treewise.progress import working
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step
@@ -161,7 +162,7 @@ class StepChecks:
             if before_probe is not None:
                 before_probe()
             try:
-                with working("comparing a few tokens with the model's own forward"):
+                with busy_with("comparing a few tokens with the model's own forward"):
                     probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
                 check_router_losses(lm, router_rule, forest)
             except UnsupportedModelError as error:

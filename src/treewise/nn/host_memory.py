@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.tensors import on_host
 
 
@@ -42,10 +42,10 @@ class OnHost:
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view whose axes go from the farthest numbers to the nearest, each number once: contiguous, but for gaps."""
+    """A view whose axes (one at least) go from far numbers to near ones, each once: contiguous, but for gaps."""
     strides = tensor.stride()
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
-    return once.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis])).squeeze()
+    return torch.atleast_1d(once.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis])).squeeze())
 
 
 Saved = torch.Tensor | OnHost

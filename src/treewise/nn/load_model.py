@@ -21,6 +21,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.base.progress import busy_with
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
@@ -34,8 +36,6 @@ from treewise.nn.adapters import (
     num_saved_tokens,
     with_saved,
 )
-from treewise.own_files import read_own, sealed, unsealed
-from treewise.progress import begin_work
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,6 @@ def load_weights(
         with base_of(adapters) as base:
             model = load_weights(base, None, dtype, bits)
         return with_saved(model, adapters)
-    begin_work(f"loading {name}")
     folder, file = locate(name, gguf_file)
     options: dict[str, Any] = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype)}
     if file is None:
@@ -115,6 +114,7 @@ def load_weights(
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
     # transformers' bar over the tensors of a GGUF file has no switch; it is drawn on stderr.
     with (
+        busy_with(f"loading {name}"),
         named_errors(name),
         _quiet(),
         without_accelerates_fsdp(),
@@ -307,8 +307,6 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
         return None
 
-    begin_work(f"loading the tokenizer of {name}")
-
     def read(folder: str, **options: Any) -> Any:
         """As `AutoTokenizer`, which would parse a GGUF file once more for the kind of its tokenizer."""
         config = None if _has_tokenizer(Path(folder)) else load_config(name, gguf_file)
@@ -317,7 +315,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         more = {} if config is None else {"tokenizer_type": config.model_type}
         return AutoTokenizer.from_pretrained(folder, **options, **more)
 
-    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
+    with busy_with(f"loading the tokenizer of {name}"):
+        return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:

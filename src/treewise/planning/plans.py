@@ -14,9 +14,9 @@ from typing import overload
 
 import numpy as np
 
+from treewise.base.progress import tell_progress
 from treewise.errors import bytes_as_text, num
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.progress import tell_progress
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 
@@ -263,7 +263,7 @@ class Plan:
         lines = [
             f"budget             {budget}",
             f"tree tokens        {forest.num_tokens:,} ({forest.num_flat_tokens:,} flat, "
-            f"ratio {forest.share_ratio:.2f})",
+            f"share ratio {forest.share_ratio:.2f})",
             f"micro-batches      {self.num_micro_batches:,} ({self.num_closed_micro_batches:,} closed, "
             f"{open_batches:,} open)",
             f"open tokens        {self.num_open_tokens:,}",

@@ -104,7 +104,7 @@ class _BestTrees:
         self.names = [short_name(tree.name) for tree in report.best_trees]
         self.headings = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
         if report.total.flop_bound is not None:
-            self.headings.append("FLOPs")
+            self.headings.append("FLOP bound")
         self.rows = [_numbers(tree) for tree in report.best_trees]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -28,10 +28,10 @@ from safetensors.numpy import save_file
 
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
+from treewise.base.own_files import damage
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.own_files import damage
 from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
 from treewise.trainer.references import with_logprobs
 from treewise.tree.trajectory import Trajectory, number_rollouts
@@ -152,6 +152,9 @@ def credited(
 def judged(trees: Trees) -> tuple[Trees, RewardTally]:
     """The rollouts that have a reward, and how many were set aside: one without takes no part in baselines, advantages
     or the update, whether its reward failed now or is missing in a record.
+
+    Raises:
+        DataError: no rollout has a reward.
     """
     items = [item for tree in trees for item in tree]
     if not items:
@@ -165,6 +168,8 @@ def judged(trees: Trees) -> tuple[Trees, RewardTally]:
     is_kept = has_reward[rollout_of]
     first = items[int(np.argmin(is_kept))]
     tally.first = first.source or f"rollout {first.rollout} of group {first.group}"
+    if not is_kept.any():
+        raise DataError(f"{tally.first}: no reward in any row. Give each rollout `reward`, a number.")
     left = [[item for item, keeps in tree if keeps] for tree in _as_trees([*zip(items, is_kept, strict=True)], trees)]
     return [tree for tree in left if tree], tally
 

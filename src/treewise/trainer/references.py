@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
-from treewise.progress import begin_work
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.survey import survey
 from treewise.tree.forest import Forest, forest_of
@@ -104,7 +104,6 @@ def with_logprobs(
         engine.drain()  # sharded: until the others have scored theirs
         return found
 
-    begin_work(f"computing {stream}")
     is_training = engine.model.training
     engine.model.eval()  # dropout has no place in a measurement
     try:
@@ -114,7 +113,8 @@ def with_logprobs(
                 engine.check(Forest.from_trajectories(trees[0]))  # a probe is of one tree on all ranks
             if engine.lacks_lockstep:
                 engine.enable_lockstep(ranks.gather_texts)
-        parts = ranks.on_every_rank(own_part)
+        with busy_with(f"computing {stream}"):
+            parts = ranks.on_every_rank(own_part)
     finally:
         engine.model.train(is_training)
     whole: dict[int, list[Any]] = {number: arrays for part in parts for number, arrays in part.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.progress import begin_work, tell_progress
+from treewise.base.progress import busy_with, tell_progress
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import update_with_content
 
@@ -31,13 +31,13 @@ class DataFacts:
     num_images: int = 0
 
 
+@busy_with("merging trees")
 def survey(dataset: Sequence[Any]) -> DataFacts:
     """One pass over all trees. Uses the data set's own `fingerprint` if it has one."""
     known = getattr(dataset, "fingerprint", None)
     digest = hashlib.sha256()
     counts = np.zeros(5, dtype=np.int64)
     num_longest, source = 0, ""
-    begin_work("merging trees")
     for index in range(len(dataset)):
         tell_progress("merging trees", index, len(dataset), "tree")
         forest = forest_of(dataset[index])

@@ -20,17 +20,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
+from treewise.base.features import feature
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
-from treewise.features import feature
 from treewise.nn.device import without_accelerates_fsdp
 from treewise.nn.gradients import clear_gradients
-from treewise.nn.model import is_peft
+from treewise.nn.wrapped import is_peft
 from treewise.objectives import Objective
 from treewise.objectives.sft import fixed_denominator
-from treewise.progress import begin_work
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import (
     PreparedBatch,
@@ -294,6 +294,7 @@ class TreeTrainer(UploadingTrainer):
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
+    @busy_with("evaluation")
     @override
     def evaluation_loop(
         self,
@@ -311,7 +312,6 @@ class TreeTrainer(UploadingTrainer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
-        begin_work("evaluation")
         loss = denominator = 0.0
         for forests in dataloader:
             with self._signals.computing():
@@ -329,8 +329,8 @@ class TreeTrainer(UploadingTrainer):
             self.store_flos()
         of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
         run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
-        begin_work("saving a checkpoint")
-        self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
+        with busy_with("saving a checkpoint"):
+            self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 
     def _exporters(self) -> list[Any]:
         """Whose state a checkpoint holds, beside transformers' own of the loop."""

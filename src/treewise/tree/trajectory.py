@@ -113,8 +113,9 @@ class Trajectory:
         reward: one number for the whole trajectory.
         rollout: trajectories cut from one rollout (compaction, sub-agents) share this id.
         source: where it came from, for error messages (`rollouts.jsonl:17`).
-        sampler_logprobs: log-probs of the tokens as the engine that sampled them reported them. They differ from
-            `old_logprobs` by that engine's own rounding and kernels, and by the updates since.
+        sampler_logprobs: log-probs of the tokens as the engine that sampled them reported them, after the temperature
+            and before top-k and top-p. They differ from `old_logprobs` by that engine's own rounding and kernels, and
+            by the updates since.
         teacher_ids: [n, k], candidates of a teacher for each position; row `t` is about token `t`, like log-probs.
         teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused entry.
         draws: which draw of the sampler made each token, as integers; negative where none did (a prompt). Rollouts of

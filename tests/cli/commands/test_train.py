@@ -215,7 +215,6 @@ def test_a_resume_that_is_refused_changes_nothing(folder, change):
     assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == files
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_lora_and_evaluation(folder):
     pytest.importorskip("peft")
     flags = ["--lora.r", "4", "--lora.target_modules", "all-linear", "--eval_data", "rows.jsonl"]

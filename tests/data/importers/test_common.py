@@ -195,6 +195,33 @@ def test_rewards_that_are_null_are_none(write):
     assert rows.report.left_out[0][1] == "a token without its token_level_scores (null, or not finite)"
 
 
+BAD = {
+    "trl": {**ROWS["trl"], "logprobs": [-1.0]},
+    "verl": {**ROWS["verl"], "responses": [6, "x"]},
+    "areal": {**ROWS["areal"], "rewards": math.inf},
+    "slime": {**ROWS["slime"], "response_length": 9},
+    "verifiers": {**ROWS["verifiers"], "trajectory": [{"tokens": [1]}]},
+    "openai": {"request": {"messages": []}, "response": {"choices": [{"delta": {}}]}},
+    "openai's reward": {**ROWS["openai"], "reward": "high"},
+    "no JSON": '{"prompt_ids": [1, 5], "completion_ids"',
+}
+
+
+@pytest.mark.parametrize("form", BAD)
+def test_bad_records_of_dumps_are_errors_or_quarantined(form, write, tmp_path):
+    good = ROWS.get(form, ROWS["trl" if form == "no JSON" else "openai"])
+    path = write(good, BAD[form], good)
+    with pytest.raises(DataError, match=r"data\.jsonl"):
+        load_trees(path, num_workers=0)
+    out = tmp_path / "q.jsonl"
+    dataset = load_trees(path, num_workers=0, on_bad_record="quarantine", quarantine_path=out)
+    assert sum(len(tree.trajectories) for tree in dataset) == 2
+    [(location, reason)] = dataset.report.dropped
+    [line] = map(json.loads, out.read_text().splitlines())
+    assert (location, reason) == (line["location"], line["reason"]) == (f"{path}:2", reason)
+    assert line["record"] == BAD[form] if form == "no JSON" else json.loads(line["record"]) == BAD[form]
+
+
 @pytest.mark.parametrize("status", ["aborted", "failed", "pending"])
 def test_samples_that_failed_are_left_out_and_truncated_ones_are_trained(status, write):
     lines = [{**ROWS["slime"], "status": each} for each in (status, "truncated", "completed")]

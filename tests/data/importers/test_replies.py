@@ -228,6 +228,14 @@ def test_blank_arguments_are_those_of_a_call_without_any(blank, write, tokenizer
     assert all('{"name": "today", "arguments": {}}' in text for text in texts)
 
 
+def test_arguments_in_pythons_notation_are_json(write):
+    calls = {"role": "assistant", "content": "", "tool_calls": [tool_call("{'day': None}")]}
+    rows = import_rollouts(write({"request": {"messages": [USER]}, "response": {"choices": [{"message": calls}]}}))
+    [row] = rows
+    assert row["messages"][1]["tool_calls"][0]["function"] == {"name": "today", "arguments": '{"day": null}'}
+    assert rows.report.warnings == {"tool calls with arguments in Python's notation are read as JSON": 1}
+
+
 @pytest.mark.parametrize("arguments", ["[]", "null", '{"a": 1', '"{\\"a\\": 1}"', "3", ["a"]])
 def test_a_call_whose_arguments_are_no_object_is_left_out_with_what_follows(arguments, write):
     calls = {"role": "assistant", "content": "", "tool_calls": [tool_call(arguments)]}

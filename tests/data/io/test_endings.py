@@ -8,6 +8,7 @@ WORDS = {
     "ended": (
         *("stop", "tool_calls", "function_call", "end_turn", "tool_use", "STOP", "FinishReason.STOP", "COMPLETE"),
         *("TOOL_CALL", "eos", "eos_token", "completed", "tool-calls", "end_of_turn", "finish_reason_stop", "FINISHED"),
+        *("stopstop", "tool_callstool_callstool_calls"),
     ),
     "cut": (
         *("length", "max_tokens", "max_output_tokens", "model_length", "MAX_TOKENS", "FinishReason.MAX_TOKENS"),

@@ -219,7 +219,6 @@ def test_adapters_on_and_off():
         torch.testing.assert_close(model(**batch(), fused_lm_head=True).log_probs, expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_a_model_that_the_trainer_compiled():
     """As accelerate does for `torch_compile=True`; layers that are compiled in place stay so."""
     model = fused()

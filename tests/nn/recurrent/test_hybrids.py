@@ -260,7 +260,6 @@ def compile_each(model: Any) -> None:
     ],
     ids=["accelerate", "run again", "compiled", "states in host memory"],
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_changed_layers(family: str, change: Callable[[Any], None], options: dict[str, bool]) -> None:
     model, items = hybrid(family), conversations(30)
     change(model)

@@ -63,7 +63,6 @@ def _tower_flops(model, side):
     return counter.get_total_flops()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
 def test_an_adapter_on_a_frozen_tower_costs_a_backward_through_what_follows_it():
     from peft import LoraConfig, get_peft_model
 

@@ -51,7 +51,6 @@ def test_a_missing_weight_is_an_error_by_name(tmp_path, family):
         load_weights(scrambled(family_model(family)), checkpoint)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_adapters_are_loaded_whole_or_not_at_all(tmp_path):
     peft = pytest.importorskip("peft")
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from treewise.objectives import Objective
     from treewise.trainer import TreeTrainingArguments
 
-MAX_TOKENS = 2048  # flat ones; about a minute of SmolLM2-135M on two cores
+MAX_TOKENS = 1024  # flat ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +157,7 @@ def _loaded(
         model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
     else:
         from treewise.cli.training_run import bits_of, with_adapters
-        from treewise.nn.model import stir_adapters
+        from treewise.nn.wrapped import stir_adapters
 
         run = replace(config, model=args.model, gguf_file=args.gguf_file, dtype=args.dtype)
         model = load_weights(run.model, run.gguf_file, run.dtype, bits_of(run))
@@ -187,11 +187,12 @@ def _rows(
             break
     more = {} if config is None else config.more
     if isinstance(objective, PolicyGradient):
-        from treewise.rl.update import credit, method_of
+        from treewise.rl.update import GIVEN, credit, judged, method_of
 
         method = method_of(objective, args.advantages or more.get("advantages"), trees)
         assert method is not None
-        trees, _ = credit(trees, method, {} if args.advantages else more.get("advantages_settings") or {})
+        settings = {} if args.advantages else more.get("advantages_settings") or {}
+        trees, _ = credit(trees if method == GIVEN else judged(trees)[0], method, settings)
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: {type(objective).__name__} takes none.")
     return first_rows(trees, args.limit, whole_groups=getattr(objective, "needs_whole_groups", False))

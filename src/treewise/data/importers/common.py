@@ -3,18 +3,22 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import shown
+from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
+
+MISSHAPEN = (LookupError, TypeError, AttributeError)  # of a record without the keys or lists that its format promises
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -22,7 +26,8 @@ class Context:
     """Settings of one import, and its findings.
 
     `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone. `halves`
-    are lines of batches that wait for their request or response, which may stand in another file.
+    are lines of batches that wait for their request or response, which may stand in another file. `drop` takes a bad
+    record and its error, where these do not stop the import.
     """
 
     reward_field: str | None = None
@@ -30,6 +35,7 @@ class Context:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
     halves: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    drop: Callable[[Placed, str], None] | None = None
 
     def leave_out(self, location: str, reason: str) -> None:
         """Counts something that is not imported."""
@@ -96,12 +102,25 @@ def stream(value: object, name: str, length: int, location: str) -> list[float]:
     return [number if math.isfinite(number) else math.nan for number in map(float, found)]
 
 
-def kept(context: Context, rows: Iterable[Record]) -> Iterator[Record]:
-    """Rows of a sample, which is left out and counted where it lacks what it must have."""
+def kept(context: Context, rows: Iterable[T], record: Placed | None = None) -> Iterator[T]:
+    """Rows of a sample, which is left out and counted where it lacks what it must have.
+
+    record: of which they are, and which is dropped where it is bad and `Context.drop` says how.
+    """
     try:
         yield from rows
     except UnusableError as error:
         context.leave_out(error.location, error.reason)
+    except (DataError, *MISSHAPEN) as error:
+        if record is None or context.drop is None:
+            raise
+        text = str(error) if isinstance(error, DataError) else f"{record.location}: {misshapen(error)}"
+        context.drop(record, text)
+
+
+def misshapen(error: Exception) -> str:
+    """The error of a record without the keys or lists that its format promises."""
+    return f"does not have the shape that its format promises ({type(error).__name__}: {error})"
 
 
 def _flat(value: object, name: str, what: str, kinds: str, location: str) -> list[Any]:

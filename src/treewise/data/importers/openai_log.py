@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treewise.data.importers.call_records import openai_calls
-from treewise.data.importers.common import Context, integers, messages, openai_tools, sampled_row, stream
+from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
 from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
 from treewise.data.io.endings import KEYS, with_reason
 from treewise.data.io.field_checks import shown
@@ -47,6 +47,17 @@ class _Run:
     calls: list[Call] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Line:
+    """A request and its replies. name, group: those that it gives."""
+
+    location: str
+    name: str | int | None
+    group: str | int | None
+    reward: float | None
+    calls: list[Call]
+
+
 def read(
     records: Iterable[Placed],
     context: Context,
@@ -58,30 +69,45 @@ def read(
     """
     runs: dict[str, _Run] = {}
     ends, asked = _Standing(), _Standing()  # of calls with their replies, and of requests alone
-    for record in calls_of(records, context):
-        name = _named(record.value, RUN_NAMES)
-        if record.value.get("response") is None:
-            name, calls = _replies_shown(record, name, asked, context)
-        else:
-            calls = list(_calls(record, context))
-            if not calls:
-                continue
-            if name is None:
-                keys = list(_prefix_keys(calls[0].history))
-                name, length = ends.run_at(keys, None, context)
-                ends.open.pop((name, keys[length - 1] if length else ""), None)
-        key = str(name or record.location)
+    for line in _lines(records, calls_of, asked, context):
+        name, calls = line.name, line.calls
+        if name is None and calls:
+            keys = list(_prefix_keys(calls[0].history))
+            name, length = ends.run_at(keys, None, context)
+            ends.open.pop((name, keys[length - 1] if length else ""), None)
+        key = str(name or line.location)
         run = runs.setdefault(key, _Run(key, _key(calls[0].history) if calls else ""))
         for call in calls:
             run.prompt = run.prompt or _key(call.history)
             ends.add(_key([*call.history, call.reply]), run.name, call.location)
         run.calls += trainable(calls, context)
-        _label(run, record, context)
+        _label(run, line, context)
     for location in asked.open.values():
         context.leave_out(location, "a request whose reply no later request shows")
     for run in runs.values():
         if run.calls:
             yield from _rows(run, context)
+
+
+def _lines(
+    records: Iterable[Placed],
+    calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]],
+    asked: "_Standing",
+    context: Context,
+) -> "Iterator[_Line]":
+    """What was logged, request by request; a reply that is not there, or of another interface, is counted."""
+
+    def read(record: Placed) -> Iterator[_Line]:
+        for each in calls_of([record], context):
+            name, group, reward = _named(each.value, RUN_NAMES), _named(each.value, GROUP_NAMES), _reward(each, context)
+            if each.value.get("response") is None:
+                name, calls = _replies_shown(each, name, asked, context)
+                yield _Line(each.location, name, group, reward, calls)
+            elif calls := list(_calls(each, context)):
+                yield _Line(each.location, name, group, reward, calls)
+
+    for record in records:
+        yield from kept(context, read(record), record)
 
 
 def _rows(run: _Run, context: Context) -> Iterator[Record]:
@@ -231,18 +257,20 @@ def _tokens(response: Record, choice: Record, location: str) -> Ids | None:
     return integers(prompt, "prompt_token_ids", location), completion, logprobs
 
 
-def _label(run: _Run, record: Placed, context: Context) -> None:
-    group = _named(record.value, GROUP_NAMES)
-    if group is not None:
-        run.group = group
+def _reward(record: Placed, context: Context) -> float | None:
     name = context.reward_field or "reward"
     fields = {**(_metadata(record.value)), **record.value}
-    if fields.get(name) is None:
+    return context.reward(fields.get(name), f"{record.location}: {name}")
+
+
+def _label(run: _Run, line: _Line, context: Context) -> None:
+    if line.group is not None:
+        run.group = line.group
+    if line.reward is None:
         return
-    reward = context.reward(fields[name], f"{record.location}: {name}")
-    if run.reward is not None and reward != run.reward:
+    if run.reward is not None and line.reward != run.reward:
         context.warn("runs whose calls have different rewards: the last one counts for the whole run")
-    run.reward = reward
+    run.reward = line.reward
 
 
 def _named(value: Record, names: Iterable[str]) -> str | int | None:

@@ -1,6 +1,7 @@
 """Replies that were logged as text: which of them can be trained, their tool calls, and one record of all calls."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,10 +10,10 @@ from treewise.data.importers.common import Context, text_row
 from treewise.data.io.endings import KEYS, ending_of, is_known, why_unusable, with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.forms import Record
+from treewise.data.render.messages import arguments_of
 
 Ids = tuple[list[int], list[int], list[float] | None]
 BAD_ARGUMENTS = "a tool call whose arguments are no JSON object, so its sampled text is not known"
-BLANK_ARGUMENTS = "tool calls with blank arguments are read as calls without any ({})"
 
 
 @dataclass(slots=True)
@@ -115,44 +116,46 @@ def pooled(calls: Sequence[Call], shared: Record) -> Record:
 
 
 def with_arguments(message: Record, context: Context) -> Record:
-    """A message whose tool calls have arguments, if only none: blank text is how several servers write that."""
+    """A message whose tool calls have arguments as they are read: blank text is none, Python's notation is JSON."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not any(_is_blank(each) for each in calls):
+    if not isinstance(calls, list):
         return message
-    context.warn(BLANK_ARGUMENTS)
-    return {**message, "tool_calls": [_filled(each) if _is_blank(each) else each for each in calls]}
+    return {**message, "tool_calls": [_mended(call, context) for call in calls]}
 
 
 def has_bad_arguments(message: Record) -> bool:
-    """Whether a tool call has arguments that are neither an object nor the JSON text of one."""
+    """Whether a tool call has arguments that are neither an object nor the text of one."""
     calls = message.get("tool_calls") or [message.get("function_call")]
     for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", call) if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        if arguments is not None and not isinstance(arguments, dict) and not _is_object(arguments):
+        arguments = _function(call).get("arguments")
+        is_object = isinstance(arguments, str) and _read(arguments) is not None
+        if arguments is not None and not isinstance(arguments, dict) and not is_object:
             return True
     return False
 
 
-def _is_blank(call: object) -> bool:
+def _mended(call: object, context: Context) -> object:
+    arguments = _function(call).get("arguments")
+    found = _read(arguments) if isinstance(arguments, str) else None
+    if found is None or found[0] == arguments:
+        return call
+    written, notes = found
+    for note in notes:
+        context.warn(note)
+    function = {**_function(call), "arguments": written}
+    return {**call, "function": function} if isinstance(call, dict) and "function" in call else function
+
+
+def _function(call: object) -> Record:
     function = call.get("function", call) if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    return isinstance(arguments, str) and not arguments.strip()
-
-
-def _filled(call: Record) -> Record:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": {**call["function"], "arguments": "{}"}}
-    return {**call, "arguments": "{}"}
-
-
-def _is_object(arguments: object) -> bool:
-    return isinstance(arguments, str) and _holds_object(arguments)
+    return function if isinstance(function, dict) else {}
 
 
 @lru_cache(maxsize=4096)
-def _holds_object(text: str) -> bool:
+def _read(arguments: str) -> tuple[str, tuple[str, ...]] | None:
+    """The text of arguments, and what was mended; None where they are no object."""
+    counted: Counter[str] = Counter()
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+        return arguments_of(arguments, counted)[0], tuple(counted)
+    except ValueError:
+        return None

@@ -184,4 +184,5 @@ def _word(reason: str) -> str:
     """In lower case with underscores, without the name of an enumeration (`FinishReason.MAX_TOKENS`)."""
     text = reason.strip().rpartition(".")[2]
     text = text if text.isupper() else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text)
-    return text.lower().replace("-", "_").replace(" ", "_").removeprefix("finish_reason_")
+    word = text.lower().replace("-", "_").replace(" ", "_").removeprefix("finish_reason_")
+    return re.sub(r"^(.{3,}?)\1+$", r"\1", word)  # LangChain adds up what chunks say: `stopstop`

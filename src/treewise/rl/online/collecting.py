@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.base.progress import busy_with, listeners, tell_progress
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
-from treewise.progress import begin_work, listeners, tell_progress
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, TaskSampler
 from treewise.rl.node_values import node_values
@@ -361,9 +361,9 @@ def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Call
             sampled += count
             tell_progress("sampling", sampled, num_tokens)
 
-        begin_work(what)
-        tell_progress("sampling", 0, num_tokens)
-        yield advance
+        with busy_with(what):
+            tell_progress("sampling", 0, num_tokens)
+            yield advance
         return
     if hidden or not sys.stderr.isatty():
         yield None

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, stop_of_all
@@ -35,7 +36,6 @@ from treewise.engine.prepared import StepOutput
 from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.progress import begin_work
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records
@@ -370,10 +370,10 @@ class OnlineTrainer(TreeTrainer):
     def _evaluation(self, iteration: int, rounds: Rounds) -> tuple[dict[str, float], list[records.Sample]]:
         """Figures of the held-out items, and the first of their samples, which are written."""
         self.rewards.begin(self.state)
-        begin_work(f"evaluation after iteration {iteration}")
         rounds = replace(rounds, version=iteration)
         has_own = self._ahead is not None and self.rollouts.sampler is self.sampler  # not the model at hand
-        with self._ahead.newest() if self._ahead is not None and has_own else nullcontext():
+        newest = self._ahead.newest() if self._ahead is not None and has_own else nullcontext()
+        with busy_with(f"evaluation after iteration {iteration}"), newest:
             found, samples = self.rollouts.evaluation(rounds, self.args.seed + _EVALUATION)
         if samples and self.args.should_save:
             records.write_evaluation(self.folder, iteration, samples)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.progress import busy_with, tell_progress
 from treewise.errors import ConfigError, NonFiniteError, num
-from treewise.nn.model import uncompiled
 from treewise.nn.model_checks import refuse_lengths
-from treewise.progress import tell_progress, working
+from treewise.nn.wrapped import uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
@@ -110,7 +110,7 @@ class TransformersSampler:
                     self._decoder = choose_decoder(self.model, self.method, known)
             missing = Counter(row.request_index for row in rows)
             for batch in self._batches(rows):
-                with self._lock, working(f"sampling {num(len(batch), 'continuation')} side by side"):
+                with self._lock, busy_with(f"sampling {num(len(batch), 'continuation')} side by side"):
                     self._run(batch)
                 missing.subtract(row.request_index for row in batch)
                 for index in dict.fromkeys(row.request_index for row in batch):

@@ -25,7 +25,7 @@ def begin_work(what: str, total: int | None = None) -> None:
 
 
 @contextmanager
-def working(what: str, total: int | None = None) -> Iterator[None]:
+def busy_with(what: str, total: int | None = None) -> Iterator[None]:
     """Around work within other work, which goes on afterwards."""
     for each in listeners:
         each.begins(what, total, is_part=True)
