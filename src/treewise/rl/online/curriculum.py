@@ -79,7 +79,7 @@ def check_items(trainer: "OnlineTrainer", num_items: int, num_rollouts: int) -> 
 
     report = check_angles(
         [each.tree.trajectories(source=f"self-check, {each.tree.group}") for each in trees],
-        [each.tree.prompt_ids for each in trees],
+        [each.tree.prompt_ids.tolist() for each in trees],
         trainer.engine,
         objective,
         credited,
