@@ -33,6 +33,8 @@ FEATURES = {
     "references": ("treewise.trainer.references", "preference objectives (dpo, ipo, kto)"),
     "router_loss": ("treewise.nn.router_loss", "losses on routers of mixtures of experts"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
+    "module_head": ("treewise.nn.module_head", "heads that are more than one weight (adapters, quantised layers)"),
+    "softcap": ("treewise.nn.attention.softcap", "layers that cap their scores on a CPU (attn_logit_softcapping)"),
     "tensor_parallel": ("treewise.nn.tensor_parallel", "layers that are spread over processes"),
 }
 
