@@ -119,13 +119,13 @@ def _refuse_unknown_tokens(model: "PreTrainedModel", settings: Any) -> None:
     """Raises `ConfigError` for trained tokens that a table does not have, or that are named twice."""
     given = getattr(settings, "trainable_token_indices", None) or ()
     for name, indices in given.items() if isinstance(given, Mapping) else (("", given),):
-        tables = [each for path, each in model.named_modules() if f".{path}".endswith(f".{name}")] if name else []
-        weight = getattr(tables[0] if tables else model.get_input_embeddings(), "weight", None)
-        odd = [index for index in indices if weight is not None and not 0 <= index < weight.shape[0]]
+        tables = [each for path, each in model.named_modules() if name and f".{path}".endswith(f".{name}")]
+        num_tokens = (tables[0] if tables else model.get_input_embeddings()).weight.shape[0]
+        odd = [index for index in indices if not 0 <= index < num_tokens]
         odd += [index for index, count in Counter(indices).items() if count > 1]
         if odd:
             raise ConfigError(
-                f"lora.trainable_token_indices: {odd[0]} is named twice, or is none of the {weight.shape[0]:,} tokens "
+                f"lora.trainable_token_indices: {odd[0]} is named twice, or is none of the {num_tokens:,} tokens "
                 f"of {name or 'the model'}."
             )
 
