@@ -194,7 +194,6 @@ def test_one_name_is_a_name_and_a_regular_expression_one(given, found):
         ({"target_modules": "q_proj", "trainable_token_indices": [3, 64]}, r"64 is named twice, or .* 64 tokens"),
         ({"target_modules": "q_proj", "trainable_token_indices": {"lm_head": [-1]}}, r"-1 is .* 64 tokens of lm_head"),
         ({"target_modules": "q_proj", "trainable_token_indices": [3, 5, 3]}, r"token_indices: 3 is named twice"),
-        ({"target_modules": "q_proj", "layers_to_transform": [0, 9]}, r"lora\.layers_to_transform: layer 9 has none"),
     ],
     ids=str,
 )

@@ -60,8 +60,6 @@ def adapted(
                 _refuse_unknown_names(model, settings)
             _refuse_unknown_tokens(model, settings)
             model = get_peft_model(model, settings)
-            if isinstance(lora, Mapping):
-                _refuse_unknown_layers(model, settings)
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -128,15 +126,6 @@ def _refuse_unknown_tokens(model: "PreTrainedModel", settings: Any) -> None:
                 f"lora.trainable_token_indices: {odd[0]} is named twice, or is none of the {num_tokens:,} tokens "
                 f"of {name or 'the model'}."
             )
-
-
-def _refuse_unknown_layers(model: Any, settings: "LoraConfig") -> None:
-    """Raises `ConfigError` for layers that got no adapter; peft leaves out all but the last."""
-    chosen = settings.layers_to_transform
-    found = {part for name in model.targeted_module_names for part in name.split(".")}
-    unknown = [index for index in ([chosen] if isinstance(chosen, int) else chosen or ()) if str(index) not in found]
-    if unknown:
-        raise ConfigError(f"lora.layers_to_transform: layer {unknown[0]} has none of the target_modules.")
 
 
 def _module_names(model: "PreTrainedModel") -> str:
