@@ -79,7 +79,7 @@ TASKS: Keys = {
     "tasks_seed": Annotated[int, Doc("other seeds make other items")],
     "reward_functions": Annotated[list[str], Doc("of rows: module:function or file.py:function; several add up")],
     "reward_weights": Annotated[list[float] | None, Doc("what each of reward_functions counts")],
-    "sampler": Annotated[str, Doc("transformers (this process), or a server: vllm, openai, sglang")],
+    "sampler": Annotated[str, Doc("transformers (this process), or a server: vllm, openai")],
     "sampler_settings": Annotated[dict | None, Doc("of the sampler, a mapping")],
 }
 # Keys of transformers that few know by their names.

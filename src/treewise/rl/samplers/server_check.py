@@ -47,11 +47,10 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
         model: with the weights that it should have; None: they are not looked at.
         patience_seconds: how long it is waited for.
     """
-    protocol = protocol_of(url, patience_seconds)
-    sampler = ServerSampler(url, protocol=protocol, weights="fixed", patience_seconds=patience_seconds)
+    sampler = ServerSampler(url, weights="fixed", patience_seconds=patience_seconds)
     server = sampler.servers[0]
     checks: dict[str, Callable[[], Found]] = {
-        "answers": lambda: _answers(server, protocol),
+        "answers": lambda: _answers(server),
         "ids": lambda: _ids(sampler),
         "log-probs": lambda: _logprobs(sampler),
         "seeds": lambda: _seeds(sampler),
@@ -63,8 +62,6 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
     }
     if model is None:
         del checks["weights"]
-    if protocol != "openai":
-        del checks["handing over"]
     found: list[Finding] = []
     try:
         for name, check in checks.items():
@@ -79,21 +76,7 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
     return found
 
 
-def protocol_of(url: str, patience_seconds: float) -> str:
-    """`sglang` where the server has SGLang's `/model_info`, else `openai`."""
-    sampler = ServerSampler(url, weights="fixed", patience_seconds=patience_seconds)
-    try:
-        answer = sampler.servers[0].call("/model_info", retried=())
-    except SamplerError:
-        return "openai"
-    finally:
-        sampler.close()
-    return "sglang" if isinstance(answer, dict) and "model_path" in answer else "openai"
-
-
-def _answers(server: Server, protocol: str) -> Found:
-    if protocol == "sglang":
-        return True, f"SGLang with {server.call('/model_info')['model_path']}"
+def _answers(server: Server) -> Found:
     models = [each["id"] for each in server.call("/v1/models")["data"]]
     try:
         version = f"vLLM {server.call('/version', retried=())['version']}"
