@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
-from treewise.grow.configuration import MANGO, Growth, check_like, growth_like
+from treewise.grow.configuration import MANGO, Growth
 from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.grow.operators import trained_operator
 
@@ -30,7 +30,7 @@ class GrowReport:
         output: the grown model's folder.
         operator: `copy`, `stack` or `mango`.
         depth: how layers were added, `zero` or `stack`.
-        width, inner, num_layers, experts: factors, and layers of the grown model.
+        width, num_layers: factor, and layers of the grown model.
         noise, seed: of what parts the copies.
         num_parameters_before, num_parameters_after: counted in the checkpoints.
         keeps_function: whether this operator promises equal logits.
@@ -45,9 +45,7 @@ class GrowReport:
     operator: str
     depth: str
     width: int
-    inner: int
     num_layers: int
-    experts: int
     noise: float
     seed: int
     num_parameters_before: int
@@ -83,11 +81,7 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     if wanted.operator == MANGO and not wanted.forests:
         raise ConfigError("operator 'mango' is fitted to trees: give data.")
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if wanted.like is not None:
-        wanted = growth_like(wanted, config, wanted.like)
     plan, small = plan_of(config, wanted), SmallCheckpoint(source)
-    if wanted.like is not None:
-        check_like(config, plan.grown_config, wanted.like)
     has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
@@ -105,10 +99,12 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
             source=str(source),
             source_sha256=small.sha256(),
             output=str(output),
-            **{name: getattr(wanted, name) for name in ("operator", "width", "experts", "noise", "seed")},
+            operator=wanted.operator,
             depth=plan.depth,
-            inner=wanted.inner_factor,
+            width=wanted.width,
             num_layers=len(plan.layer_sources),
+            noise=wanted.noise,
+            seed=wanted.seed,
             num_parameters_before=small.num_parameters,
             num_parameters_after=SmallCheckpoint(folder).num_parameters,
             keeps_function=keeps_function,
