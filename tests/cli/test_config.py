@@ -5,7 +5,6 @@ import yaml
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.config import parse_flags, read_config, resolved_text
-from treewise.cli.keys import RETIRED
 from treewise.cli.main import main
 from treewise.cli.training_run import training_arguments
 from treewise.errors import ConfigError
@@ -133,11 +132,3 @@ def test_a_part_that_stands_alone_is_true_where_it_may_be(write) -> None:
     assert config.render.chat_template_kwargs == {"enable_thinking": True}
     with pytest.raises(ConfigError, match=r"lora\.r needs a value"):
         read_config(path, ["--lora.r", "--bf16"])
-
-
-@pytest.mark.parametrize("key", RETIRED)
-def test_keys_of_earlier_versions_pass_at_their_default_and_are_refused_by_name_else(write, key):
-    default, advice = RETIRED[key]
-    read_config(write(BASE + yaml.safe_dump({key: default})))
-    with pytest.raises(ConfigError, match=rf"run.yaml:6: {key} is not a key any more: .*{advice[-15:]}; leave it out"):
-        read_config(write(BASE + f"{key}: another\n"))

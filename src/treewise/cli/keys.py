@@ -155,15 +155,6 @@ ELSEWHERE = {
     "debug": "use --debug",
     **INSTEAD,
 }
-# Keys of earlier versions, each with its default, which is passed over, and what to do in place of another value.
-RETIRED: Mapping[str, tuple[object, str]] = {
-    "curriculum": ("uniform", "recorded trees are trained in an order drawn by seed; it is a key of runs with tasks"),
-    "balance_costs": ("auto", "processes take trees by predicted FLOPs"),
-    "profile": (False, "treewise profile shows where the time of a step goes"),
-    "initial_optimizer": (None, "a run begins with a new optimizer"),
-    "async_checkpoints": (False, "training waits until a checkpoint is written; a larger save_steps waits less often"),
-    "curriculum_settings": (None, "recorded trees are trained in an order drawn by seed"),
-}
 WIDTH = 100
 COLUMN = 32
 # The classes whose fields are keys, each in a file of its package.

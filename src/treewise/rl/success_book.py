@@ -121,11 +121,9 @@ class SuccessBook:
         if state.get("format") != FORMAT:
             raise DataError(f"a success book of format {state.get('format')!r}; this version reads {FORMAT}.")
         try:
-            known = BookSettings.__dataclass_fields__  # earlier versions had more, for branch points
-            book = cls(BookSettings(**{name: each for name, each in state["settings"].items() if name in known}))
+            book = cls(BookSettings(**state["settings"]))
             book._tasks = {key: (float(a), float(b)) for key, (a, b) in dict(state["tasks"]).items()}
-            trials = state["trials"] if "trials" in state else sum(state["bins"][0])  # as earlier versions wrote them
-            book._squared, book._trials = float(state["squared"]), float(trials)
+            book._squared, book._trials = float(state["squared"]), float(state["trials"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a success book: {type(error).__name__}: {error}.") from None
         return book

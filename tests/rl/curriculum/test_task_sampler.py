@@ -119,9 +119,7 @@ def test_thompson_draws_rates_from_the_posteriors():
         ("learnability", {"thomson": True}, "thomson"),
         ("gain", {"width": math.inf}, "width=inf must be"),
         ("dynamic", {"refills": -1}, "refills=-1"),
-        ("mopps", {"target": 0.4}, "'mopps' is gone; use learnability, with curriculum_settings.thompson=true"),
-        ("vcrl", {}, "'vcrl' is gone; use dynamic"),
-        ("gain-x-learnability", {}, "is gone; use gain or learnability"),
+        ("vcrl", {}, "unknown curriculum 'vcrl'"),
     ],
 )
 def test_names_and_settings(name, settings, message):

@@ -80,13 +80,6 @@ CURRICULA: Mapping[str, type] = {
     "gain": GainSettings,
     "gain_shuffled": GainSettings,
 }
-# Names of earlier versions, and what to use in their place.
-GONE: Mapping[str, str] = {
-    "mopps": "learnability, with curriculum_settings.thompson=true",
-    "vcrl": "dynamic",
-    "speed": "dynamic",
-    "gain_x_learnability": "gain or learnability",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +100,7 @@ def curriculum_named(name: str, **settings: object) -> Curriculum:
     underscores. Raises as `settings_named`.
     """
     own = name.replace("-", "_")
-    return Curriculum(own, settings_named("curriculum", own, CURRICULA, GONE, settings))
+    return Curriculum(own, settings_named("curriculum", own, CURRICULA, settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
