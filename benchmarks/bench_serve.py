@@ -29,11 +29,11 @@ from common import paired_seconds, save
 from transformers import LlamaConfig, LlamaForCausalLM
 from tree_shapes import recorded
 
-from treewise.nn.adapter_slots import Shape, Weights
-from treewise.nn.load_model import load_weights
+from treewise.models.load_model import load_weights
 from treewise.nn.model_flops import flop_model
-from treewise.objectives.rows_loss import make_row
+from treewise.serve.adapter_slots import Shape, Weights
 from treewise.serve.app import make_app
+from treewise.serve.rows_loss import make_row
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
 from treewise.tree.forest import Forest

@@ -29,7 +29,7 @@ FEATURES = {
     "placement": ("treewise.distributed.placement", "trees that are placed on several processes"),
     "preference": ("treewise.objectives.preference", "preference objectives (dpo, ipo, kto)"),
     "recurrent": ("treewise.nn.recurrent", "models with recurrent layers or short convolutions"),
-    "load_model": ("treewise.nn.load_model", "models, tokenizers and processors by name"),
+    "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),
     "references": ("treewise.trainer.references", "preference objectives (dpo, ipo, kto)"),
     "router_loss": ("treewise.nn.router_loss", "losses on routers of mixtures of experts"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),

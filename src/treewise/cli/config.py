@@ -180,7 +180,7 @@ def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
 
 
 def resolved_values(data: bytes) -> Values:
-    """The keys of a resolved configuration. Raises `ValueError`, or what YAML raises, where it is not what was written."""
+    """The keys of a resolved configuration. Raises `ValueError`, or what YAML raises, where it was not written so."""
     text = data.decode()
     head, _, rest = text.partition("\n")
     if head != _SEAL + hashlib.sha256(rest.encode()).hexdigest():
@@ -343,7 +343,7 @@ def objective_of(config: RunConfig) -> "Objective | None":
 
 def reference_of(config: RunConfig) -> "PreTrainedModel | None":
     """The model that `reference` names; None without one: the trained model as it starts."""
-    from treewise.nn.load_model import load_weights
+    from treewise.models.load_model import load_weights
 
     name = config.more.get("reference")
     return None if name is None else load_weights(name, None, config.dtype)

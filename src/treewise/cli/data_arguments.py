@@ -12,8 +12,8 @@ from treewise.cli.keys import RL, help_of
 from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.errors import ConfigError, beyond_limits, num
+from treewise.models.load_model import DTYPES, load_processor
 from treewise.nn.attention import IMPLEMENTATIONS
-from treewise.nn.load_model import DTYPES, load_processor
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from starlette.routing import Route
 from tinker import types
 
 from treewise.errors import DataError, TreewiseError
-from treewise.nn.adapter_slots import Shape
+from treewise.serve.adapter_slots import Shape
 from treewise.serve.bodies import Bodies, BodyRefusedError, named_in
 from treewise.serve.catalog import Catalog, json_of, lora_facts
 from treewise.serve.journal import FAILED, REFUSED, Journal, Work, digest_of

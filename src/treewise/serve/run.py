@@ -8,7 +8,7 @@ import torch
 from tinker import types
 
 from treewise.errors import DataError, NonFiniteError
-from treewise.nn.adapter_slots import Weights
+from treewise.serve.adapter_slots import Weights
 from treewise.serve.weights import ServedModel, WeightsError
 
 _MOST = 1e37  # settings of an optimizer, and what is made of them, fit into float32

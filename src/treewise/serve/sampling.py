@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import DataError
-from treewise.nn.adapter_slots import Weights
 from treewise.rl.samplers.prompt_scores import PromptRequest, prompt_scores
 from treewise.rl.samplers.protocol import Completion, SampleRequest, TextStops
+from treewise.serve.adapter_slots import Weights
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import check_cells, check_ids, dense, read_prompt, sample_answer
 

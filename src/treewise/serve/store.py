@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from treewise.errors import DataError
-from treewise.nn.adapter_slots import Shape, Weights
 from treewise.rl.samplers.server_weights import save_adapter
+from treewise.serve.adapter_slots import Shape, Weights
 from treewise.serve.journal import Journal
 from treewise.serve.weights import ServedModel
 from treewise.trainer.checkpoint import store

@@ -16,14 +16,14 @@ from torch import nn
 
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape, Slots, Weights
+from treewise.models.load_model import load_processor, load_weights
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
-from treewise.nn.load_model import load_processor, load_weights
 from treewise.nn.vision import image_token_of
-from treewise.objectives.rows_loss import Row, RowsLoss
 from treewise.rl.samplers import Sampler, TransformersSampler, sampler_named
+from treewise.serve.adapter_slots import Shape, Slots, Weights
+from treewise.serve.rows_loss import Row, RowsLoss
 from treewise.serve.settings import ServeSettings
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -12,8 +12,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 
 from treewise.errors import DataError
-from treewise.objectives.rows_loss import Row, RowsLoss, make_row
 from treewise.rl.samplers.protocol import Completion
+from treewise.serve.rows_loss import Row, RowsLoss, make_row
 from treewise.serve.weights import ServedModel
 from treewise.tree.images import ImageSpan
 

@@ -19,7 +19,7 @@ from typing import Any
 from tinker import types
 
 from treewise.errors import ConfigError, DataError, NonFiniteError, SamplerError, TreewiseError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape
+from treewise.serve.adapter_slots import Shape
 from treewise.serve.journal import FAILED, GAP, REFUSED, Work
 from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request

@@ -6,7 +6,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from treewise.cli.values import read_mapping
-from treewise.nn.load_model import load_tokenizer, load_weights
+from treewise.models.load_model import load_tokenizer, load_weights
 
 if TYPE_CHECKING:
     from treewise.rl.curriculum.self_check import CheckReport

@@ -123,8 +123,8 @@ def _check_servers(args: argparse.Namespace) -> int:
     """
     if not args.sampler:
         raise ConfigError("--model is whose weights a server should have; give --sampler, its address, too.")
+    from treewise.models.load_model import load_weights
     from treewise.nn.device import chosen_device
-    from treewise.nn.load_model import load_weights
     from treewise.rl.samplers.server_check import check_server
 
     model = None if args.model is None else load_weights(args.model).to(chosen_device(args.device))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, num
 from treewise.grow.configuration import MANGO, OPERATORS, Growth
+from treewise.models.load_model import load_tokenizer, load_weights, locate
 from treewise.nn.adapters import adapter_folder
-from treewise.nn.load_model import load_tokenizer, load_weights, locate
 
 if TYPE_CHECKING:
     from treewise.grow import GrowReport

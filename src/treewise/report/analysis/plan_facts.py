@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from treewise.models.load_model import DTYPES
 from treewise.nn.flops import FlopModel, gateway_bytes
-from treewise.nn.load_model import DTYPES
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
