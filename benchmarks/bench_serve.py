@@ -31,7 +31,7 @@ from tree_shapes import recorded
 
 from treewise.models.load_model import load_weights
 from treewise.nn.model_flops import flop_model
-from treewise.serve.adapter_slots import Shape, Weights
+from treewise.serve.adapter_slots import OwnedWeights, Shape
 from treewise.serve.app import make_app
 from treewise.serve.rows_loss import make_row
 from treewise.serve.settings import ServeSettings
@@ -76,7 +76,7 @@ def workloads(vocabulary: int) -> dict[str, list[list[int]]]:
     }
 
 
-def plain(model: ServedModel, weights: Weights, sequences: list[list[int]]) -> None:
+def plain(model: ServedModel, weights: OwnedWeights, sequences: list[list[int]]) -> None:
     """Each row alone: a forward of PEFT's model, the loss, a backward."""
     with model.using(weights):
         for row in sequences:

@@ -12,7 +12,7 @@ import numpy as np
 from treewise.errors import DataError
 from treewise.rl.samplers.prompt_scores import PromptRequest, prompt_scores
 from treewise.rl.samplers.protocol import Completion, SampleRequest, TextStops
-from treewise.serve.adapter_slots import Weights
+from treewise.serve.adapter_slots import OwnedWeights
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import check_cells, check_ids, dense, read_prompt, sample_answer
 
@@ -97,7 +97,7 @@ def _targets(given: Any, length: int, vocabulary: int) -> np.ndarray:
 
 
 def answers(
-    model: ServedModel, weights: Weights | None, requests: Sequence[Sampling]
+    model: ServedModel, weights: OwnedWeights | None, requests: Sequence[Sampling]
 ) -> list[tuple[bytes, tuple[Completion, ...]]]:
     """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
     weights = weights or model.blank

@@ -26,7 +26,7 @@ _PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ServerFinding:
     """One thing that was looked at. passed: None where it is only said. way_out: what to do, where it failed."""
 
     name: str
@@ -40,7 +40,9 @@ class Finding:
         return f"  {mark:6} {self.name:12} {self.text}" + (f"\n{'':22}{self.way_out}" if self.way_out else "")
 
 
-def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seconds: float = 5.0) -> list[Finding]:
+def check_server(
+    url: str, model: "PreTrainedModel | None" = None, patience_seconds: float = 5.0
+) -> list[ServerFinding]:
     """What a server is and does.
 
     Parameters:
@@ -62,13 +64,13 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
     }
     if model is None:
         del checks["weights"]
-    found: list[Finding] = []
+    found: list[ServerFinding] = []
     try:
         for name, check in checks.items():
             try:
-                found.append(Finding(name, *check()))
+                found.append(ServerFinding(name, *check()))
             except TreewiseError as error:
-                found.append(Finding(name, passed=False, text=str(error)))
+                found.append(ServerFinding(name, passed=False, text=str(error)))
             if not found[0].passed:
                 break
     finally:

@@ -48,7 +48,7 @@ class Held:
     starts: Mapping[str, str | None] = field(default_factory=dict)
 
 
-class Weights:
+class Handover:
     """Hands weights over in one way. Parameters as of `ServerSampler`."""
 
     def __init__(

@@ -31,7 +31,7 @@ from treewise.rl.samplers.server_answers import (
     question,
     refuse_unanswerable,
 )
-from treewise.rl.samplers.server_weights import Held, Weights
+from treewise.rl.samplers.server_weights import Handover, Held
 
 logger = logging.getLogger("treewise")
 
@@ -178,7 +178,7 @@ class ServerSampler:
         self.servers = [Server(url, self._client, patience_seconds) for url in urls]
         self.model, self.logprobs_mode = model, logprobs_mode
         self.max_concurrent, self.num_entropy_top = max_concurrent, num_entropy_top
-        self._weights = Weights(weights, self.servers, weights_folder)
+        self._weights = Handover(weights, self.servers, weights_folder)
         self._held = Held()
         self._homes: dict[int, Server] = {}
         self._lock = threading.Lock()  # several threads may sample
