@@ -329,7 +329,7 @@ def _scores(values: Values, streams: Streams, *, mean: bool = False) -> Float[Te
     return sums / torch.where(lengths > 0, lengths, 1.0)
 
 
-# -- Completions behind prompts that they do not belong to, of which KTO's baseline is the mean score -----------------
+# -- Completions behind prompts of others, of which KTO's baseline is the mean score ----------------------------------
 
 
 def with_mismatched(trees: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:

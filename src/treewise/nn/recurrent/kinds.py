@@ -17,7 +17,7 @@ from treewise.base.shapes import Float
 from treewise.nn.recurrent.rows import LayerContext, collect, gather, spread
 from treewise.nn.recurrent.segments import GATEWAY, NOTHING, SegmentBatch
 
-# -- Recurrences and short convolutions on a tree: every segment once, from the state that its parent end -------------
+# -- Recurrences and short convolutions on a tree: each segment once, from its parent's end state ---------------------
 
 
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states

@@ -171,7 +171,7 @@ def fit_of(report: PlanReport, budgets: Sequence[BudgetMemory], gpu_bytes: int) 
     return GpuFit(gpu_bytes, report.bytes_peak, weights, is_fitting, None if is_fitting else smaller)
 
 
-# -- costs of all data: flat, flat without contained trajectories, on trees, and on trees under budgets --------------
+# -- costs of all data: flat, without contained trajectories, on trees, on trees under budgets ------------------------
 
 
 @dataclass(frozen=True, slots=True)
