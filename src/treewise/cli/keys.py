@@ -248,3 +248,9 @@ def formatter_with(keys: Callable[[], Iterable[str]]) -> Any:
             return super().format_help() + "\n" + keys_text(keys())
 
     return WithKeys
+
+
+def rl_aliases() -> dict[str, str]:
+    """Short names of keys: settings of a policy gradient need no `objective_settings.` in front."""
+    others = ("surrogate", "usual_advantages")  # --objective chooses the one, --advantages is in place of the other
+    return {name: f"objective_settings.{name}" for name in declared(*POLICY_GRADIENT) if name not in others}
