@@ -114,7 +114,7 @@ class Waiting:
         return self._clock() - self._last
 
     def printed(self) -> None:
-        """Something was printed."""
+        """Begins to count the seconds of silence anew."""
         self._last = self._clock()
 
     def line(self) -> str:

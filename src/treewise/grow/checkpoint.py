@@ -66,7 +66,7 @@ class SmallCheckpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor."""
+        """The shape of every tensor, by name."""
         return {name: shape for name, (shape, _) in self.kinds.items()}
 
     @property
@@ -75,7 +75,7 @@ class SmallCheckpoint:
         return sum(map(math.prod, self.shapes.values()))
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """A tensor by its name, as it is stored."""
         with _readable(self._file_of[name]) as tensors:
             return tensors.get_tensor(name)
 
@@ -146,7 +146,7 @@ class GrownTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

@@ -232,7 +232,7 @@ class KTO(_OfWholeRollouts):
         }
 
     def _baseline(self, score_P: Tensor, streams: Streams) -> Tensor:
-        """[] the baseline."""
+        """A scalar: the constant, or the mean score of mismatched completions, at least 0."""
         if self.baseline != "mismatched":
             return score_P.new_tensor(0.0 if self.baseline == "zero" else self.baseline)
         is_counted = ((streams["is_first"] > 0) & (streams["label"] == 0)).to(score_P.dtype)

@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Of its slot."""
+        """The name of the slot, `full` for all weights: `r8_mlp_attn`."""
         parts = [part for part in ("mlp", "attn", "unembed") if getattr(self, part)]
         return "_".join([f"r{self.rank}", *parts]) if self.rank else "full"
 

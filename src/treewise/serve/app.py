@@ -190,7 +190,7 @@ class Api(Catalog):
     async def _submit(
         self, owner: str, seq: int | None, kind: str, body: bytes, patience: float = PATIENCE_SECONDS
     ) -> dict[str, Any]:
-        """A future."""
+        """Queues a request; its answer as a future of Tinker's."""
         if seq is None or not (kind in ("create", "sample") or seq > 0) or not 0 <= seq < MAX_SEQ:
             raise DataError(f"seq_id must be 1 to {MAX_SEQ - 1}.")
         name = f"{owner}:{seq}"

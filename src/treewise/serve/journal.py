@@ -131,7 +131,7 @@ class RequestJournal:
         return json.loads(found[0][0]) if found else None
 
     def remove(self, kind: str, name: str) -> None:
-        """Forgets it."""
+        """Forgets what is written of this kind under this name."""
         self._all("DELETE FROM facts WHERE kind = ? AND id = ?", kind, name)
 
     def names(self, kind: str, owner: str | None = None) -> list[str]:

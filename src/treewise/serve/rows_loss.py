@@ -167,7 +167,7 @@ class RowsLoss:
         return torch.zeros_like(logprobs_P).index_add(0, owner, losses_F)
 
     def token_metrics(self, values: Values, streams: Streams) -> dict[str, Float[Tensor, " P"]]:
-        """None."""
+        """No metrics: answers hold log-probs and losses of each row."""
         return {}
 
 

@@ -84,7 +84,7 @@ def _stops(stop: Any, model: ServedModel) -> tuple[tuple[int, ...], tuple[str, .
 
 
 def _targets(given: Any, length: int, vocabulary: int) -> np.ndarray:
-    """[length - 1, K]"""
+    """[length - 1, K] int64, the tokens whose log-probs are asked for; -1 where there is none."""
     if given is None:
         return np.zeros((length - 1, 0), dtype=np.int64)
     what, is_sparse = "target_prompt_logprobs", given.sparse_crow_indices is not None

@@ -120,7 +120,7 @@ class Store:
         return self.runs / run.replace(":", ".") / "snapshots"
 
     def folder(self, place: Place) -> Path:
-        """Where it stands."""
+        """The folder of a checkpoint, there or not."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
     def facts(self, place: Place, key: str | None = None) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class Worker(threading.Thread):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Runs requests in turn until `stop` is called."""
         tidied = looked = 0.0
         while True:
             if time.monotonic() - tidied > TIDY_SECONDS:

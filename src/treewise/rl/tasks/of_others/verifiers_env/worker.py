@@ -62,7 +62,7 @@ class EpisodeWorker:
             await found.close()
 
     async def finish(self) -> None:
-        """Ends all."""
+        """Ends all episodes and the environment."""
         for episode in list(self._episodes):
             await self.close(episode)
         if self._env is not None:
