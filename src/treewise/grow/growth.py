@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_check
 from treewise.grow.configuration import MANGO, Growth
 from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.grow.operators import trained_operator
+from treewise.tree import Forest
 
 logger = logging.getLogger("treewise")
 TOLERANCE = 1e-5  # of logits before and after, in float32, of the largest one
@@ -59,21 +61,52 @@ class GrowReport:
     operator_losses: tuple[float, ...] = ()
 
 
-def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
+def grow(
+    source: str | Path,
+    output: str | Path,
+    *,
+    width: int = 1,
+    num_layers: int | None = None,
+    operator: str = "copy",
+    noise: float = 0.01,
+    seed: int = 0,
+    check: bool = True,
+    forests: Sequence[Forest] = (),
+    rank: int = 1,
+    steps: int = 100,
+    learning_rate: float = 1e-3,
+    trees_per_step: int = 1,
+    max_tokens: int | None = None,
+) -> GrowReport:
     """Grows a model: the folder `source`, with safetensors, to the folder `output`, which must not exist.
 
     `copy` repeats units and adds layers that begin as the identity; logits stay. `stack` adds copies of the whole
     stack of layers; logits change. `mango` (arXiv 2310.10699) begins as a copy and is fitted to the task loss for some
     steps, the small model frozen, before the large weights are made from it; logits change.
 
-    growth: fields of `treewise.grow.configuration.Growth`.
+    Parameters:
+        source, output: folders. The others: as of `treewise.grow.configuration.Growth`.
 
     Raises:
         UnsupportedModelError: a family, field or tensor that no rule covers (named), or logits that did not stay.
         ConfigError: a target that is no growth (the field is named), an unknown operator, an existing output, missing
             data or files.
     """
-    source, output, wanted = Path(source), Path(output), Growth(**growth)
+    source, output = Path(source), Path(output)
+    wanted = Growth(
+        width=width,
+        num_layers=num_layers,
+        operator=operator,
+        noise=noise,
+        seed=seed,
+        check=check,
+        forests=forests,
+        rank=rank,
+        steps=steps,
+        learning_rate=learning_rate,
+        trees_per_step=trees_per_step,
+        max_tokens=max_tokens,
+    )
     if output.exists():
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if not (source / "config.json").is_file():
