@@ -45,7 +45,7 @@ def test_state_is_bit_exact(seed: int) -> None:
     assert json.dumps(again.state_dict()) == json.dumps(book.state_dict())
 
 
-def test_states_that_are_none() -> None:
+def test_states_of_other_formats() -> None:
     state = filled(2).state_dict()
     for wrong, message in (
         ({"format": 9}, "format 9; this version reads 1"),

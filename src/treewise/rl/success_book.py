@@ -1,7 +1,7 @@
 """How likely tasks are to end in success: Beta posteriors with decay.
 
-One book serves the branching rule `lcr` (its v) and the choice of tasks (learnability, `p (1 - p)`), and scores its own
-predictions. It is saved with every checkpoint as plain JSON.
+The book serves the branching rule `lcr` (its v), and scores its own predictions. It is saved with every checkpoint as
+plain JSON.
 
 Each task has pseudo-counts (a, b) of successes and failures. An observation of s successes in n trials makes
 `a <- decay a + (1 - decay) a0 + s`, b alike with `n - s` (MoPPS, arXiv 2507.04632, section 4): old outcomes are those
