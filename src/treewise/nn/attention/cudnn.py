@@ -11,7 +11,6 @@ Letters: T queries, K keys (gateway keys first), R runs of all queries, H query 
 (`nfunc` of the package).
 """
 
-import math
 from collections.abc import Hashable
 from functools import cache
 from importlib import import_module
@@ -21,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.implementations import require_of_call
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.support_table import installed_version
 from treewise.nn.tensors import to_device
-from treewise.shapes import Float, Int
 from treewise.tree.prefix_merge import concatenated_ranges
 
 PACKAGE, NAMES = "cudnn.flex_attention", ("create_mask_plan", "flex_attn_func")
@@ -111,9 +110,7 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, rule: Layer
     if kind not in plans:
         ends = mask.derived(interval_ends, rule.window, rule.chunk)
         on_device = to_device(ends, query.device, torch.int32)[None].contiguous()
-        plans[kind] = package().create_mask_plan(
-            on_device, query, key, value, build_backward=torch.is_grad_enabled()
-        )
+        plans[kind] = package().create_mask_plan(on_device, query, key, value, build_backward=torch.is_grad_enabled())
     return plans[kind]
 
 
@@ -154,14 +151,12 @@ def visible_runs(mask: TreeMask, window: int | None, chunk: int | None) -> tuple
     ends_query_R, last_R = _seen_alone(lo_K, hi_K, np.roll(lo_K, -1), np.roll(hi_K, -1), follows_K)
     assert np.array_equal(query_R, ends_query_R)
     high_R = last_R + 1
-    depth_R, first_R = depth_K[mask.num_gateway_keys :][query_R], depth_K[low_R]
-    least = np.zeros_like(depth_R)
-    most = np.full_like(depth_R, np.iinfo(np.int64).max)
+    depth_R, first_R, low, high = depth_K[mask.num_gateway_keys :][query_R], depth_K[low_R], low_R, high_R
     if window is not None:
-        least = np.maximum(least, depth_R - window + 1)
+        low = low_R + (depth_R - window + 1 - first_R).clip(0)
     if chunk is not None:
-        least, most = np.maximum(least, depth_R // chunk * chunk), (depth_R // chunk + 1) * chunk
-    low, high = low_R + np.maximum(least - first_R, 0), np.minimum(high_R, low_R + np.maximum(most - first_R, 0))
+        begin_R = depth_R // chunk * chunk - first_R  # of the query's chunk, in keys of the run
+        low, high = np.maximum(low, low_R + begin_R), np.minimum(high, low_R + begin_R + chunk)
     is_left = low < high
     return query_R[is_left], low[is_left], high[is_left]
 

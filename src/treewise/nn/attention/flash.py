@@ -8,12 +8,12 @@ time. What it needs stands in its entry of `implementations`. It has run on no G
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.nn.attention import flex
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.implementations import require_of_call
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.device import untested_torch_named
-from treewise.shapes import Float
 
 # Rows of a block of queries and of keys, by the major number of the compute capability.
 BLOCKS = {9: (128, 128), 10: (256, 128)}
@@ -53,8 +53,8 @@ def flash_attention_tree(
 
 
 def blocks_on(device: torch.device) -> tuple[int, int]:
-    """Blocks of queries and keys for a GPU."""
-    major, _ = torch.cuda.get_device_capability(device)
+    """Blocks of queries and keys for a GPU; on a CPU, where only counts and tests ask, those of Hopper."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return BLOCKS[major]
 
 

@@ -89,7 +89,7 @@ def flex_attention_tree(
         PlanError: more rows than the kernels can address.
     """
     num_queries, width = query.shape[2], value.shape[3]
-    _check_offsets(query, key, value)
+    _check_offsets(query, key, value, blocks)
     # The heads of a token stay side by side, as the model has them, so neither outputs nor their gradients are copied.
     query = _filled_up(query.transpose(1, 2), 1, blocks[0], mask).transpose(1, 2)
     key, value = (_filled_up(each, 2, blocks[1], mask) for each in (key, value))
@@ -109,17 +109,17 @@ def flex_attention_tree(
     return (out * without_sink[..., None]).to(value.dtype)
 
 
-def _check_offsets(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_offsets(query: Tensor, key: Tensor, value: Tensor, blocks: tuple[int, int]) -> None:
     """Raises `PlanError` where a kernel would address rows beyond 32 bits, silently others than it should (pytorch
     #190857, #160955). Whole tensors may be larger: for these torch takes 64 bits, but for rows within a head."""
     widest = max(query.shape[3], value.shape[3], MIN_HEAD_SIZE)
-    most = MAX_OFFSET // (query.shape[1] * widest) - BLOCK_SIZE
+    most = MAX_OFFSET // (query.shape[1] * widest) - blocks[0]
     if query.shape[2] > most:
         raise PlanError(
             f"a micro-batch of {query.shape[2]:,} tokens has more numbers in the {query.shape[1]} heads of a layer "
             f"than FlexAttention's kernels can address (2^31); set max_tokens to at most {most:,}."
         )
-    most = MAX_OFFSET // widest - BLOCK_SIZE
+    most = MAX_OFFSET // widest - blocks[1]
     if key.shape[2] > most:
         raise PlanError(
             f"a path of {key.shape[2]:,} keys has more numbers in one head of {widest} than FlexAttention's kernels "
@@ -147,9 +147,7 @@ def _num_blocks(length: int, block_size: int) -> int:
     return max(MIN_BLOCKS, -(-length // block_size))
 
 
-def block_mask(
-    mask: TreeMask, rule: LayerRule, device: torch.device, blocks: tuple[int, int] = BLOCKS
-) -> BlockMask:
+def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, blocks: tuple[int, int] = BLOCKS) -> BlockMask:
     """The block mask of (P, L) pairs, built once per micro-batch and shared by all layers of one window and chunk.
 
     Without window and chunk, partial blocks are exactly those with both visible and hidden pairs. With them a partial

@@ -108,7 +108,9 @@ def require(name: str, place: Place, asked: Asked) -> None:
         raise refusal
 
 
-def require_of_call(mask: "TreeMask", name: str, query: "Tensor", value: "Tensor", rule: "LayerRule", sinks: Any) -> None:
+def require_of_call(
+    mask: "TreeMask", name: str, query: "Tensor", value: "Tensor", rule: "LayerRule", sinks: Any
+) -> None:
     """Raises as `require` what one call of a layer asks, looked at once in a micro-batch for each kind of layer."""
     sizes = query.shape[3], value.shape[3]
     mask.derived(_checked, name, query.device.type, query.dtype, sizes, rule, sinks is not None)
@@ -121,7 +123,7 @@ def _checked(
     dtype: "torch.dtype",
     sizes: tuple[int, int],
     rule: "LayerRule",
-    has_sinks: bool,  # noqa: FBT001
+    has_sinks: bool,
 ) -> None:
     require(name, place_of(device_type, dtype), Asked.by_call(sizes, rule, has_sinks=has_sinks))
 
@@ -185,7 +187,7 @@ def _warn_of_other(passed_over: str, chosen: str, device_type: str, dtype: str) 
 
 
 def unknown_attention(name: str) -> ConfigError:
-    """The error of a name that is none of the table's."""
+    """The error of a name that the table lacks."""
     return ConfigError(f"attention={name!r} is unknown; choose 'auto' or one of {', '.join(IMPLEMENTATIONS)}.")
 
 
