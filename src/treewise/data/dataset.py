@@ -39,10 +39,11 @@ class TrainingTree:
         if self.nodes is None:
             return Forest.from_trajectories(self.trajectories or ())
         nodes = self.nodes
+        names = dict.fromkeys(name for streams in nodes["streams"] for name in streams)
         return Forest.from_nodes(
             nodes["parent"],
             nodes["token_ids"],
-            **{name: [streams[name] for streams in nodes["streams"]] for name in nodes["streams"][0]},
+            **{name: [streams.get(name) for streams in nodes["streams"]] for name in names},
             ends=list(map(bool, nodes["is_end"])),
             merge_siblings=self.merge_siblings,
             group=self.name if nodes["group"][0] is None else nodes["group"][0],

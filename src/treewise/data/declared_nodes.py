@@ -10,10 +10,11 @@ import numpy as np
 
 from treewise.data.images import ImageReader
 from treewise.data.io import field_checks
+from treewise.data.io.encoded_arrays import decoded
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import check_names
-from treewise.data.io.rows import Row
+from treewise.data.io.rows import ROUTED, Row
 from treewise.data.render.images import with_column, with_images_read
 from treewise.data.render.messages import Message, clean_message
 from treewise.data.render.turns import Call
@@ -94,11 +95,14 @@ def token_rows(
         images = tuple(row_images(node, ids, reader))
         for image in images if node.value.get("loss_weights") is None else ():
             weights[image.start : image.end] = 0
-        streams = {name: _stream(node, name, weights) for name in names if name != "loss_weights"}
+        streams = {name: _stream(node, name, weights) for name in names if name not in ("loss_weights", *ROUTED)}
+        routes = {name: _routes(node, name, len(ids)) for name in ROUTED if node.value.get(name) is not None}
+        streams |= {name: each.reshape(-1) for name, each in routes.items()}
         rows.append(
             Row(
                 token_ids=ids,
                 streams={"loss_weights": weights, **streams},
+                num_routers=next((each.shape[1] for each in routes.values()), None),
                 reward=field_checks.number(node.value.get("reward"), "reward", node.location),
                 rollout=field_checks.label(node.value.get("rollout"), "rollout", node.location),
                 source=node.location,
@@ -200,6 +204,11 @@ def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
             )
         return np.zeros(len(weights), dtype=np.float32)
     return checks.numbers(value, name, len(weights), node.location, is_scalar_allowed=True)
+
+
+def _routes(node: Placed, name: str, num_tokens: int) -> np.ndarray:
+    values: Any = decoded(node.value[name], name, node.location)
+    return checks.experts(values, name, num_tokens, node.location)
 
 
 def _check_paths(nodes: Sequence[Placed], parents: Sequence[int], rows: Sequence[Row], max_length: int | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from treewise.data.images import NEEDS_PROCESSOR, ImageReader
+from treewise.data.io.encoded_arrays import decoded
 from treewise.data.io.field_checks import flat_list, number_list, shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import check_names
@@ -42,6 +43,8 @@ def token_row(item: Placed, group: Label, rollout: Label, reader: ImageReader | 
     for name in streams:
         if STREAMS[name].is_logprob:
             streams[name] = _without_null_context(streams[name], weights, name, location)
+        elif STREAMS[name].is_routes:
+            streams[name] = decoded(streams[name], name, location)
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},

@@ -35,7 +35,8 @@ GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_BATCH_ROWS = 64
 DEFAULT_MAX_RECORD_BYTES = 1 << 28  # 256 MiB: a line, or a .json file, which is read whole
 # Columns that hold nested values; a string in one of these is JSON text.
-NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
+_NUMBERS = (name for name, stream in STREAMS.items() if not stream.is_routes)  # those may be base64
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
