@@ -24,8 +24,9 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from tests.needs import IMAGES, require
 from treewise.data.images import decoded
-from treewise.nn.model import base_model, split_model
+from treewise.nn.model import split_model
 from treewise.nn.vision import pixel_inputs, vision_model
+from treewise.nn.wrapped import base_model
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from treewise.base.progress import begin_work, busy_with, listeners, tell_progress
 from treewise.cli import waiting
 from treewise.cli.waiting import ERASE, NoticingStream, Printer, Waiting, telling
-from treewise.progress import begin_work, busy_with, listeners, tell_progress
 
 
 class Clock:

@@ -13,6 +13,7 @@ from treewise import errors
 from treewise.cli.config import read_config
 from treewise.data import load_trees
 from treewise.engine.prepared import Budget
+from treewise.engine.step import with_less_memory
 from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import read_manifest
@@ -65,7 +66,7 @@ def out_of_memory() -> None:
 
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    Budget(8192).run(step, 20_000, model)
+    with_less_memory(step, Budget(8192), 20_000, model)
 
 
 def not_finite() -> None:

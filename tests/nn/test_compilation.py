@@ -12,7 +12,7 @@ from torch import nn
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.compilation import check_compilation, compile_layers
-from treewise.nn.model import uncompiled
+from treewise.nn.wrapped import uncompiled
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 

@@ -14,7 +14,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import check_masks
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.mask_audit import Observation
-from treewise.nn.model import parameters_of
+from treewise.nn.decoder import parameters_of
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import random_tree

@@ -12,7 +12,7 @@ from tests.nn.recurrent.wide import widened
 from tests.trainer.helpers import losses, some_trees
 from treewise.distributed.mesh import load_on_mesh
 from treewise.errors import ConfigError
-from treewise.nn.model import unwrap_model
+from treewise.nn.wrapped import unwrap_model
 from treewise.testing import tiny_model
 from treewise.testing.oracle import LEAST_ROUNDING, TIMES_FLAT
 from treewise.trainer import TreeTrainer, TreeTrainingArguments

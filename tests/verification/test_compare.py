@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from treewise import objectives, progress
+from treewise import objectives
+from treewise.base import progress
 from treewise.engine import TreeEngine, checks, step, values
 from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError
@@ -376,10 +377,10 @@ def test_whoever_listens_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
     begun = [each[0] for each in told if len(each) == 1]
     half, small = report.at_budgets
     assert begun == [
-        "flat training, one trajectory after the other",
+        "flat training",
         "comparing trees, whole",
         f"comparing trees under max_tokens {half.max_tokens}",
-        "flat training, one trajectory after the other",
+        "flat training",
         f"comparing {small.num_trajectories} rows cut short under max_tokens {small.max_tokens}",
     ]
 

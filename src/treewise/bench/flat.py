@@ -19,12 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from treewise.bench.pace import OnPart
 from treewise.bench.varlen import varlen_attention
 from treewise.nn import recurrent
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import LayerReach
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.tensors import to_device
 from treewise.nn.vision import flat_images
+from treewise.nn.wrapped import base_model
 from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treewise.own_files import read_own, sealed, unsealed
+from treewise.base.own_files import read_own, sealed, unsealed
 
 OURS = ("tree", "held", "recomputed")
 

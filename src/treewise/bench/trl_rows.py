@@ -21,8 +21,8 @@ from treewise.bench.flat import attention, checkpointing
 from treewise.bench.pace import OnPart
 from treewise.bench.varlen import varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError, bytes_as_text, pip_install
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.model_flops import gateway_values
 from treewise.tree.trajectory import Trajectory
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
+from treewise.base.progress import busy_with, tell_progress
 from treewise.cli.config import RunConfig, read_config
 from treewise.cli.keys import RL, help_of
 from treewise.cli.values import choices_of, kinds_of, read_mapping
@@ -13,7 +14,6 @@ from treewise.data import RenderOptions, Trees, load_trees
 from treewise.errors import ConfigError, beyond_limits, num
 from treewise.nn.attention import IMPLEMENTATIONS
 from treewise.nn.load_model import DTYPES, load_processor
-from treewise.progress import busy_with, tell_progress
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

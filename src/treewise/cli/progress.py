@@ -21,9 +21,9 @@ from transformers import (
 )
 from typing_extensions import override
 
+from treewise.base.own_files import read_own
 from treewise.cli.run_folder import LOG
 from treewise.errors import duration, num
-from treewise.own_files import read_own
 from treewise.rl.checks import gap_warning
 from treewise.trainer.checkpoint.store import own_file
 

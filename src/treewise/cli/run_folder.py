@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own
 from treewise.cli.config import RunConfig, differences, resolved_text, resolved_values
 from treewise.cli.output import is_first_rank
 from treewise.errors import CheckpointError, ConfigError, num
-from treewise.own_files import read_own
 
 if TYPE_CHECKING:
     from treewise.trainer import TreeTrainingArguments

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from treewise.base.progress import listeners
 from treewise.cli.output import is_first_rank
 from treewise.errors import duration, num
-from treewise.progress import listeners
 
 SECONDS = 4.5  # in which nothing was printed; with the pause between two looks no more than five
 SECONDS_OF_A_LINE = 1.0  # on a terminal, until it is written anew

@@ -11,10 +11,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import DataError
-from treewise.features import feature
-from treewise.nn.model import base_model
+from treewise.nn.wrapped import base_model
 from treewise.planning.plans import Plan
 from treewise.tree.trajectory import update_with_content
 

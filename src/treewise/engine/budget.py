@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from treewise.base.features import feature
+from treewise.base.progress import busy_with
 from treewise.engine.prepared import Budget
 from treewise.engine.probed_rows import text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import bytes_as_text
-from treewise.features import feature
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import free_bytes
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import gradients_restored
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.model_flops import gateway_values
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
-from treewise.progress import busy_with
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

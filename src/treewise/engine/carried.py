@@ -12,8 +12,9 @@ from torch import nn
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Carried
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest
-from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.wrapped import base_model
 
 # Names in decoders. Layers and last norms of other names count as what is before the layers: exact, at a higher cost.
 _LAYERS = {"layers", "h", "block", "blocks"}

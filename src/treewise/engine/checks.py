@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.progress import busy_with
 from treewise.engine.probe import check_router_losses, probe
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import warn_of_slow_precision
-from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.tensors import autocast_dtype
-from treewise.progress import busy_with
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step

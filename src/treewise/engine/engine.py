@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from treewise.base.features import feature
+from treewise.base.shapes import Float
 from treewise.distributed import ranks
 from treewise.distributed.parts import check_same_plan, mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
@@ -29,7 +31,6 @@ from treewise.engine.values import (
     tree_values,
 )
 from treewise.errors import ConfigError, check_choice
-from treewise.features import feature
 from treewise.nn.attention import choose
 from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
@@ -42,7 +43,6 @@ from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import fastest_plan
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
-from treewise.shapes import Float
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.features import feature
+from treewise.base.progress import tell_progress
 from treewise.errors import ConfigError
-from treewise.features import feature
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
-from treewise.progress import tell_progress
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory, number_rollouts
 

@@ -28,21 +28,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.base.features import feature
+from treewise.base.shapes import Float
 from treewise.engine.flat import FlatLoss
 from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
-from treewise.features import feature
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.compiler_errors import compiler_failure
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters, stirred, uncompiled
 from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.wrapped import adapter_parameters, stirred, uncompiled
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
-from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

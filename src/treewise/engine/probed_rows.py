@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.model_checks import length_limit
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

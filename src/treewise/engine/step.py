@@ -28,20 +28,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.base.features import feature
+from treewise.base.progress import listeners
+from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
 from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
 from treewise.errors import DataError, OutOfMemoryError
-from treewise.features import feature
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
+from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
 from treewise.nn.lm_head import AnyHead, edge_values
-from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
-from treewise.progress import listeners
-from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 

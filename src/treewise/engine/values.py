@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Bool, Float
 from treewise.engine.carried import refuse_no_gradient
 from treewise.engine.prepared import StepOutput
 from treewise.engine.step import EdgeScorer, Entries, LossOf, StepLoss, Values, Walk, step_output
@@ -26,7 +27,6 @@ from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hoo
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.tensors import Autocast, to_device
 from treewise.objectives.sft import described
-from treewise.shapes import Bool, Float
 from treewise.tree.forest import Forest
 
 LossFunction = Callable[[list[Tensor]], Tensor]

@@ -20,8 +20,8 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError
-from treewise.own_files import read_own
 from treewise.trainer.checkpoint.store import flush_file, flush_folder
 
 logger = logging.getLogger("treewise")

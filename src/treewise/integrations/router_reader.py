@@ -6,12 +6,12 @@ Letters: T tokens of a micro-batch.
 import numpy as np
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.engine.step import Entries, Values
 from treewise.engine.values import Reader
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.router_loss import RouterLoss
 from treewise.planning.plans import Plan
-from treewise.shapes import Float
 
 
 def router_loss_reader(router_loss: RouterLoss, plan: Plan) -> Reader:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError, pip_install
-from treewise.own_files import read_own
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
@@ -216,7 +216,7 @@ def parted_table(model: "PreTrainedModel") -> str | None:
     Weights with such adapters merged into them are another model: both tables get what one was trained to be, or, where
     a copy was trained whole, it is lost as soon as the weights are tied again.
     """
-    from treewise.nn.model import innermost
+    from treewise.nn.wrapped import innermost
 
     tables = tables_of(model)
     if len(tables) < 2 or len({id(innermost(each).weight) for each in tables.values()}) > 1:

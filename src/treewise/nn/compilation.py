@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.wrapped import base_model
 
 # Graphs of one function: with and without gradients, trained and evaluated, of one token and of more, under autocast,
 # layers that differ. torch's 8 would leave the rest uncompiled.

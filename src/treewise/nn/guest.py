@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.base.shapes import Float, Int
 from treewise.nn.attention import Gateway, TreeMask
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import AnyHead
-from treewise.nn.model import DecoderAndHead
 from treewise.planning.plans import Layout, Pass, Plan
-from treewise.shapes import Float, Int
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.tensors import on_host
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
 from treewise.nn.tensor_parallel import VocabularyShard
 from treewise.nn.tensors import autocast_dtype, to_device
-from treewise.shapes import Context, Float, Int
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import treewise
+from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.errors import ConfigError
 from treewise.nn.adapters import ADAPTER_WEIGHTS, ADAPTERS, adapter_folder
 from treewise.nn.flops import NO_FLOPS, FlopModel, LayerReach, VisionCosts
 from treewise.nn.load_model import load_shapes, locate, place_in_cache
-from treewise.own_files import read_own, sealed, unsealed
 
 logger = logging.getLogger("treewise")
 

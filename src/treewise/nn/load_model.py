@@ -21,6 +21,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.base.progress import busy_with
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
@@ -34,8 +36,6 @@ from treewise.nn.adapters import (
     num_saved_tokens,
     with_saved,
 )
-from treewise.own_files import read_own, sealed, unsealed
-from treewise.progress import busy_with
 
 if TYPE_CHECKING:
     import torch

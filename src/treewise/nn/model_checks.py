@@ -10,7 +10,8 @@ import numpy as np
 from torch import nn
 
 from treewise.errors import DataError, UnsupportedModelError
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
 NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.features import feature
+from treewise.base.features import feature
 from treewise.nn.flops import FlopModel, LayerReach
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

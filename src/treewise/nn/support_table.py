@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from treewise.own_files import CHECKSUM, read_own
+from treewise.base.own_files import CHECKSUM, read_own
 
 # What the tests of a release run with; pyproject.toml admits later ones, too.
 TESTED_TORCH = ">=2.11,<2.14"

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from treewise.base.shapes import Context
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
-from treewise.shapes import Context
 
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
 _MODULE = "transformers.distributed.tensor_parallel"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError, DataError, check_choice
 from treewise.objectives.protocol import Streams, Terms, Values
 from treewise.objectives.sft import (
@@ -19,7 +20,6 @@ from treewise.objectives.sft import (
     require_whole_rollouts,
     rollout_of_tokens,
 )
-from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

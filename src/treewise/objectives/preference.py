@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from treewise.base.shapes import Float
 from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.objectives.protocol import Streams, Terms, Values
 from treewise.objectives.sft import require_whole_rollouts, rollout_of_tokens
-from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

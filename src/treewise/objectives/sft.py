@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from treewise.base.features import feature
+from treewise.base.shapes import Float
 from treewise.errors import ConfigError, DataError, check_choice
-from treewise.features import feature
 from treewise.objectives.protocol import Objective, Streams, Terms, Values
-from treewise.shapes import Float
 from treewise.tree.forest import WEIGHTINGS, Forest
 
 NORMALIZATIONS = ("token_mean", "trajectory_mean", "rollout_mean", "rollout_sum", "constant")

@@ -14,9 +14,9 @@ from typing import overload
 
 import numpy as np
 
+from treewise.base.progress import tell_progress
 from treewise.errors import bytes_as_text, num
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.progress import tell_progress
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 

@@ -28,10 +28,10 @@ from safetensors.numpy import save_file
 
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
+from treewise.base.own_files import damage
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.own_files import damage
 from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
 from treewise.trainer.references import with_logprobs
 from treewise.tree.trajectory import Trajectory, number_rollouts

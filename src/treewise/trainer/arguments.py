@@ -13,9 +13,9 @@ from accelerate.utils import DynamoBackend
 from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
 
+from treewise.base.features import feature
 from treewise.engine.prepared import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
-from treewise.features import feature
 from treewise.nn.attention import choose
 from treewise.objectives.sft import SFT
 
@@ -209,7 +209,11 @@ class TreeTrainingArguments(TrainingArguments):
             is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
             if is_launched:
                 feature("watchdog").join(self)
+            backend = getattr(self, "ddp_backend", None)
+            if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
+                self.ddp_backend = None
             self._own_device = super().device
+            self.ddp_backend = backend
             if is_launched:
                 feature("watchdog").begin(self.ddp_timeout)
         return self._own_device
@@ -266,16 +270,13 @@ class TreeTrainingArguments(TrainingArguments):
             backend, mode = launched, mode or (None if given == "default" else given)
         is_compiled = own.torch_compile or backend is not None or mode is not None
         own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
-        backend_of_ranks = own.ddp_backend
-        if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
-            own.ddp_backend = None
         pins_memory = own.dataloader_pin_memory  # put out on a CPU, and a run's own settings would be warned of
         self._is_settling = True
         try:
             super().__post_init__()
         finally:
             self._is_settling = False
-        own.ddp_backend, own.dataloader_pin_memory = backend_of_ranks, pins_memory
+        own.dataloader_pin_memory = pins_memory
         if not is_compiled:
             return
         own.torch_compile, own.torch_compile_mode = True, mode

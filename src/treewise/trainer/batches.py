@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
+from treewise.base.features import feature
 from treewise.engine.prepared import PreparedForest
 from treewise.errors import ConfigError
-from treewise.features import feature
 from treewise.nn.model_flops import flop_model
 from treewise.objectives.protocol import Objective
 from treewise.trainer.arguments import TreeTrainingArguments

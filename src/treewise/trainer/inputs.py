@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from treewise.base.features import feature
 from treewise.data.raw import is_raw_data
 from treewise.distributed.parts import mesh_of, take_over
 from treewise.errors import ConfigError, num
-from treewise.features import feature
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT, checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.distributed.ends import Ends
 from treewise.distributed.fsdp import ShardSettings, gradient_norm, reshard, shard
 from treewise.distributed.parts import mesh_of, sum_gradients
 from treewise.engine.engine import TreeEngine
 from treewise.errors import OutOfMemoryError
-from treewise.features import feature
 from treewise.nn.tensors import is_out_of_memory
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.objectives import DPO, KTO, Objective, with_mismatched
-from treewise.progress import busy_with
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.survey import survey
 from treewise.tree.forest import Forest, forest_of

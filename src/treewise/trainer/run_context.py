@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
 from treewise.errors import ConfigError, StoppedError
-from treewise.features import feature
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 

@@ -23,16 +23,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from treewise.base.features import feature
+from treewise.base.progress import begin_work, listeners
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
 from treewise.errors import DataError, NonFiniteError, num
-from treewise.features import feature
 from treewise.nn.gradients import clear_gradients, refuse_hooks
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
-from treewise.progress import begin_work, listeners
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans

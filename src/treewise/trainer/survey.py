@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.progress import busy_with, tell_progress
+from treewise.base.progress import busy_with, tell_progress
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import update_with_content
 

@@ -20,17 +20,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
+from treewise.base.features import feature
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
-from treewise.features import feature
 from treewise.nn.device import without_accelerates_fsdp
 from treewise.nn.gradients import clear_gradients
-from treewise.nn.model import is_peft
+from treewise.nn.wrapped import is_peft
 from treewise.objectives import Objective
 from treewise.objectives.sft import fixed_denominator
-from treewise.progress import busy_with
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import (
     PreparedBatch,

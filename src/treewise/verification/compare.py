@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.progress import begin_work
 from treewise.engine.engine import TreeEngine
 from treewise.engine.flat import FlatLoss, Loss
 from treewise.errors import ConfigError, bytes_as_text, num
@@ -33,7 +34,6 @@ from treewise.nn.model_flops import flop_model
 from treewise.nn.router_loss import RouterLossRule
 from treewise.objectives import SFT, Objective
 from treewise.planning.plans import Plan
-from treewise.progress import begin_work
 from treewise.tree.forest import Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.report import ParameterError, VerificationReport
@@ -221,7 +221,7 @@ class _Sides:
     def _run_flat(self, model: nn.Module, loss: FlatLoss, sft: FlatLoss) -> tuple[_Run, list[torch.Tensor]]:
         """Every trajectory alone, by the model's own forward; and the factors of its log-probs in the values that are
         compared: the gradients of the loss, or where it depends on more than log-probs, those of SFT's."""
-        begin_work("flat training, one trajectory after the other")
+        begin_work("flat training")
         loss.warm_up(model, self.device)
         zero_gradients(model)
         started = synchronized_clock(self.device)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.damage import NUM_CUTS, NUM_FLIPS, OTHERS, damages
 from tests.report.analysis.test_run_log import write_run
+from treewise.base.own_files import sealed
 from treewise.errors import DataError
-from treewise.own_files import sealed
 from treewise.report import read_run
 from treewise.report.analysis.online_log import reward_tree
 from treewise.report.html.charts import PROMPT, drawing

@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from treewise.base.progress import begin_work, tell_progress
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.field_checks import shown
 from treewise.data.render.template import template_text
 from treewise.errors import ConfigError, num
 from treewise.nn.load_model import load_tokenizer
-from treewise.progress import begin_work, tell_progress
 
 MAX_SHOWN = 5
 MAX_REASON = 160  # characters of a reason that are shown, and by which equal ones are counted

@@ -9,6 +9,7 @@ from annotated_types import Ge
 from rich.console import Console
 
 import treewise
+from treewise.base.progress import begin_work, tell_progress
 from treewise.cli.data_arguments import (
     add_data_arguments,
     add_flags,
@@ -21,7 +22,6 @@ from treewise.cli.data_arguments import (
 from treewise.errors import ConfigError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_shapes
-from treewise.progress import begin_work, tell_progress
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
 from treewise.report.analysis.lost_sharing import LostCollector
 from treewise.report.analysis.token_text import TokenText

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from annotated_types import Ge
 from rich.console import Console
 
+from treewise.base.progress import begin_work, tell_progress
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import (
     add_data_arguments,
@@ -27,7 +28,6 @@ from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
-from treewise.progress import begin_work, tell_progress
 from treewise.report import (
     BudgetMemory,
     budgets_view,
@@ -135,8 +135,8 @@ def _memory(args: argparse.Namespace, config: RunConfig | None, *, on_gpu: bool)
     import torch
 
     from treewise.engine.step_memory import step_memory
-    from treewise.nn.model import base_model
     from treewise.nn.router_loss import router_loss_rule
+    from treewise.nn.wrapped import base_model
     from treewise.objectives.registry import PREFERENCES
 
     training = {} if config is None else config.training

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from treewise.objectives import Objective
     from treewise.trainer import TreeTrainingArguments
 
-MAX_TOKENS = 2048  # flat ones; about a minute of SmolLM2-135M on two cores
+MAX_TOKENS = 1024  # flat ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +157,7 @@ def _loaded(
         model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
     else:
         from treewise.cli.training_run import bits_of, with_adapters
-        from treewise.nn.model import stir_adapters
+        from treewise.nn.wrapped import stir_adapters
 
         run = replace(config, model=args.model, gguf_file=args.gguf_file, dtype=args.dtype)
         model = load_weights(run.model, run.gguf_file, run.dtype, bits_of(run))

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from treewise.base.shapes import Float
 from treewise.nn.attention.gateway import Gateway, GatewayRead, LayerCall
 from treewise.nn.gradients import BackwardContext
 from treewise.nn.tensors import to_device
-from treewise.shapes import Float
 
 
 @dataclass(eq=False)

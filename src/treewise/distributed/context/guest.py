@@ -8,15 +8,15 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.distributed.context.exchange import ContextExchange
 from treewise.distributed.context.parts import ContextPart, context_part, part_bounds
 from treewise.distributed.parts import sum_gradients
 from treewise.errors import ConfigError, UnsupportedModelError, num
-from treewise.features import feature
 from treewise.nn.attention import TreeMask
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
-from treewise.nn.model import DecoderAndHead
 from treewise.nn.model_flops import flop_model
 
 

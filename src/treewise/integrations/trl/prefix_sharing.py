@@ -33,9 +33,9 @@ from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
 from treewise.integrations.trl.call import rows_of_call
-from treewise.nn.model import is_peft, unwrap_model
 from treewise.nn.router_loss import RouterLossRule, router_loss_rule
 from treewise.nn.tensors import Autocast
+from treewise.nn.wrapped import is_peft, unwrap_model
 from treewise.planning.plans import Plan
 
 # Fields of TRL's output that are not one value per label computed from hidden rows.

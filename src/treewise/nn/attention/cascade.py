@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
@@ -24,7 +25,6 @@ from treewise.nn.attention.softcap import Attended, Visibility, softcap_attentio
 from treewise.nn.device import part_of_torch
 from treewise.nn.gradients import BackwardContext
 from treewise.nn.tensors import has_data
-from treewise.shapes import Float
 
 _forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

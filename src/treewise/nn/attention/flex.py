@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
+from treewise.base.shapes import Float
 from treewise.errors import PlanError, UnsupportedModelError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.device import untested_torch_named
-from treewise.shapes import Float
 
 BLOCK_SIZE = 128
 # torch compiles a size of 1 in, and would make another kernel for tables of one block.

@@ -7,9 +7,9 @@ first and what to run when in doubt. Memory is quadratic in the micro-batch.
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Bool, Float
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.shapes import Bool, Float
 
 
 def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch.device) -> Bool[Tensor, "T K"]:

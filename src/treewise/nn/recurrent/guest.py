@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
+from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.guest import Guest, RunningMicroBatch
-from treewise.nn.model import DecoderAndHead, run_decoder
 from treewise.nn.recurrent.rows import TreeRows
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan, lay_out

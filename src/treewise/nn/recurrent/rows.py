@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Context, Float, Int
 from treewise.nn.attention.gateway import ANCHOR, Gateway
 from treewise.nn.attention.interface import TreeContext
 from treewise.nn.recurrent.segments import (
@@ -24,7 +25,6 @@ from treewise.nn.recurrent.segments import (
 )
 from treewise.nn.tensors import to_device
 from treewise.planning.plans import Layout, Plan
-from treewise.shapes import Context, Float, Int
 
 
 @dataclass(frozen=True, slots=True)

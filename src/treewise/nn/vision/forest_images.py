@@ -20,9 +20,9 @@ from torch import nn
 
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.nn.attention import TreeMask
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import FlopModel
 from treewise.nn.guest import Guest, RunningMicroBatch
-from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.tensors import to_device
 from treewise.nn.vision.tower import (
@@ -34,6 +34,7 @@ from treewise.nn.vision.tower import (
     tree_positions,
     vision_model,
 )
+from treewise.nn.wrapped import base_model
 from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from treewise.advantages import segment_values
+from treewise.base.own_files import damage, read_own, unsealed
 from treewise.errors import DataError
-from treewise.own_files import damage, read_own, unsealed
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

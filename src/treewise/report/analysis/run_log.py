@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError
-from treewise.own_files import read_own
 from treewise.report.analysis.online_log import OnlineReport, read_online
 
 STATE = "trainer_state.json"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from treewise.base.progress import begin_work, tell_progress
 from treewise.data import LoadReport, Trees
 from treewise.engine.step_memory import step_memory
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
-from treewise.progress import begin_work, tell_progress
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
 from treewise.report.analysis.lost_sharing import LostCollector, LostReport
 from treewise.report.analysis.online_log import OnlineReport

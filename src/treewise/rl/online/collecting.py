@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.base.progress import busy_with, listeners, tell_progress
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
-from treewise.progress import busy_with, listeners, tell_progress
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.curriculum import Outcome, TaskSampler
 from treewise.rl.node_values import node_values

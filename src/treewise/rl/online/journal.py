@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.own_files import damage, read_own, sealed, unsealed
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError, num
-from treewise.own_files import damage, read_own, sealed, unsealed
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.trainer.arguments import TreeTrainingArguments

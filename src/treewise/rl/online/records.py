@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
-from treewise.own_files import sealed
 from treewise.rl.curriculum import Outcome
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.trainer.checkpoint.store import write_atomically

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, stop_of_all
@@ -35,7 +36,6 @@ from treewise.engine.prepared import StepOutput
 from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.progress import busy_with
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import records

@@ -27,7 +27,7 @@ from torch import nn
 
 from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
 from treewise.nn.adapters import parted_table, tables_of
-from treewise.nn.model import innermost
+from treewise.nn.wrapped import innermost
 
 if TYPE_CHECKING:
     from treewise.rl.samplers.servers import Server

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.progress import busy_with, tell_progress
 from treewise.errors import ConfigError, NonFiniteError, num
-from treewise.nn.model import uncompiled
 from treewise.nn.model_checks import refuse_lengths
-from treewise.progress import busy_with, tell_progress
+from treewise.nn.wrapped import uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest

@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
-from treewise.features import feature
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import from_plain, to_plain

@@ -24,8 +24,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from treewise.base.own_files import CHECKSUM, sealed
 from treewise.errors import CheckpointError, ConfigError, bytes_as_text
-from treewise.own_files import CHECKSUM, sealed
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODEL_ASIDE = ".model.saving"

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from treewise.base.features import feature
 from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
-from treewise.features import feature
-from treewise.nn.model import innermost
+from treewise.nn.wrapped import innermost
 from treewise.trainer.checkpoint.store import listed_files
 
 # -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------

@@ -9,7 +9,7 @@ CODE = """
 import sys
 from torch import Tensor
 import treewise.objectives, treewise.nn.attention.reference
-from treewise.shapes import Float
+from treewise.base.shapes import Float
 assert Float[Tensor, "T M"] is Tensor
 assert "jaxtyping" not in sys.modules
 assert "beartype" not in sys.modules

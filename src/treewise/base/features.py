@@ -2,7 +2,7 @@
 
 A model asks (recurrent layers, a sharded head), a setting (`offload`, `tp_size`, `sharded`, an objective), or a record
 (an image, a dump of another library). Nothing else imports these modules, so a reader may leave them out, and taking
-one away takes its feature away and nothing else (`tests/test_features.py`).
+one away takes its feature away and nothing else (`tests/base/test_features.py`).
 """
 
 from importlib import import_module
