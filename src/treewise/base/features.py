@@ -32,6 +32,7 @@ FEATURES = {
     "load_model": ("treewise.nn.load_model", "models, tokenizers and processors by name"),
     "references": ("treewise.trainer.references", "preference objectives (dpo, ipo, kto)"),
     "router_loss": ("treewise.nn.router_loss", "losses on routers of mixtures of experts"),
+    "routing": ("treewise.nn.routing", "recorded experts (routed_experts)"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
     "tensor_parallel": ("treewise.nn.tensor_parallel", "layers that are spread over processes"),
 }

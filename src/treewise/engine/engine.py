@@ -375,7 +375,7 @@ class TreeEngine:
         return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
 
     def _guests(self, plan: Plan, pixels_of: Any = None, images: Sequence[Guest] | None = None) -> list[Guest]:
-        """What joins every walk over a plan: other ranks, host memory, its images.
+        """What joins every walk over a plan: other ranks, host memory, recorded experts, its images.
 
         Raises:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
@@ -387,6 +387,8 @@ class TreeEngine:
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
         guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        if plan.forest.has_routes:
+            guests.append(feature("routing").Replay(self.lm, plan.forest))
         if images is not None:
             return [*guests, *images]
         return [*guests, *self.images.guests(self.lm, plan, pixels_of)] if plan.forest.has_images else guests
@@ -401,6 +403,8 @@ class TreeEngine:
         """
         if not self.lm.is_current:
             self.lm = split_model(self.model)
+        if forest.has_routes:
+            feature("routing").install(self.lm.decoder)
         # Where ranks compute together, a forward of one rank alone would wait for the others for ever. Tensors of
         # images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
         is_alone = self._lockstep is None and self._mesh is None and self._context is None

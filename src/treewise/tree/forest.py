@@ -161,9 +161,13 @@ class Forest(TreeShape):
             return cls(segments, token_ids, tuple(item for forest in forests for item in forest.trajectories))
         streams = {
             name: np.concatenate([_shared_stream(forest, name) for forest in forests])
-            for name in STREAMS
-            if all(forest.has_stream(name) for forest in forests)
+            for name, stream in STREAMS.items()
+            if not stream.is_routes and all(forest.has_stream(name) for forest in forests)
         }
+        if any(forest.has_routes for forest in forests):
+            streams["routed_experts"] = routes.side_by_side(
+                [forest.routed_experts if forest.has_routes else forest.num_tokens for forest in forests]
+            )
         return cls(segments, token_ids, None, streams)
 
     # -- trajectories on the tree -----------------------------------------------------------------------------------
@@ -218,8 +222,7 @@ class Forest(TreeShape):
         if "routed_experts" in self.tree_streams:
             return self.tree_streams["routed_experts"]
         known = [(item.routed_experts, path) for item, path in zip(self.trajectories, self.paths, strict=True)]
-        shape = next(each.shape[1:] for each, _ in known if each is not None)
-        experts = np.full((self.num_tokens, *shape), -1, dtype=np.int16)
+        experts = np.full((self.num_tokens, *routes.one_shape(self.trajectories)), -1, dtype=np.int16)
         for each, path in known:
             if each is not None:
                 experts[path] = each  # of what is shared, all are equal or have none: see `routes.merged`

@@ -74,10 +74,8 @@ def by_tokens(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return [replace(item, routed_experts=rows[own]) for item, own in zip(items, parts, strict=True)]
 
 
-def _numbered(trajectories: Sequence[Trajectory], offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[F] int64 the number of each token's route, `UNKNOWN` where it was not recorded; and the routes, [R + 1, L, k]
-    int16, of which the last is that of such tokens.
-    """
+def one_shape(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+    """Layers and experts of all records. Raises `DataError` where they differ."""
     shapes = {item.routed_experts.shape[1:]: item.source for item in trajectories if item.routed_experts is not None}
     if len(shapes) > 1:
         (one, where), (other, there) = list(shapes.items())[:2]
@@ -85,7 +83,29 @@ def _numbered(trajectories: Sequence[Trajectory], offsets: np.ndarray) -> tuple[
             f"{there or 'a trajectory'}: routed_experts of {list(other)} layers and experts, and of {list(one)} in "
             f"{where or 'another one'}; the rows of a tree are of one model."
         )
+    return next(iter(shapes))
+
+
+def side_by_side(tables: Sequence[np.ndarray | int]) -> np.ndarray:
+    """[T, L, k], the tables of several forests one after the other; a number stands for as many tokens without one.
+
+    Raises:
+        DataError: tables of several shapes.
+    """
+    shapes = {table.shape[1:] for table in tables if isinstance(table, np.ndarray)}
+    if len(shapes) > 1:
+        raise DataError(f"routed_experts of {' and '.join(str(list(shape)) for shape in shapes)} layers and experts.")
     shape = next(iter(shapes))
+    return np.concatenate(
+        [table if isinstance(table, np.ndarray) else np.full((table, *shape), UNKNOWN, np.int16) for table in tables]
+    )
+
+
+def _numbered(trajectories: Sequence[Trajectory], offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[F] int64 the number of each token's route, `UNKNOWN` where it was not recorded; and the routes, [R + 1, L, k]
+    int16, of which the last is that of such tokens.
+    """
+    shape = one_shape(trajectories)
     nothing = np.full(shape, -1, dtype=np.int16).tobytes()
     number: dict[bytes, int] = {nothing: UNKNOWN}
     routes = np.full(int(offsets[-1]), UNKNOWN, dtype=np.int64)
