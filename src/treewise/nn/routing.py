@@ -74,6 +74,10 @@ def install(decoder: nn.Module) -> list[Router]:
         raise UnsupportedModelError(f"{type(decoder).__name__} has no router that transformers names, {_WAY_OUT}")
     modules = dict(decoder.named_modules())
     for number, router in enumerate(routers):
+        if any(name.rpartition(".")[2] == "experts" for name, _ in router.module.named_modules()):
+            raise UnsupportedModelError(
+                f"{router.path} ({type(router.module).__name__}) chooses experts of several kinds, {_WAY_OUT}"
+            )
         router.module.__dict__["_treewise_router"] = number, router
         replace_forward(router.module, router.path, forward, _WAY_OUT)
         prefix = router.path.split(f".{router.layer}.")[0]
@@ -191,12 +195,12 @@ class HeardRoutes:
             self._chosen[number].append(found.indices.detach().reshape(-1, found.indices.shape[-1]).to(torch.int16))
         return found
 
-    def taken(self) -> np.ndarray:
-        """[rows of all forwards since the last call, L, k] int16, in the order of the forwards' rows."""
-        whole = torch.stack([torch.cat(each) for each in self._chosen], dim=1).cpu().numpy()
+    def taken(self, num_rows: int) -> np.ndarray:
+        """[R, tokens, L, k] int16, of a forward over `num_rows` rows since the last call."""
+        whole: np.ndarray = torch.stack([torch.cat(each) for each in self._chosen], dim=1).cpu().numpy()
         for each in self._chosen:
             each.clear()
-        return whole
+        return whole.reshape(num_rows, -1, *whole.shape[1:])
 
 
 @contextmanager
