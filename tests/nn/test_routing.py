@@ -18,7 +18,6 @@ from treewise.nn.support_table import SUPPORTED, CapabilityTable
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
-
 MIXTURES = [
     row.family for row in CapabilityTable.load().rows if row.status == SUPPORTED and "experts" in ", ".join(row.layers)
 ]
@@ -102,14 +101,20 @@ def flat_loss(model, items):
     for item in items:
         hooks = []
         for number, router in enumerate(routers):
-            table = None if item.routed_experts is None else torch.as_tensor(item.routed_experts[:, number].astype(np.int64))
+            table = (
+                None
+                if item.routed_experts is None
+                else torch.as_tensor(item.routed_experts[:, number].astype(np.int64))
+            )
 
             def swap(module, _args, output, table=table, router=router):
                 if table is None:
                     return output
                 if type(module).__name__ == "Llama4Router":  # scores of all experts, 0 where not chosen
                     logits = output[1]
-                    kept = torch.full_like(logits, float("-inf")).scatter(1, table.clamp(min=0), logits.gather(1, table.clamp(min=0)))
+                    kept = torch.full_like(logits, float("-inf")).scatter(
+                        1, table.clamp(min=0), logits.gather(1, table.clamp(min=0))
+                    )
                     return torch.where(table[:, :1] >= 0, kept.float().sigmoid().to(output[0].dtype), output[0]), logits
                 if type(module).__name__ == "JetMoeTopKGating":
                     return jetmoe(output, table, module.num_experts)
@@ -121,11 +126,17 @@ def flat_loss(model, items):
 
             hooks.append(router.module.register_forward_hook(swap))
         try:
-            logits = model(input_ids=torch.as_tensor(item.token_ids.astype(np.int64))[None], use_cache=False).logits[0].float()
+            logits = (
+                model(input_ids=torch.as_tensor(item.token_ids.astype(np.int64))[None], use_cache=False)
+                .logits[0]
+                .float()
+            )
         finally:
             for hook in hooks:
                 hook.remove()
-        logprobs = logits[:-1].log_softmax(-1).gather(-1, torch.as_tensor(item.token_ids[1:].astype(np.int64))[:, None])[:, 0]
+        logprobs = (
+            logits[:-1].log_softmax(-1).gather(-1, torch.as_tensor(item.token_ids[1:].astype(np.int64))[:, None])[:, 0]
+        )
         weights = torch.as_tensor(item.loss_weights[1:])
         total, weight = total - (logprobs * weights).sum(), weight + weights.sum()
     return total / weight
@@ -139,10 +150,14 @@ def gradients(model):
 
 def difference(ours, theirs):
     assert ours.keys() >= {name for name, each in theirs.items() if each.abs().max() > 0}
-    return max(
-        (float((ours[name] - each).norm() / theirs_norm) for name, each in theirs.items() if name in ours),
-        default=0.0,
-    ) if (theirs_norm := torch.cat([each.flatten() for each in theirs.values()]).norm()) else 0.0
+    return (
+        max(
+            (float((ours[name] - each).norm() / theirs_norm) for name, each in theirs.items() if name in ours),
+            default=0.0,
+        )
+        if (theirs_norm := torch.cat([each.flatten() for each in theirs.values()]).norm())
+        else 0.0
+    )
 
 
 def flat_step(model, items):
@@ -264,7 +279,9 @@ def test_what_a_model_chooses_itself_changes_nothing_when_it_is_replayed():
     engine = tw.TreeEngine(model)
     output = engine.evaluate(items)
     assert output.loss == pytest.approx(engine.evaluate(TREE).loss, rel=1e-6)
-    assert output.num_tree_tokens == tw.Forest.from_trajectories(TREE).num_tokens  # the same tokens took the same experts
+    assert (
+        output.num_tree_tokens == tw.Forest.from_trajectories(TREE).num_tokens
+    )  # the same tokens took the same experts
     assert (output.replay.num_recorded, output.replay.num_otherwise) == (output.num_tree_tokens, 0)
 
 

@@ -34,7 +34,9 @@ def routed_trajectories(draw, unknown=True):
 
 def pairs(item):
     table = item.routed_experts if item.routed_experts is not None else np.full((len(item), 1, 1), -1)
-    return [(token, *row) for token, row in zip(item.token_ids.tolist(), table.reshape(len(item), -1).tolist(), strict=True)]
+    return [
+        (token, *row) for token, row in zip(item.token_ids.tolist(), table.reshape(len(item), -1).tolist(), strict=True)
+    ]
 
 
 @given(routed_trajectories(unknown=False))
@@ -84,9 +86,10 @@ def test_by_tokens_all_take_the_experts_of_the_first():
     items = [routed([1, 2, 3], [0, -1, 1]), routed([1, 2, 3, 4], [1, 2, 2, 0]), routed([1, 2, 5], [2, 3, -1])]
     taken = routes.by_tokens(items)
     assert [item.routed_experts[:, 0, 0].tolist() for item in taken] == [[0, 2, 1], [0, 2, 1, 0], [0, 2, -1]]
-    assert Forest.from_trajectories(taken).num_tokens == Forest.from_trajectories(
-        [replace(item, routed_experts=None) for item in items]
-    ).num_tokens
+    assert (
+        Forest.from_trajectories(taken).num_tokens
+        == Forest.from_trajectories([replace(item, routed_experts=None) for item in items]).num_tokens
+    )
     assert routes.by_tokens([routed([1, 2], None)])[0].routed_experts is None
 
 
@@ -100,7 +103,10 @@ def test_declared_siblings_with_other_routes_stay_apart():
 
 
 def test_rows_of_two_models_are_an_error_that_names_them():
-    items = [routed([1, 2], [0, 1], source="a:1"), Trajectory([1, 2], routed_experts=[[[0, 1]], [[0, 1]]], source="a:2")]
+    items = [
+        routed([1, 2], [0, 1], source="a:1"),
+        Trajectory([1, 2], routed_experts=[[[0, 1]], [[0, 1]]], source="a:2"),
+    ]
     with pytest.raises(DataError, match=r"a:2: routed_experts of \[1, 2\] layers and experts, and of \[1, 1\] in a:1"):
         Forest.from_trajectories(items)
 

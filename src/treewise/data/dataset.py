@@ -13,6 +13,7 @@ import pyarrow as pa
 from treewise.data.io.options import LoadReport
 from treewise.data.io.rows import first_id_outside, table_columns, trajectories_of
 from treewise.errors import ConfigError, DataError, num
+from treewise.tree import routes
 from treewise.tree.declared import LazySequence
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -25,6 +26,7 @@ class TrainingTree:
     """Records that are trained as one tree: trajectories to be merged, or nodes of a declared tree.
 
     nodes: columns of `table_columns`, a row for each node, parents first. merge_siblings: of nodes with equal tokens.
+    routing_replay: see `RenderOptions`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class TrainingTree:
     num_records: int
     source: str
     merge_siblings: bool = True
+    routing_replay: str = "exact"
 
     def forest(self) -> Forest:
         """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given."""
@@ -40,6 +43,8 @@ class TrainingTree:
             return Forest.from_trajectories(self.trajectories or ())
         nodes = self.nodes
         names = dict.fromkeys(name for streams in nodes["streams"] for name in streams)
+        if self.routing_replay != "exact":
+            names.pop("routed_experts", None)
         return Forest.from_nodes(
             nodes["parent"],
             nodes["token_ids"],
@@ -85,7 +90,14 @@ class TreeDataset(LazySequence[TrainingTree]):
     `report` counts what was read and left out; `fingerprint` changes exactly when trained content or order does.
     """
 
-    def __init__(self, table: pa.Table, facts: dict[str, Any], report: LoadReport, merge_siblings: bool) -> None:
+    def __init__(
+        self,
+        table: pa.Table,
+        facts: dict[str, Any],
+        report: LoadReport,
+        merge_siblings: bool,
+        routing_replay: str = "exact",
+    ) -> None:
         self._table = table
         self.names: Sequence[str] = facts["names"]
         self._num_records: list[int] = facts["num_records"]
@@ -94,7 +106,7 @@ class TreeDataset(LazySequence[TrainingTree]):
         self._order = None if (trees[1:] >= trees[:-1]).all() else np.argsort(trees, kind="stable")
         in_order = trees if self._order is None else trees[self._order]
         self._bounds = np.searchsorted(in_order, np.arange(len(self.names) + 1))
-        self._merge_siblings = merge_siblings
+        self._merge_siblings, self._routing_replay = merge_siblings, routing_replay
         self.report = report
         self.fingerprint: str = facts["fingerprint"]
 
@@ -107,13 +119,19 @@ class TreeDataset(LazySequence[TrainingTree]):
         part = self._table.slice(low, high - low) if self._order is None else self._table.take(self._order[low:high])
         rows = table_columns(part)
         is_declared = rows["parent"][0] is not None
+        trajectories = None if is_declared else trajectories_of(rows)
+        if trajectories is not None and self._routing_replay == "off":
+            trajectories = [replace(each, routed_experts=None) for each in trajectories]
+        if trajectories is not None and self._routing_replay == "by_tokens":
+            trajectories = routes.by_tokens(trajectories)
         return TrainingTree(
             name=self.names[index],
-            trajectories=None if is_declared else trajectories_of(rows),
+            trajectories=trajectories,
             nodes=rows if is_declared else None,
             num_records=self._num_records[index],
             source=rows["source"][0],
             merge_siblings=self._merge_siblings,
+            routing_replay=self._routing_replay,
         )
 
     def __repr__(self) -> str:

@@ -44,9 +44,7 @@ def replace_forward(module: nn.Module, path: str, forward: Callable[..., Any], w
     if getattr(current, "__func__", None) is forward:
         return
     if current is not None and getattr(current, "__func__", None) is not type(module).forward:
-        raise UnsupportedModelError(
-            f"{path} ({type(module).__name__}) runs a forward that replaces its own, so {why}"
-        )
+        raise UnsupportedModelError(f"{path} ({type(module).__name__}) runs a forward that replaces its own, so {why}")
     module.__dict__[holder] = MethodType(forward, module)
 
 

@@ -142,7 +142,9 @@ def experts(values: ArrayLike, name: str, length: int, location: str) -> np.ndar
     try:
         array = np.asarray(_as_lists(values) if np.asarray(values).dtype == object else values)
     except (ValueError, TypeError, OverflowError):
-        raise DataError(f"{location}: {name} has tables of several sizes; give one [layers, experts] a token.") from None
+        raise DataError(
+            f"{location}: {name} has tables of several sizes; give one [layers, experts] a token."
+        ) from None
     if array.ndim != 3 or len(array) not in (length, length - 1) or not array.size:
         raise DataError(
             f"{location}: {name} has shape {array.shape}; give [{length}, layers, experts], one table per token (or "

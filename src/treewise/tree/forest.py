@@ -56,9 +56,7 @@ class Forest(TreeShape):
         self.trajectories: Sequence[Trajectory] = lazy if trajectories is None else trajectories
 
     @classmethod
-    def from_trajectories(
-        cls, trajectories: Sequence[Trajectory], *, tree_of: Sequence[int] | None = None
-    ) -> "Forest":
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, tree_of: Sequence[int] | None = None) -> "Forest":
         """Merges shared prefixes exactly, token by token; any order, duplicates and contained prefixes included.
 
         Tokens that stand for an image are equal only where the image is, and tokens whose experts were recorded only

@@ -86,6 +86,28 @@ def one_shape(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
     return next(iter(shapes))
 
 
+def filled(first: np.ndarray | None, later: np.ndarray | None, length: int) -> np.ndarray | None:
+    """[length, L, k], the records of one row's first tokens by two forwards: that of the first, and of the later one
+    where the first has none. None: neither has any.
+
+    Raises:
+        DataError: records of several shapes.
+    """
+    known = [table for table in (first, later) if table is not None]
+    if not known:
+        return None
+    if len({table.shape[1:] for table in known}) > 1:
+        raise DataError(
+            f"routed_experts of {list(known[0].shape[1:])} and {list(known[1].shape[1:])} layers and experts."
+        )
+    whole = np.full((length, *known[0].shape[1:]), UNKNOWN, dtype=np.int16)
+    for table in known:
+        own = whole[: len(table)]
+        is_new = (own < 0).all((1, 2))
+        own[is_new] = table[:length][is_new]
+    return whole
+
+
 def side_by_side(tables: Sequence[np.ndarray | int]) -> np.ndarray:
     """[T, L, k], the tables of several forests one after the other; a number stands for as many tokens without one.
 
@@ -153,9 +175,7 @@ def _groups(
     return groups
 
 
-def _end_of_run(
-    group: np.ndarray, depth: int, keys: np.ndarray, offsets: np.ndarray, routes: np.ndarray
-) -> int:
+def _end_of_run(group: np.ndarray, depth: int, keys: np.ndarray, offsets: np.ndarray, routes: np.ndarray) -> int:
     """The depth at which trajectories that have the token at `depth` in common part, or one of them ends; up to there
     each gets the routes that any of them has.
     """

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treewise.errors import DataError
+from treewise.tree.routes import filled
 from treewise.tree.trajectory import Trajectory
 
 PROMPT = -1  # the parent of a rollout's first node
@@ -53,6 +54,8 @@ class RolloutNode:
             limit).
         reward: of the rollout that ends here; finite.
         error: why the rollout that ends here has no reward. It is in no row.
+        routed_experts: [tokens of the prompt and of the path to the node's end, L, k] int16, the experts of a mixture
+            that the sampler recorded while it computed the node; -1 where it recorded none. None: none at all.
 
     Raises:
         DataError: shapes that do not fit one another, values that are not finite, a reward of a node that has not
@@ -72,6 +75,7 @@ class RolloutNode:
     reward: float | None = None
     error: str | None = None
     versions: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         num_tokens = np.size(self.token_ids)
@@ -267,13 +271,17 @@ class RolloutTree:
             draws = [np.full(piece.end - piece.start, piece.node) for piece in self.pieces(leaf)]
             has_versions = all(self._nodes[piece.node].versions is not None for piece in self.pieces(leaf))
             versions = np.concatenate([context - 1, self.path(leaf, "versions")]) if has_versions else None
+            ids, routes = self.prefix_ids(leaf), None
+            for piece in self.pieces(leaf):  # what computed a token first is what it was sampled with
+                routes = filled(routes, self._nodes[piece.node].routed_experts, len(ids))
             rows.append(
                 Trajectory(
-                    self.prefix_ids(leaf),
+                    ids,
                     np.concatenate([context, self.path(leaf, "is_sampled")]),
                     sampler_logprobs=np.concatenate([context, self.path(leaf, "logprobs")]),
                     draws=np.concatenate([context - 1, *draws]),
                     policy_versions=versions,
+                    routed_experts=routes,
                     group=self.group,
                     reward=self._nodes[leaf].reward,
                     rollout=leaf,

@@ -133,6 +133,7 @@ class Collector:
             stop_ids=stop_ids,
             want_entropy="entropies" in policy.streams,
             num_top=settings.num_candidates,
+            want_routes=settings.routing_replay != "off",
         )
         return Rounds(
             branching=policy,

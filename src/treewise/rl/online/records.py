@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.base.own_files import sealed
+from treewise.data.io.encoded_arrays import encoded
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import Outcome
 from treewise.rl.curriculum.self_check import CheckReport

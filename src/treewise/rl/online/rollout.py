@@ -14,6 +14,7 @@ from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, Episode, RewardFailure, TaskItem
 from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
+from treewise.tree.routes import filled
 
 # -- conversations ----------------------------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ class Continuation:
         self._is_sampled: list[bool] = []
         self._turn_ends: list[int] = []
         self._streams: dict[str, Any] = {"token_ids": [], "logprobs": []}  # and those that the sampler gives
+        self._routes: np.ndarray | None = None  # of the path so far, from the prompt on
         self._first: Completion | None = None
         self._reason: str | None = None  # why the part that was sampled last ended; None before the first
         self.refused: TaskError | None = None
@@ -230,6 +232,8 @@ class Continuation:
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""
+        length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
+        self._routes = filled(self._routes, completion.routed_experts, length)
         for part in (self._first, completion):
             if part is not None:
                 self._append(part)
@@ -263,6 +267,7 @@ class Continuation:
             is_sampled=np.array(self._is_sampled),
             turn_ends=np.array(ends),
             finish=self._finish,
+            routed_experts=self._routes,
         )
 
     # -- limits -------------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.batches import collate
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.run_context import entered_run, stopped_error
+from treewise.tree import routes
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
@@ -235,6 +236,8 @@ class OnlineTrainer(TreeTrainer):
         sampled = self._sampled(iteration, rounds)
         collected, trees = sampled.collected, sampled.collected.trees
         rows = [each.tree.trajectories(source=f"iteration {number}, {each.tree.group}") for each in trees]
+        if settings.routing_replay == "by_tokens":
+            rows = [routes.by_tokens(own) for own in rows]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.

@@ -173,7 +173,9 @@ class Recompute:
             row.append(token)
         logits = self._logits()
         if self.heard is not None:
-            self.row_routes = self.heard.taken(len(self.rows))[range(len(self.rows)), [len(row) - 1 for row in self.rows]]
+            self.row_routes = self.heard.taken(len(self.rows))[
+                range(len(self.rows)), [len(row) - 1 for row in self.rows]
+            ]
         return logits
 
     def keep(self, rows: list[int]) -> None:
