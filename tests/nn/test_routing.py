@@ -1,4 +1,4 @@
-"""Recorded experts are replayed as flat training with them is, for every family of mixtures; and what cannot be is named.
+"""Recorded experts are replayed as in flat training, for every family of mixtures; and what cannot be is named.
 
 The oracle knows nothing of how experts are chosen: on the output of a router it finds the formula that turns logits and
 chosen experts into weights, and applies it to the recorded experts.
@@ -43,6 +43,10 @@ def random_routes(model, trajectories, seed=0, share=0.8):
     ]
 
 
+def ids_of(values):
+    return torch.as_tensor(values.astype(np.int64))
+
+
 def router_sizes(model):
     """Experts, and how many are chosen, of each router."""
     decoder = split_model(model).decoder
@@ -62,20 +66,20 @@ TREE = [
 
 def formulas():
     """Weights [T, k] from logits [T, E] and experts [T, k]."""
-    for name, act in (
-        ("softmax", lambda z: z.softmax(-1)),
-        ("sigmoid", lambda z: z.sigmoid()),
-        ("softplus", lambda z: torch.nn.functional.softplus(z).sqrt()),
-        ("exp", lambda z: (z - z.detach().max(-1, keepdim=True).values).exp()),
-        ("logits", lambda z: z),
+    for act in (
+        lambda z: z.softmax(-1),
+        lambda z: z.sigmoid(),
+        lambda z: torch.nn.functional.softplus(z).sqrt(),
+        lambda z: (z - z.detach().max(-1, keepdim=True).values).exp(),
+        lambda z: z,
     ):
-        yield name, lambda z, i, act=act: act(z).gather(-1, i)
-        yield name + " of one", lambda z, i, act=act: (w := act(z).gather(-1, i)) / w.sum(-1, keepdim=True)
+        yield lambda z, i, act=act: act(z).gather(-1, i)
+        yield lambda z, i, act=act: (w := act(z).gather(-1, i)) / w.sum(-1, keepdim=True)
 
 
 def with_experts(logits, weights, chosen, experts):
     """A router's weights where it had chosen other experts."""
-    for name, formula in formulas():
+    for formula in formulas():
         ours = formula(logits.float(), chosen)
         scale = (weights.float() / ours).detach()
         if torch.allclose(scale, scale.mean(), rtol=1e-5):
@@ -126,11 +130,7 @@ def flat_loss(model, items):
 
             hooks.append(router.module.register_forward_hook(swap))
         try:
-            logits = (
-                model(input_ids=torch.as_tensor(item.token_ids.astype(np.int64))[None], use_cache=False)
-                .logits[0]
-                .float()
-            )
+            logits = model(input_ids=ids_of(item.token_ids)[None], use_cache=False).logits[0].float()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -191,7 +191,7 @@ def test_every_family_replays_as_flat_training_does(family):
     model = mixture(family)
     if family in ELSEWHERE:
         items = [replace(item, routed_experts=np.tile([0, 1], (len(item), 3, 1))) for item in TREE]
-        with pytest.raises(UnsupportedModelError, match="chooses experts (in another way|of several kinds)"):
+        with pytest.raises(UnsupportedModelError, match=r"chooses experts (in another way|of several kinds)"):
             tw.TreeEngine(model, check=False).step(items)
         return
     output = assert_replays(model, random_routes(model, TREE))
@@ -274,7 +274,7 @@ def test_what_a_model_chooses_itself_changes_nothing_when_it_is_replayed():
     items = []
     with heard(split_model(model).decoder) as routes, torch.no_grad():
         for item in TREE:
-            model(input_ids=torch.as_tensor(item.token_ids.astype(np.int64))[None], use_cache=False)
+            model(input_ids=ids_of(item.token_ids)[None], use_cache=False)
             items.append(replace(item, routed_experts=routes.taken(1)[0]))
     engine = tw.TreeEngine(model)
     output = engine.evaluate(items)
@@ -289,7 +289,7 @@ def test_tokens_that_would_have_gone_elsewhere_are_counted():
     model = mixture("olmoe")
     item = TREE[0]
     with heard(split_model(model).decoder) as routes, torch.no_grad():
-        model(input_ids=torch.as_tensor(item.token_ids.astype(np.int64))[None], use_cache=False)
+        model(input_ids=ids_of(item.token_ids)[None], use_cache=False)
         table = routes.taken(1)[0]
     table[2, 1] = [each for each in range(4) if each not in table[2, 1]]  # the last layers follow, in part
     table[5] = -1

@@ -25,7 +25,7 @@ def routed_trajectories(draw, unknown=True):
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     items = []
     for tokens in draw(token_lists(vocab_size=2)):
-        table = np.sort(rng.integers(0, 2, (len(tokens), 1, 2)) + [0, 2], axis=-1)
+        table = np.sort(rng.integers(0, 2, (len(tokens), 1, 2)) + np.array([0, 2]), axis=-1)
         if unknown:
             table[rng.random(len(tokens)) < rng.choice([0, 0.3, 1])] = -1
         items.append(Trajectory(tokens, routed_experts=table))

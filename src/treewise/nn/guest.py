@@ -30,8 +30,8 @@ class RunningMicroBatch:
     gateway: what it leaves, if it is open. root: what its backward starts from, if it is held. part: of it,
     where other ranks compute the rest (`distributed.context.ContextPart`); `layout` and `mask` are then those of the
     part. sees_trained_image: whether it holds features of a tower that is trained. rows: segments of recurrent
-    layers. routes: recorded experts of its tokens. Of each forward: inside, the part of the model that runs and its arguments, in place of the decoder;
-    exchange, what its attention layers exchange with other ranks.
+    layers. routes: recorded experts of its tokens. Of each forward: inside, the part of the model that runs and its
+    arguments, in place of the decoder; exchange, what its attention layers exchange with other ranks.
     """
 
     index: int

@@ -86,7 +86,7 @@ def install(decoder: nn.Module) -> list[Router]:
 
 
 def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-    """The forward of a router: its own, with the experts that the tree of its layer's call has, or heard by a sampler."""
+    """The forward of a router: its own, with the experts that the tree of its layer's call has, or while it is heard."""
     context = lent(self)
     routes = vars(self).get("_treewise_heard") if context is None else context.routes
     if routes is None:
@@ -250,7 +250,7 @@ class RecordedRoutes:
         is_known_T = experts_Tk[:, :1] >= 0
         if index == choice.groups:
             group_Tk = experts_Tk.clamp(min=0) // (choice.num_experts // choice.num_groups)
-            is_needed = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, group_Tk, True)
+            is_needed = torch.zeros_like(scores).scatter_(-1, group_Tk, 1) > 0
             return topk(scores.masked_fill(is_needed & is_known_T, float("inf")))
         found = topk(scores)
         own_Tk = found.indices.reshape(experts_Tk.shape)

@@ -178,8 +178,8 @@ def _check_experts(experts: np.ndarray, name: str, location: str) -> None:
     if len(partly):
         row, layer, _ = partly[0]
         raise DataError(
-            f"{location}: {name}[{row}] layer {layer}: -1 beside recorded experts; a token's are recorded in all layers "
-            "or in none."
+            f"{location}: {name}[{row}] layer {layer}: -1 beside recorded experts; a token's are recorded in all "
+            "layers or in none."
         )
 
 

@@ -6,8 +6,8 @@ token that it shares; that is no equivalence, so a rule decides. Where trajector
 on with one token and several routes, those without a record go with the route that most of the others take, of equals
 with the least. Trajectories in another order are the same forest.
 
-`by_tokens` gives all trajectories through a token the experts of the first: fewer tokens to compute, and other log-probs
-than those of the rollouts that took others.
+`by_tokens` gives all trajectories through a token the experts of the first: fewer tokens to compute, and other
+log-probs than those of the rollouts that took others.
 
 Letters: F flat tokens, N trajectories, L layers, k experts of a token in a layer.
 """

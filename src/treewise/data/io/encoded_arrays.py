@@ -1,4 +1,4 @@
-"""Arrays of integers inside JSON, as servers and trainers write them: the experts of every token are too many for lists.
+"""Arrays of integers inside JSON, as servers and trainers write them: experts of all tokens are too many for lists.
 
 An object of `data` (base64 of the values, row by row, low byte first), `shape` and `dtype`, with `start`, the rows that
 were left away before (prime-rl, SkyRL); or the base64 of a `.npy` file (vLLM). What treewise writes is such an object.

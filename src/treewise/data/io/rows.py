@@ -68,9 +68,9 @@ class Row:
     """One trajectory, or one declared node where `parent` is given.
 
     `token_ids` are the tokens after the first `shared` tokens of the row before. `streams` hold the values of the whole
-    trajectory, those with several values per token flat; of `routed_experts` in `num_routers` layers. Without `loss_weights` among them, `spans` ([start, end, start,
-    end, ...]) are the trained tokens, each span with its weight in `span_weights`. `images` are those of the whole
-    trajectory.
+    trajectory, those with several values per token flat; of `routed_experts` in `num_routers` layers. Without
+    `loss_weights` among them, `spans` ([start, end, start, end, ...]) are the trained tokens, each span with its weight
+    in `span_weights`. `images` are those of the whole trajectory.
     """
 
     token_ids: np.ndarray

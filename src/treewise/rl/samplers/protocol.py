@@ -32,10 +32,10 @@ class SampleRequest:
     prefix_ids: what the model sees, at least one id. max_new_tokens: the most tokens of one continuation.
     temperature: 0 is greedy. top_k: 0 keeps all. stop_ids: a continuation ends with the first of these (it is part of
     the completion). seed: continuation `i` draws from the random stream (seed, i). want_entropy: the entropy of each
-    distribution. num_top: how many of the most likely ids to return per token, of those that can be drawn. want_routes: the experts that a
-    mixture's routers choose. tree: a
-    number that the rollouts of a tree have in common, which share prefixes; decides no answer, but on which of several
-    servers it is computed. images: what their placeholders in the prefix stand for.
+    distribution. num_top: how many of the most likely ids to return per token, of those that can be drawn. want_routes:
+    the experts that a mixture's routers choose. tree: a number that the rollouts of a tree have in common, which share
+    prefixes; decides no answer, but on which of several servers it is computed. images: what their placeholders in the
+    prefix stand for.
     """
 
     prefix_ids: tuple[int, ...]
