@@ -86,7 +86,7 @@ def install(decoder: nn.Module) -> list[Router]:
 
 
 def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-    """The forward of a router: its own, with the experts that the tree of its layer's call has, or while it is heard."""
+    """The forward of a router: its own, with the experts that its layer's tree has, or while it is heard."""
     context = lent(self)
     routes = vars(self).get("_treewise_heard") if context is None else context.routes
     if routes is None:

@@ -271,9 +271,10 @@ class RolloutTree:
             draws = [np.full(piece.end - piece.start, piece.node) for piece in self.pieces(leaf)]
             has_versions = all(self._nodes[piece.node].versions is not None for piece in self.pieces(leaf))
             versions = np.concatenate([context - 1, self.path(leaf, "versions")]) if has_versions else None
-            ids, routes = self.prefix_ids(leaf), None
+            ids, routes, end = self.prefix_ids(leaf), None, len(self.prompt_ids)
             for piece in self.pieces(leaf):  # what computed a token first is what it was sampled with
-                routes = filled(routes, self._nodes[piece.node].routed_experts, len(ids))
+                end, recorded = end + piece.end - piece.start, self._nodes[piece.node].routed_experts
+                routes = filled(routes, None if recorded is None else recorded[:end], len(ids))
             rows.append(
                 Trajectory(
                     ids,
