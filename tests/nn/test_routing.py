@@ -186,6 +186,7 @@ def mixture(family, **changes):
     return model
 
 
+@pytest.mark.representatives("qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text", "jetmoe", "dbrx")
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_family_replays_as_flat_training_does(family):
     model = mixture(family)

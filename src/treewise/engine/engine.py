@@ -335,7 +335,12 @@ class TreeEngine:
 
     @torch.no_grad()
     def scored(
-        self, trajectories: Sequence[Trajectory], stream: str = "old_logprobs", *, all_tokens: bool = False
+        self,
+        trajectories: Sequence[Trajectory],
+        stream: str = "old_logprobs",
+        *,
+        all_tokens: bool = False,
+        tree_of: Sequence[int] | None = None,
     ) -> list[Trajectory]:
         """The trajectories with their log-probs under this model as a stream, by one pass without gradients.
 
@@ -343,14 +348,14 @@ class TreeEngine:
         and `stream="ref_logprobs"`, or this one within PEFT's `with model.disable_adapter():`.
 
         stream: `old_logprobs`, `ref_logprobs` or `sampler_logprobs`. all_tokens: also tokens that no trajectory trains,
-        which are 0 otherwise and cost no projection.
+        which are 0 otherwise and cost no projection. tree_of: see `Forest.from_trajectories`.
 
         Raises:
             ConfigError: another stream.
         """
         check_choice("stream", stream, LOGPROB_STREAMS)
         items = list(trajectories)
-        plan = self.plan(Forest.from_trajectories(items))
+        plan = self.plan(Forest.from_trajectories(items, tree_of=tree_of))
         is_needed = None if all_tokens else plan.forest.token_weights() > 0
         values_T = self.values(plan, [token_reader(plan.forest, is_needed)])[0]["log_probs"].float().cpu().numpy()
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]

@@ -34,6 +34,7 @@ from treewise.errors import CheckpointError, ConfigError, DataError, check_choic
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
 from treewise.trainer.references import with_logprobs
+from treewise.tree import routes
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 logger = logging.getLogger("treewise")
@@ -81,6 +82,7 @@ class Update:
         old, ref: where old and reference log-probs come from: `given`, `policy`, `sampler`, `reference`, or None (not
             needed).
         num_without_sampler: rows without `sampler_logprobs`.
+        gaps: where experts were recorded, the `logprob_gap` of the first such tree with them and without.
     """
 
     trees: Trees
@@ -91,6 +93,7 @@ class Update:
     old: str | None = None
     ref: str | None = None
     num_without_sampler: int = 0
+    gaps: tuple[float, float] | None = None
 
     @property
     def computed_streams(self) -> list[str]:
@@ -335,7 +338,17 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
         else:
             with nullcontext() if adapters_off is None else adapters_off():
                 trees = with_logprobs(engine, trees, "ref_logprobs", batch_size)
-    return replace(update, trees=trees)
+    return replace(update, trees=trees, gaps=_gaps(engine, trees, batch_size))
+
+
+def _gaps(engine: TreeEngine, trees: Trees, batch_size: int) -> tuple[float, float] | None:
+    """The gap to the sampler of one tree, with the experts that it recorded and with those that routers choose now."""
+    for tree in trees:
+        if routes.has_routes(tree) and all(item.sampler_logprobs is not None for item in tree):
+            live = [replace(item, routed_experts=None) for item in tree]
+            scores = [with_logprobs(engine, [rows], "old_logprobs", batch_size)[0] for rows in (tree, live)]
+            return logprob_gap(scores[0]), logprob_gap(scores[1])
+    return None
 
 
 def own_update(
@@ -454,6 +467,9 @@ def describe(update: Update, objective: str, reference: str) -> str:
         lines.append(("old log-probs", _OLD[update.old]))
         lines.append(("reference log-probs", _REF.get(update.ref, f"computed with {reference}")))
         lines.append(("logprob gap", _gap(items, update.num_without_sampler)))
+    if update.gaps is not None:
+        replayed, live = update.gaps
+        lines.append(("gap of the first tree", f"{replayed:.4f} with the recorded experts, {live:.4f} without"))
     return "\n".join(f"{name:<24} {value}" for name, value in lines)
 
 

@@ -32,6 +32,7 @@ def test_rollouts_hold_the_experts_that_they_were_sampled_with_and_train_through
         return
     # One process, one precision: the experts are those that training takes by itself, so all that is shared stays so.
     assert logs[0]["routed_otherwise"] == 0
+    assert logs[0]["replayed_gap"] == pytest.approx(logs[0]["live_gap"], abs=1e-5)
     assert logs[0]["logprob_gap"] == pytest.approx(1, abs=1e-4)
     for tree in load_trees(path):
         assert all((item.routed_experts[:-1] >= 0).all() for item in tree.trajectories)

@@ -331,7 +331,10 @@ class OnlineTrainer(TreeTrainer):
         logs = dict[str, float]()
         if not isinstance(self.loss_objective, PolicyGradient):  # which measures it in its first step
             with self.runner.scoring():
-                logs["logprob_gap"] = logprob_gap(self.engine.scored([row for own in update.trees for row in own]))
+                rows, tree_of = zip(*((row, n) for n, own in enumerate(update.trees) for row in own), strict=True)
+                logs["logprob_gap"] = logprob_gap(self.engine.scored(rows, tree_of=tree_of))
+        if update.gaps is not None:
+            logs["replayed_gap"], logs["live_gap"] = update.gaps
         self.train_dataset = update.trees  # with the first of which processes measure a budget
         started, runner = time.perf_counter(), self.runner
         outs, norms = list[StepOutput | None](), list[float]()
