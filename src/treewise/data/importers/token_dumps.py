@@ -14,8 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from treewise.data.importers.common import (
     Context,
+    experts,
     first_of,
     integers,
     kept,
@@ -29,6 +32,7 @@ from treewise.data.importers.common import (
 )
 from treewise.data.importers.replies import text_pair
 from treewise.data.importers.traces import read_verifiers
+from treewise.data.io.encoded_arrays import encoded
 from treewise.data.io.endings import UnusableError, ending_of, own_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
@@ -77,7 +81,8 @@ def _prime_rl_sequence(value: Record, location: str, context: Context) -> Iterat
     for name in ("ce_weights", "ref_kl_weights"):
         if isinstance(value.get(name), list) and any(value[name]):
             context.warn(f"{name} (another component of prime-rl's loss) is not imported")
-    yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location))
+    routes = _routes(experts(value.get("routed_experts"), "routed_experts", len(ids), location))
+    yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location), **routes)
 
 
 def read_slime(records: Iterable[Placed], context: Context) -> Iterator[Record]:
@@ -117,6 +122,7 @@ def _slime_sample(value: Record, location: str, context: Context) -> Iterator[Re
         ids[before:],
         value.get("loss_mask"),
         {"sampler_logprobs": ("rollout_log_probs", value.get("rollout_log_probs") or None)},
+        **_routes(experts(value.get("rollout_routed_experts"), "rollout_routed_experts", len(ids), location)),
         group=value.get("group_index"),
         rollout=first_of(value, "rollout_id", "index"),
         reward=context.reward(value.get("reward"), location),
@@ -188,8 +194,10 @@ def _verl_sample(value: Record, location: str, context: Context) -> Iterator[Rec
         name = next((each for each in known if value.get(each) is not None), None)
         reward = None if name is None else sum(numbers(value[name], name, len(response), location))
     streams, ids = _streams(value, VERL, len(response), location, before), [*prompt, *response]
-    weights = [0.0] * before + mask
-    yield from _unpadded_row(context, location, seen, ids, weights, streams, group=value.get("uid"), reward=reward)
+    weights, routes = [0.0] * before + mask, experts(value.get("routed_experts"), "routed_experts", width, location)
+    kept = [position for position in range(width) if seen[position]]
+    labels = {"group": value.get("uid"), "reward": reward, **_routes(None if routes is None else routes[kept])}
+    yield from _unpadded_row(context, location, seen, ids, weights, streams, **labels)
 
 
 def _areal_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -329,6 +337,10 @@ def _streams(
         if theirs is not None:
             streams[ours] = [0.0] * before + stream(value[theirs], theirs, length, location)
     return streams
+
+
+def _routes(table: np.ndarray | None) -> Record:
+    return {} if table is None else {"routed_experts": encoded(table)}
 
 
 def _unpadded_row(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.io.encoded_arrays import decoded
 from treewise.errors import ConfigError, SamplerError
 from treewise.rl.samplers.draw import can_be_drawn, stream_key
 from treewise.rl.samplers.protocol import Completion, SampleRequest
@@ -23,13 +24,18 @@ LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 Tops = Sequence[dict[int, float]]
 
 
-def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
+def refuse_unanswerable(request: SampleRequest, logprobs_mode: str, protocol: str = "openai") -> None:
     """Checks that what a request asks for can be had from a server's log-probs.
 
     Raises:
         ConfigError: the server's log-probs are not those of logits / temperature, or are those after the cuts; a prompt
-            with images, which these protocols do not carry as token ids.
+            with images, which these protocols do not carry as token ids; experts, of SGLang.
     """
+    if request.want_routes and protocol == "sglang":
+        raise ConfigError(
+            "SGLang answers with the experts of tokens as numbers without their shape, which are not read; sample with "
+            "vLLM (--enable-return-routed-experts) or in this process, or set routing_replay=off."
+        )
     if request.images:
         raise ConfigError("a prompt with images is sampled by the model in this process: sampler transformers.")
     if logprobs_mode == "processed_logprobs" and request.truncates:
@@ -150,6 +156,9 @@ def answered(protocol: str, answer: Any, request: SampleRequest, num_top: int, l
             f"{location}: the server ended after {size} of {request.max_new_tokens} tokens with id {ids[-1]}, which is "
             "no stop id of the request; add it to stop_ids, or raise the server's length limit."
         )
+    routes = None
+    if request.want_routes:
+        routes = _routes(answer, len(request.prefix_ids), len(token_ids), location)[: len(request.prefix_ids) + size]
     top_ids = top_logprobs = entropies = None
     if num_top:
         top_ids, top_logprobs = _most_likely(tops, num_top, size, location)
@@ -164,7 +173,30 @@ def answered(protocol: str, answer: Any, request: SampleRequest, num_top: int, l
         entropies=entropies,
         top_ids=top_ids if request.num_top else None,
         top_logprobs=top_logprobs if request.num_top else None,
+        routed_experts=routes,
     )
+
+
+def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
+    """int16 [prefix and completion, or without the last token, L, k], the experts that vLLM returns: of a completion in
+    `choices[0].routed_experts`, of its prompt beside the choices in `prompt_routed_experts`; older ones of both in the
+    former.
+    """
+    choice = answer["choices"][0]
+    values = [answer.get("prompt_routed_experts"), choice.get("routed_experts")]
+    parts = [np.asarray(decoded(each, "routed_experts", location)) for each in values if each is not None]
+    if not parts or any(part.ndim != 3 for part in parts):
+        raise SamplerError(
+            f"{location}: the answer holds no experts of its tokens (choices[0].routed_experts); start vLLM with "
+            "--enable-return-routed-experts, or set routing_replay=off."
+        )
+    table = np.sort(np.concatenate(parts), axis=-1).astype(np.int16)
+    if num_prefix + num_sampled - len(table) not in (0, 1):
+        raise SamplerError(
+            f"{location}: the server returned the experts of {len(table)} tokens, for a prefix of {num_prefix} and "
+            f"{num_sampled} sampled ones."
+        )
+    return table
 
 
 def entropy_bound(top_logprobs: np.ndarray) -> np.ndarray:

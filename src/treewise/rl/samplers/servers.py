@@ -200,7 +200,7 @@ class ServerSampler:
             SamplerError: a server does not answer, refuses, or answers without token ids.
         """
         for request in requests:
-            refuse_unanswerable(request, self.logprobs_mode)
+            refuse_unanswerable(request, self.logprobs_mode, self.protocol)
         homes = [self._home(request) for request in requests]
         jobs = [
             (server, request, i)
