@@ -1,4 +1,4 @@
-"""Recorded experts in records: read in each form that servers and trainers write, kept, and merged as the options say."""
+"""Recorded experts in records: read in each form that servers and trainers write, and merged as the options say."""
 
 import base64
 import io

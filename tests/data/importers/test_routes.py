@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from treewise.data import import_rollouts, load_trees
+from treewise.data import load_trees
+from treewise.data.importers import import_rollouts
 from treewise.errors import DataError
 
 TABLE = np.array([[[1, 0]], [[2, 3]], [[0, 3]], [[1, 2]]])

@@ -197,8 +197,8 @@ def sampled_row(
 
 
 def experts(value: object, name: str, num_tokens: int, location: str) -> np.ndarray | None:
-    """[num_tokens, L, k] int64, the experts of a dump; -1 for rows of nothing but zeros, by which verl and prime-rl fill
-    up, and for the last where there is none. None: the dump has none.
+    """[num_tokens, L, k] int64, the experts of a dump; -1 for rows of nothing but zeros, by which verl and prime-rl
+    fill up, and for the last where there is none. None: the dump has none.
 
     Raises:
         DataError: another number of rows, or no table a token.
