@@ -34,7 +34,6 @@ from treewise.errors import CheckpointError, ConfigError, DataError, check_choic
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
 from treewise.trainer.references import with_logprobs
-from treewise.tree import routes
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 logger = logging.getLogger("treewise")
@@ -344,7 +343,8 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
 def _gaps(engine: TreeEngine, trees: Trees, batch_size: int) -> tuple[float, float] | None:
     """The gap to the sampler of one tree, with the experts that it recorded and with those that routers choose now."""
     for tree in trees:
-        if routes.has_routes(tree) and all(item.sampler_logprobs is not None for item in tree):
+        is_recorded = any(item.routed_experts is not None for item in tree)
+        if is_recorded and all(item.sampler_logprobs is not None for item in tree):
             live = [replace(item, routed_experts=None) for item in tree]
             scores = [with_logprobs(engine, [rows], "old_logprobs", batch_size)[0] for rows in (tree, live)]
             return logprob_gap(scores[0]), logprob_gap(scores[1])

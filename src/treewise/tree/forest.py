@@ -9,8 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.errors import ConfigError, DataError, check_choice, num
-from treewise.tree import prefix_merge, routes
+from treewise.tree import prefix_merge
 from treewise.tree.declared import DeclaredTrajectories, LazySequence, lay_out_nodes, spread_over_nodes
 from treewise.tree.geometry import TreeShape
 from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_on_paths, merge_keys
@@ -83,8 +84,8 @@ class Forest(TreeShape):
         keys = flat_ids
         if any(item.images for item in items):
             keys = merge_keys([item.images for item in items], flat_ids, offsets)
-        if routes.has_routes(items):
-            filled, keys = routes.merged(items, keys, offsets, tree_of)
+        if any(item.routed_experts is not None for item in items):
+            filled, keys = feature("routes").merged(items, keys, offsets, tree_of)
             items = tuple(filled)
         segments = prefix_merge.merge_sequences(keys, offsets)
         return cls(segments, flat_ids[segments.token_source], items)
@@ -163,7 +164,7 @@ class Forest(TreeShape):
             if not stream.is_routes and all(forest.has_stream(name) for forest in forests)
         }
         if any(forest.has_routes for forest in forests):
-            streams["routed_experts"] = routes.side_by_side(
+            streams["routed_experts"] = feature("routes").side_by_side(
                 [forest.routed_experts if forest.has_routes else forest.num_tokens for forest in forests]
             )
         return cls(segments, token_ids, None, streams)
@@ -212,7 +213,7 @@ class Forest(TreeShape):
         """Whether the experts of any token are recorded."""
         if isinstance(self.trajectories, DeclaredTrajectories):
             return "routed_experts" in self.tree_streams
-        return routes.has_routes(self.trajectories)
+        return any(item.routed_experts is not None for item in self.trajectories)
 
     @cached_property
     def routed_experts(self) -> np.ndarray:
@@ -220,7 +221,7 @@ class Forest(TreeShape):
         if "routed_experts" in self.tree_streams:
             return self.tree_streams["routed_experts"]
         known = [(item.routed_experts, path) for item, path in zip(self.trajectories, self.paths, strict=True)]
-        experts = np.full((self.num_tokens, *routes.one_shape(self.trajectories)), -1, dtype=np.int16)
+        experts = np.full((self.num_tokens, *feature("routes").one_shape(self.trajectories)), -1, dtype=np.int16)
         for each, path in known:
             if each is not None:
                 experts[path] = each  # of what is shared, all are equal or have none: see `routes.merged`

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from treewise.base.features import feature
 from treewise.errors import DataError
-from treewise.tree.routes import filled
 from treewise.tree.trajectory import Trajectory
 
 PROMPT = -1  # the parent of a rollout's first node
@@ -271,18 +271,14 @@ class RolloutTree:
             draws = [np.full(piece.end - piece.start, piece.node) for piece in self.pieces(leaf)]
             has_versions = all(self._nodes[piece.node].versions is not None for piece in self.pieces(leaf))
             versions = np.concatenate([context - 1, self.path(leaf, "versions")]) if has_versions else None
-            ids, routes, end = self.prefix_ids(leaf), None, len(self.prompt_ids)
-            for piece in self.pieces(leaf):  # what computed a token first is what it was sampled with
-                end, recorded = end + piece.end - piece.start, self._nodes[piece.node].routed_experts
-                routes = filled(routes, None if recorded is None else recorded[:end], len(ids))
             rows.append(
                 Trajectory(
-                    ids,
+                    self.prefix_ids(leaf),
                     np.concatenate([context, self.path(leaf, "is_sampled")]),
                     sampler_logprobs=np.concatenate([context, self.path(leaf, "logprobs")]),
                     draws=np.concatenate([context - 1, *draws]),
                     policy_versions=versions,
-                    routed_experts=routes,
+                    routed_experts=self._routes(leaf),
                     group=self.group,
                     reward=self._nodes[leaf].reward,
                     rollout=leaf,
@@ -290,6 +286,17 @@ class RolloutTree:
                 )
             )
         return rows
+
+    def _routes(self, leaf: int) -> np.ndarray | None:
+        """[tokens of a row, L, k] int16; what computed a token first is what it was sampled with."""
+        if all(node.routed_experts is None for node in self._nodes):
+            return None
+        filled, routes, end = feature("routes").filled, None, len(self.prompt_ids)
+        length = len(self.prefix_ids(leaf))
+        for piece in self.pieces(leaf):
+            end, recorded = end + piece.end - piece.start, self._nodes[piece.node].routed_experts
+            routes = filled(routes, None if recorded is None else recorded[:end], length)
+        return routes
 
     def account(self, rows: Sequence[Trajectory]) -> dict[str, int]:
         """Where generated tokens went, from the rows themselves (aligned with `rewarded_leaves`); every token counts

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.base.own_files import sealed
-from treewise.data.io.encoded_arrays import encoded
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import Outcome
 from treewise.rl.curriculum.self_check import CheckReport
@@ -78,7 +78,7 @@ def _records(
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
             "draws": row.draws.astype(int).tolist(),
             **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
-            **({} if row.routed_experts is None else {"routed_experts": encoded(row.routed_experts)}),
+            **_experts(row),
             "reward": row.reward,
             "group": row.group,
             "rollout": row.rollout,
@@ -88,6 +88,12 @@ def _records(
             "prompt_text": sample.prompt,
             "completion_text": sample.completion,
         }
+
+
+def _experts(row: Trajectory) -> dict[str, Any]:
+    if row.routed_experts is None:
+        return {}
+    return {"routed_experts": feature("encoded_arrays").encoded(row.routed_experts)}
 
 
 def sample_of(row: Trajectory, tokenizer: "PreTrainedTokenizerBase") -> Sample:

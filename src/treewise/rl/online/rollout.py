@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
@@ -14,7 +15,6 @@ from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, Episode, RewardFailure, TaskItem
 from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
-from treewise.tree.routes import filled
 
 # -- conversations ----------------------------------------------------------------------------------------------------
 
@@ -232,8 +232,9 @@ class Continuation:
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""
-        length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
-        self._routes = filled(self._routes, completion.routed_experts, length)
+        if completion.routed_experts is not None or self._routes is not None:
+            length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
+            self._routes = feature("routes").filled(self._routes, completion.routed_experts, length)
         for part in (self._first, completion):
             if part is not None:
                 self._append(part)

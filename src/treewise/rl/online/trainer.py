@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.features import feature
 from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.mesh import copy_first
@@ -64,7 +65,6 @@ from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.batches import collate
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.run_context import entered_run, stopped_error
-from treewise.tree import routes
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
@@ -146,9 +146,7 @@ class OnlineTrainer(TreeTrainer):
         self._ahead: Ahead | None = None
         self._journals: dict[int, Journal] = {}
         self._ended = time.perf_counter()  # the last iteration
-        self.items = TaskSampler(
-            self.settings.chosen_curriculum(), self.rollouts.num_items(), self.rollouts.book_key, args.seed
-        )
+        self.items = TaskSampler(self.settings.chosen_curriculum(), self.rollouts.num_items(), args.seed)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
 
@@ -237,7 +235,7 @@ class OnlineTrainer(TreeTrainer):
         collected, trees = sampled.collected, sampled.collected.trees
         rows = [each.tree.trajectories(source=f"iteration {number}, {each.tree.group}") for each in trees]
         if settings.routing_replay == "by_tokens":
-            rows = [routes.by_tokens(own) for own in rows]
+            rows = [feature("routes").by_tokens(own) for own in rows]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.

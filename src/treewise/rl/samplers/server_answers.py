@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.io.encoded_arrays import decoded
+from treewise.base.features import feature
 from treewise.errors import ConfigError, SamplerError
 from treewise.rl.samplers.draw import can_be_drawn, stream_key
 from treewise.rl.samplers.protocol import Completion, SampleRequest
@@ -184,6 +184,7 @@ def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np
     """
     choice = answer["choices"][0]
     values = [answer.get("prompt_routed_experts"), choice.get("routed_experts")]
+    decoded = feature("encoded_arrays").decoded
     parts = [np.asarray(decoded(each, "routed_experts", location)) for each in values if each is not None]
     if not parts or any(part.ndim != 3 for part in parts):
         raise SamplerError(
