@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import treewise as tw
+from treewise.engine.flat import FlatLoss
 from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model import split_model
 from treewise.nn.routing import heard, routers_of
@@ -256,6 +257,19 @@ def test_compiled_layers_replay():
     for layer in model.model.layers:
         layer.compile(dynamic=True, backend="eager")
     assert_replays(model, items, flat_of=flat)
+
+
+def test_the_flat_oracle_of_verify_replays_as_this_one():
+    model = mixture("qwen3_moe")
+    forest = tw.Forest.from_trajectories(random_routes(model, TREE))
+    flat, theirs = flat_step(model, forest.trajectories)
+    run = FlatLoss(forest.trajectories, tw.SFT()).run(model, torch.device("cpu"))
+    assert run.loss == pytest.approx(flat.item(), rel=1e-5)
+    assert difference(gradients(model), theirs) < 1e-5
+    once = tw.SFT(weighting="once")  # equal tokens that took other experts are trained on their own
+    assert FlatLoss(forest.trajectories, once).run(model, torch.device("cpu")).loss == pytest.approx(
+        tw.TreeEngine(model, check=False).evaluate(forest, once).loss, rel=1e-5
+    )
 
 
 def test_the_probe_passes_and_forwards_without_a_record_are_as_before():

@@ -31,6 +31,7 @@ from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
 from treewise.nn.tensors import to_device
 from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 _WAY_OUT = f"so the experts of a sampler cannot be replayed; load the data with routes='ignore'. {SUPPORTED_MODELS}"
 
@@ -208,10 +209,26 @@ def heard(model: nn.Module) -> Iterator[HeardRoutes]:
     """Within, forwards without a tree record the experts that they choose. Raises what `install` raises."""
     routers = install(model)
     routes = HeardRoutes(len(routers))
+    with _listening(routers, routes):
+        yield routes
+
+
+@contextmanager
+def replayed(lm: DecoderAndHead, trajectory: Trajectory) -> Iterator[None]:
+    """Within, forwards of this one row without a tree take its recorded experts, as flat training with a replay would.
+    Raises what `Replay` raises."""
+    forest = Forest.from_trajectories([trajectory])
+    replay = Replay(lm, forest)
+    with _listening(install(lm.decoder), replay.of_positions(np.arange(forest.num_tokens))):
+        yield
+
+
+@contextmanager
+def _listening(routers: Sequence[Router], routes: Any) -> Iterator[None]:
     for router in routers:
         router.module.__dict__["_treewise_heard"] = routes
     try:
-        yield routes
+        yield
     finally:
         for router in routers:
             del router.module.__dict__["_treewise_heard"]
@@ -286,8 +303,11 @@ class Replay(Guest):
     def enter(self, run: RunningMicroBatch) -> None:
         """Before the first forward, for the layout that other guests have left."""
         if run.routes is None:
-            own = self._experts[run.layout.positions][:, self._columns].astype(np.int64)
-            run.routes = self._runs[run.index] = RecordedRoutes(self, own)
+            run.routes = self._runs[run.index] = self.of_positions(run.layout.positions)
+
+    def of_positions(self, positions: np.ndarray) -> RecordedRoutes:
+        """Those of some tree positions ([T] int64)."""
+        return RecordedRoutes(self, self._experts[positions][:, self._columns].astype(np.int64))
 
     def check(self, number: int, router: Router, choice: Choice) -> None:
         """Raises `DataError` where a router cannot have chosen what was recorded for it."""

@@ -174,7 +174,8 @@ def _check_experts(experts: np.ndarray, name: str, location: str) -> None:
     is_known = experts >= 0
     has_router = is_known.any((0, 2))
     is_recorded = is_known.any((1, 2))
-    partly = np.argwhere((is_known != has_router[:, None]) & is_recorded[:, None, None])
+    differs: np.ndarray = is_known != has_router[:, None]
+    partly = np.argwhere(differs & is_recorded[:, None, None])
     if len(partly):
         row, layer, _ = partly[0]
         raise DataError(
