@@ -6,9 +6,9 @@ import io
 import numpy as np
 import pytest
 
-from treewise.errors import ConfigError, SamplerError
+from treewise.errors import SamplerError
 from treewise.rl.samplers import SampleRequest
-from treewise.rl.samplers.server_answers import answered, refuse_unanswerable
+from treewise.rl.samplers.server_answers import answered
 
 TABLE = np.random.default_rng(0).permuted(np.tile(np.arange(8), (6, 3, 1)), axis=-1)[..., :2].astype(np.uint8)
 REQUEST = SampleRequest((5, 6, 7), max_new_tokens=4, stop_ids=(2,), want_routes=True)
@@ -28,7 +28,7 @@ def answer(prompt, completion):
 
 @pytest.mark.parametrize(("prompt", "completion"), [(npy(TABLE[:3]), npy(TABLE[3:])), (None, npy(TABLE))])
 def test_experts_of_the_prompt_and_of_what_was_kept_are_taken(prompt, completion):
-    found = answered("openai", answer(prompt, completion), REQUEST, 0, "server")
+    found = answered(answer(prompt, completion), REQUEST, 0, "server")
     assert found.token_ids.tolist() == [9, 8, 2]
     assert np.array_equal(found.routed_experts, np.sort(TABLE, axis=-1))
     assert found.routed_experts.dtype == np.int16
@@ -36,13 +36,11 @@ def test_experts_of_the_prompt_and_of_what_was_kept_are_taken(prompt, completion
 
 def test_nothing_is_read_where_nobody_asks():
     plain = SampleRequest((5, 6, 7), max_new_tokens=4, stop_ids=(2,))
-    assert answered("openai", answer(None, npy(TABLE)), plain, 0, "server").routed_experts is None
+    assert answered(answer(None, npy(TABLE)), plain, 0, "server").routed_experts is None
 
 
 def test_missing_experts_and_other_numbers_of_them_are_named():
     with pytest.raises(SamplerError, match="start vLLM with --enable-return-routed-experts"):
-        answered("openai", answer(None, None), REQUEST, 0, "server")
+        answered(answer(None, None), REQUEST, 0, "server")
     with pytest.raises(SamplerError, match="the experts of 3 tokens, for a prefix of 3 and 4 sampled"):
-        answered("openai", answer(None, npy(TABLE[3:])), REQUEST, 0, "server")
-    with pytest.raises(ConfigError, match="SGLang answers with the experts"):
-        refuse_unanswerable(REQUEST, "raw_logprobs", "sglang")
+        answered(answer(None, npy(TABLE[3:])), REQUEST, 0, "server")
