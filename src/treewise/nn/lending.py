@@ -34,7 +34,7 @@ def lent(module: nn.Module) -> TreeContext | None:
 
 def replace_forward(module: nn.Module, path: str, forward: Callable[..., Any], why: str) -> None:
     """Puts a forward in place of the module's own, which it calls as `type(module).forward`; a second call changes
-    nothing. why: ends the message, what cannot be done and the way out.
+    nothing. why: ends the message: what cannot be done, and what to do.
 
     Raises:
         UnsupportedModelError: the module's forward has been replaced already.
