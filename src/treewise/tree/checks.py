@@ -172,8 +172,8 @@ def _check_experts(experts: np.ndarray, name: str, location: str) -> None:
         fill = " A row of zeros is how verl and prime-rl fill up; give -1." if not experts[row].any() else ""
         raise DataError(f"{location}: {name}[{row}] layer {layer}: expert {experts[row, layer, at]} twice.{fill}")
     is_known = experts >= 0
-    has_router = is_known.any((0, 2))
-    is_recorded = is_known.any((1, 2))
+    has_router: np.ndarray = np.asarray(is_known.any((0, 2)))
+    is_recorded: np.ndarray = np.asarray(is_known.any((1, 2)))
     differs: np.ndarray = is_known != has_router[:, None]
     partly = np.argwhere(differs & is_recorded[:, None, None])
     if len(partly):
