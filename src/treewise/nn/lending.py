@@ -4,7 +4,7 @@ The tree arrives at a layer as the keyword argument `treewise`, or on the empty 
 layer's forward lends it to such modules (recurrent mixers, routers of experts), and one after it takes it back.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -63,7 +63,7 @@ def _lend(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) ->
         layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, layer, context, checkpoint)
 
 
-def _on_masks(values: Iterable[object]) -> Iterable[TreeContext]:
+def _on_masks(values: Iterable[object]) -> Iterator[TreeContext]:
     return iter([value.treewise for value in values if isinstance(value, Tensor) and hasattr(value, "treewise")])
 
 

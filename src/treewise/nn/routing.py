@@ -51,7 +51,7 @@ class Router:
 
 def routers_of(decoder: nn.Module) -> list[Router]:
     """The routers of a decoder, in the order of their layers; none in a dense model."""
-    kinds: dict[type, int] = {}
+    kinds: dict[Any, int] = {}
     for part in decoder.modules():
         recorded = (getattr(part, "_can_record_outputs", None) or {}) if isinstance(part, PreTrainedModel) else {}
         found = recorded.get("router_logits", ())

@@ -47,7 +47,7 @@ def encoded(array: np.ndarray) -> dict[str, Any]:
 
 def _of_object(value: Mapping[str, Any], name: str, location: str) -> np.ndarray:
     data, shape, dtype, start = (value.get(key) for key in ("data", "shape", "dtype", "start"))
-    sizes: list[Any] = [shape] if not isinstance(shape, list | tuple | np.ndarray) else list(shape)
+    sizes: Any = [shape] if not isinstance(shape, list | tuple | np.ndarray) else list(shape)
     if dtype not in DTYPES or not all(
         isinstance(each, int | np.integer) and each >= 0 for each in [*sizes, start or 0]
     ):
