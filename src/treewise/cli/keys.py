@@ -121,8 +121,8 @@ _GROUPS = {
     ),
     "Adapters": "lora load_in_4bit load_in_8bit",
     "Rendering of records": (
-        "thinking train_on merge_siblings group_by max_length chat_template chat_template_kwargs on_drift on_hidden "
-        "max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
+        "thinking train_on merge_siblings routing_replay group_by max_length chat_template chat_template_kwargs "
+        "on_drift on_hidden max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
     ),
     "Reinforcement learning": (
         "objective objective_settings advantages advantages_settings old_logprobs reference mini_batches "

@@ -35,7 +35,7 @@ ELSEWHERE: dict[str, str] = {
         "the model after the last iteration is saved",
     ),
     "data_seed": "with tasks give seed, or tasks_seed",
-    **dict.fromkeys(declared(*RENDERING).keys() - {"max_length", "chat_template"}, _NO_DATA),
+    **dict.fromkeys(declared(*RENDERING).keys() - {"max_length", "chat_template", "routing_replay"}, _NO_DATA),
     **dict.fromkeys(("num_workers", "on_bad_record", "prepare_ahead", "train_sampling_strategy"), _NO_DATA),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor"), _NO_DATA),
     "dataloader_multiprocessing_context": _NO_DATA,

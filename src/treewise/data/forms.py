@@ -35,7 +35,8 @@ PARTS = {
     "calls": frozenset({"ctx", "out", *ENDING}),
 }
 # Keys that hold nested values; text in one of these is JSON, as columns of Parquet have it.
-NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
+_NUMBERS = (name for name, stream in STREAMS.items() if not stream.is_routes)  # those may be base64
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
