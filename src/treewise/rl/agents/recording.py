@@ -193,7 +193,10 @@ class Recording:
             break
         has_gone_on = start is not None and reason != "template" and size == _last_turn(items)
         nearest = None if has_gone_on else self._nearest(items)
-        if not has_gone_on:
+        if has_gone_on:
+            others = [each.new_text == text for each in self.calls if each.start is start]
+            reason = reason or ((AGAIN if any(others) else BRANCHED) if others else None)
+        else:
             reason = reason or self._reason(nearest, items, keys[0])
             start, num_kept, text = self._further(start, num_kept, text, keys[0])
         _, reader = self.writer.template_of(asked.variables)
