@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.rl.agents.helpers import ADD, CALL, Speaker, assert_rows_are, episodes_on
+from tests.rl.agents.helpers import ADD, CALL, END, Speaker, asked, assert_rows_are, episodes_on
 from treewise.errors import ConfigError
 from treewise.rl.agents.endpoint import Endpoint, listening
+from treewise.rl.agents.episodes import Spoken
+from treewise.rl.agents.wire import chat
 
 USER = {"role": "user", "content": "1+2?"}
 FLAT = {"type": "function", **ADD["function"]}
@@ -91,6 +93,18 @@ def test_a_streamed_chat_is_the_whole_one_in_parts():
         assert [{"name": c["name"], "arguments": c["arguments"]} for c in calls.values()] == expected
         assert events[-3]["choices"][0]["finish_reason"] == "tool_calls"
         assert_rows_are(client.speaker, client.episode)
+
+
+def test_the_end_of_a_turn_is_not_given_out_before_it_is_known_as_such():
+    """The last token has come, and the reply is not recorded yet."""
+    with episodes_on(Speaker(["It is 3."])) as episodes:
+        opened = episodes.open("a").begin(asked([USER], is_streamed=True))
+        opened.done.result(60)
+        stream, spoken = chat.Stream(opened.answer, {}, episodes.writer.decode), [Spoken()]
+        assert opened.tokens[0][-1] == END
+        parts = Endpoint(episodes)._more(opened, spoken, stream)
+        assert b"It is 3." in parts[0]
+        assert spoken[0].content == "It is 3."
 
 
 def test_choices_of_a_stream():

@@ -296,8 +296,7 @@ class Endpoint:
         events: list[bytes] = []
         call = opened.call
         for choice, (tokens, known) in enumerate(zip(opened.tokens, spoken, strict=True)):
-            if not tokens:
-                continue
+            tokens = tokens[: len(tokens) - (bool(tokens) and tokens[-1] in self.episodes.stop_ids)]
             text = self.episodes.writer.decode([*call.forced_ids, *tokens])
             if call.reader is None:
                 reasoning, content = "", _before(text.rstrip(UNFINISHED), call.asked.stop)
