@@ -51,7 +51,14 @@ def events_of(client, path, body):
 
 def test_a_chat_with_tools_and_log_probs():
     with served(["Let me see.\n" + CALL, "It is 3."]) as client:
-        body = {"model": "m", "messages": [USER], "tools": [ADD], "logprobs": True, "top_logprobs": 2, "max_tokens": 200}
+        body = {
+            "model": "m",
+            "messages": [USER],
+            "tools": [ADD],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "max_tokens": 200,
+        }
         first = post(client, "chat/completions", {**body, "return_token_ids": True})
         choice = first["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
@@ -66,7 +73,9 @@ def test_a_chat_with_tools_and_log_probs():
         assert first["usage"]["prompt_tokens"] == len(prefix)
         assert first["usage"]["completion_tokens"] == len(ids)
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-        second = post(client, "chat/completions", {**body, "messages": [USER, choice["message"], answer], "logprobs": False})
+        second = post(
+            client, "chat/completions", {**body, "messages": [USER, choice["message"], answer], "logprobs": False}
+        )
         assert second["choices"][0]["message"] == {"role": "assistant", "content": "It is 3.", "refusal": None}
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prefix) + len(ids)
         assert second["id"] != first["id"]
@@ -87,7 +96,9 @@ def test_a_streamed_chat_is_the_whole_one_in_parts():
         assert "".join(part.get("reasoning_content") or "" for part in parts) == whole["message"]["reasoning_content"]
         calls = {}
         for call in (call for part in parts for call in part.get("tool_calls", [])):
-            known = calls.setdefault(call["index"], {"id": call.get("id"), "name": call["function"].get("name"), "arguments": ""})
+            known = calls.setdefault(
+                call["index"], {"id": call.get("id"), "name": call["function"].get("name"), "arguments": ""}
+            )
             known["arguments"] += call["function"]["arguments"]
         expected = [each["function"] for each in whole["message"]["tool_calls"]]
         assert [{"name": c["name"], "arguments": c["arguments"]} for c in calls.values()] == expected
@@ -129,7 +140,10 @@ def test_choices_of_a_stream():
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages[0].content",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -187,7 +201,11 @@ def test_messages_of_anthropic():
         assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
         assert first["content"][2]["input"] == {"a": 1, "b": 2}
         assert first["stop_reason"] == "tool_use"
-        result = {"type": "tool_result", "tool_use_id": first["content"][2]["id"], "content": [{"type": "text", "text": "3"}]}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": first["content"][2]["id"],
+            "content": [{"type": "text", "text": "3"}],
+        }
         talk = [USER, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
         second = post(client, "messages", {**body, "messages": talk})
         assert second["content"] == [{"type": "text", "text": "It is 3.", "citations": None}]
@@ -292,13 +310,17 @@ def test_keys_name_episodes():
         post(client, "chat/completions", body, Authorization=f"Bearer {other.key}")
         assert len(other.recording.calls) == 1
         assert not client.episode.recording.calls
-        assert post(client, "chat/completions", body, 401, Authorization="Bearer no")["error"]["code"] == "invalid_api_key"
+        assert (
+            post(client, "chat/completions", body, 401, Authorization="Bearer no")["error"]["code"] == "invalid_api_key"
+        )
         assert client.post("/v1/chat/completions", json=body, headers={"Authorization": ""}).status_code == 401
         client.episodes.end(other)
         found = post(client, "chat/completions", body, 410, Authorization=f"Bearer {other.key}")
         assert found["error"]["code"] == "episode_ended"
         assert client.episodes.refused == {
-            "with a key that is not known": 1, "without a key": 1, "after the episode's end": 1
+            "with a key that is not known": 1,
+            "without a key": 1,
+            "after the episode's end": 1,
         }
 
 
@@ -320,7 +342,9 @@ def test_bodies_and_calls_are_limited():
         assert post(client, "chat/completions", big, 413)["error"]["type"] == "request_too_large"
         assert client.post("/v1/chat/completions", content=b"{").status_code == 400
         assert client.post("/v1/chat/completions", content=b"[" * 100_000).status_code == 400
-        assert client.post("/v1/chat/completions", content=b"{}", headers={"Content-Encoding": "gzip"}).status_code == 415
+        assert (
+            client.post("/v1/chat/completions", content=b"{}", headers={"Content-Encoding": "gzip"}).status_code == 415
+        )
         body = {"model": "m", "messages": [USER]}
         for status in (200, 200, 403):
             post(client, "chat/completions", body, status)
@@ -361,8 +385,10 @@ def test_a_client_that_goes_away_frees_its_place_and_its_tokens_count():
         client.speaker.block.set()
         client.episode.end()
         assert not under_way
-        rows, account = client.episode.rows()
-        assert account.sampled == account.recorded == account.trained == sum(len(ids) for _, ids, _ in client.speaker.seen)
+        _, account = client.episode.rows()
+        assert (
+            account.sampled == account.recorded == account.trained == sum(len(ids) for _, ids, _ in client.speaker.seen)
+        )
 
 
 def test_a_call_without_a_reply_in_time():
@@ -394,7 +420,10 @@ def test_models_by_name():
 
 def test_calls_that_are_passed_on():
     with served(["from the other"]) as other:
-        models = {"gpt-5": {"base_url": f"{other.base_url}/v1", "model": "m", "api_key": other.episode.key}, "*": "train"}
+        models = {
+            "gpt-5": {"base_url": f"{other.base_url}/v1", "model": "m", "api_key": other.episode.key},
+            "*": "train",
+        }
         with served(models=models) as client:
             body = {"model": "gpt-5", "messages": [USER]}
             assert post(client, "chat/completions", body)["choices"][0]["message"]["content"] == "from the other"

@@ -1,4 +1,4 @@
-"""Agents that change everything they may, and more: each sampled token is recorded as it was sampled, and trained once."""
+"""Agents that change all that they may, and more: each sampled token is recorded as it was sampled, trained once."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rl.agents.helpers import CALL, END, Speaker, arguments_respaced, assert_rows_are, asked, episodes_on, say
+from tests.rl.agents.helpers import CALL, END, Speaker, arguments_respaced, asked, assert_rows_are, episodes_on, say
 from treewise.rl.agents.asked import Asked, RefusedError
 from treewise.rl.agents.forks import FORKS
 
@@ -67,9 +67,7 @@ def test_a_turn_stays_as_it_was_sampled(text, change):
         turn, _ = say(episode, START)
         assert turn["tool_calls"][0]["function"]["name"] == "add"
         changed = change(turn)
-        answers = [
-            {"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in changed["tool_calls"]
-        ]
+        answers = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in changed["tool_calls"]]
         _, call = say(episode, [*START, changed, *answers])
         assert call.reason is None
         assert goes_on(speaker)
@@ -80,7 +78,11 @@ def test_a_turn_stays_as_it_was_sampled(text, change):
 
 
 CHANGES = {
-    "thinking dropped": lambda talk: [*talk[:2], {k: v for k, v in talk[2].items() if k != "reasoning_content"}, *talk[3:]],
+    "thinking dropped": lambda talk: [
+        *talk[:2],
+        {k: v for k, v in talk[2].items() if k != "reasoning_content"},
+        *talk[3:],
+    ],
     "turn edited": lambda talk: [*talk[:2], {**talk[2], "content": talk[2]["content"] + " Or so."}, *talk[3:]],
     "result cut": lambda talk: [*talk[:3], {**talk[3], "content": talk[3]["content"][:4]}, *talk[4:]],
     "result edited": lambda talk: [*talk[:3], {**talk[3], "content": "another result of it"}, *talk[4:]],
@@ -88,7 +90,10 @@ CHANGES = {
     "message edited": lambda talk: [talk[0], {"role": "user", "content": "1 + 2?"}, *talk[2:]],
     "messages dropped": lambda talk: [talk[0], *talk[4:]],
     "summarised": lambda talk: [talk[0], {"role": "user", "content": "So far: 3. Go on."}],
-    "new conversation": lambda talk: [{"role": "system", "content": "You help."}, {"role": "user", "content": "Say a."}],
+    "new conversation": lambda talk: [
+        {"role": "system", "content": "You help."},
+        {"role": "user", "content": "Say a."},
+    ],
     "same messages again": lambda talk: talk[:4],
     "other message after the same ones": lambda talk: [*talk[:4], {"role": "user", "content": "Really?"}],
 }
@@ -116,9 +121,14 @@ def test_a_change_forks_at_the_first_token_that_differs(reason):
                 break
         agreed = episodes.writer.decode(prefix_of_last(speaker)[:same])
         before = episodes.writer.decode(path_of(speaker, 1))
-        common = next((i for i, (a, b) in enumerate(zip(expected, before, strict=False)) if a != b), min(len(expected), len(before)))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(expected, before, strict=False)) if a != b),
+            min(len(expected), len(before)),
+        )
         assert len(agreed) == common
-        assert (account.again > 0) == (reason not in ("summarised", "new conversation", "same messages again", "other message after the same ones"))
+        assert (account.again > 0) == (
+            reason not in ("summarised", "new conversation", "same messages again", "other message after the same ones")
+        )
         assert reason in FORKS
 
 
@@ -286,12 +296,17 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_usual_name():
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["on", "branch", "again", "drop", "edit", "strip", "cut", "system", "respace", "two"]), st.integers(0, 5)),
+    st.tuples(
+        st.sampled_from(["on", "branch", "again", "drop", "edit", "strip", "cut", "system", "respace", "two"]),
+        st.integers(0, 5),
+    ),
     min_size=1,
     max_size=8,
 )
 TEXTS = st.lists(
-    st.sampled_from([CALL, "Hm.\n" + CALL, "  Ok \n", "<think>\na b\n</think>\n\nSo", "é≠🙂 ok", "<tool_call>{bad", "", CALL + CALL]),
+    st.sampled_from(
+        [CALL, "Hm.\n" + CALL, "  Ok \n", "<think>\na b\n</think>\n\nSo", "é≠🙂 ok", "<tool_call>{bad", "", CALL + CALL]
+    ),
     min_size=16,
     max_size=16,
 )
@@ -315,7 +330,9 @@ def test_whatever_an_agent_does_each_token_is_trained_once(smollm2, qwen3, steps
             elif what == "strip":
                 talk = [{**each, "content": each["content"].strip()} for each in talk]
             elif what == "cut":
-                talk = [{**each, "content": each["content"][:number]} if each["role"] == "tool" else each for each in talk]
+                talk = [
+                    {**each, "content": each["content"][:number]} if each["role"] == "tool" else each for each in talk
+                ]
             elif what == "system":
                 talk = [{"role": "system", "content": f"Be {number}."}, *talk[1:]]
             elif what == "respace":
@@ -330,12 +347,16 @@ def test_whatever_an_agent_does_each_token_is_trained_once(smollm2, qwen3, steps
                         talk[talk.index(each)] = {**each, "tool_call_id": name}
                 talk = [
                     {**each, "content": "".join(part["text"] for part in each["content"] or [])}
-                    if isinstance(each["content"], list | None) else each
+                    if isinstance(each["content"], list | None)
+                    else each
                     for each in talk
                 ]
             opened = episode.begin(asked(talk, num_choices=2 if what == "two" else 1))
             turn = opened.done.result(60)[-1].message()
             if what != "again":
-                answers = [{"role": "tool", "tool_call_id": c["id"], "content": f"got {number}"} for c in turn.get("tool_calls", [])]
+                answers = [
+                    {"role": "tool", "tool_call_id": c["id"], "content": f"got {number}"}
+                    for c in turn.get("tool_calls", [])
+                ]
                 talk = [*talk, turn, *(answers or [{"role": "user", "content": f"next {number}"}])]
         assert_rows_are(speaker, episode)

@@ -93,9 +93,22 @@ def test_both_forms_of_mistral(text, calls):
 @pytest.mark.parametrize(
     ("family", "text", "expected"),
     [
-        ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n</function>\n</tool_call>", {"a": 7, "s": "7"}),
-        ("kimi", '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 7}<|tool_call_end|><|tool_calls_section_end|>', {"a": 7}),
-        ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 7}}]<|END_ACTION|>', {"a": 7}),
+        (
+            "xml",
+            "<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n</function>\n</tool_call>",
+            {"a": 7, "s": "7"},
+        ),
+        (
+            "kimi",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+            '{"a": 7}<|tool_call_end|><|tool_calls_section_end|>',
+            {"a": 7},
+        ),
+        (
+            "cohere",
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 7}}]<|END_ACTION|>',
+            {"a": 7},
+        ),
         ("phi", '<|tool_call|>[{"name": "add", "arguments": {"a": 7}}]<|/tool_call|>', {"a": 7}),
         ("lfm", "<|tool_call_start|>[add(a=7, s='x, y')]<|tool_call_end|>", {"a": 7, "s": "x, y"}),
     ],
@@ -164,7 +177,21 @@ def test_the_tokenizers_own_response_template_comes_first():
     assert reader.whole(bad, "<|im_start|>assistant\n", [ADD]) == Parts(content=bad)
 
 
-PIECES = ["<think>\n", "a", " b\n", "</think>\n\n", CALL, "<tool_call>", "</tool_call>", "<to", "{", " ", "é", "STOP", "ST"]
+PIECES = [
+    "<think>\n",
+    "a",
+    " b\n",
+    "</think>\n\n",
+    CALL,
+    "<tool_call>",
+    "</tool_call>",
+    "<to",
+    "{",
+    " ",
+    "é",
+    "STOP",
+    "ST",
+]
 
 
 @settings(deadline=None)

@@ -22,7 +22,8 @@ TOOLS = frozenset({"tools", "tools_ref", "functions"})
 CHAT = frozenset({"messages", "images", *TOOLS, *LABELS})
 PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS})
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
-ROW = (CHAT | PAIR | {"token_ids", "text", "prompt_text", "completion_text", "iteration", *STREAMS}) - {"functions"}
+SHOWN = frozenset({"prompt_text", "completion_text", "iteration", "turns"})  # beside rows, for people
+ROW = (CHAT | PAIR | SHOWN | {"token_ids", "text", *STREAMS}) - {"functions"}
 REWRITTEN: frozenset[str] = frozenset()
 
 

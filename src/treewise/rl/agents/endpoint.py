@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from treewise.errors import ConfigError
 from treewise.rl.agents.asked import Asked, RefusedError, Reply
-from treewise.rl.agents.episodes import CONTEXT, TRAIN, Episode, Episodes, OpenCall, Spoken
+from treewise.rl.agents.endpoint_settings import CONTEXT, TRAIN
+from treewise.rl.agents.episodes import Episode, Episodes, OpenCall, Spoken
 from treewise.rl.agents.replies import UNFINISHED
 from treewise.rl.agents.wire import chat, completions, messages, responses
 from treewise.rl.agents.wire.common import Delta, Fields, Usage, anthropic_error, openai_error
@@ -52,8 +53,16 @@ class _Events(StreamingResponse):
 
 
 class Endpoint:
-    """The handlers. episodes: whose keys are taken. on_end: what becomes of an episode that a client ends
-    (`treewise record`); None: clients begin and end none. token: what keys begin with, where others reach the server.
+    """The handlers.
+
+    Parameters:
+        episodes: whose keys are taken.
+        on_end: what becomes of an episode that a client ends (`treewise record`); None: clients begin and end none.
+        on_close: is called once the server takes no calls.
+        token: what keys begin with, where others reach the server.
+
+    Raises:
+        ConfigError: others reach the server, any key begins an episode, and there is no token.
     """
 
     def __init__(
@@ -64,13 +73,15 @@ class Endpoint:
         host: str = "127.0.0.1",
         token: str | None = None,
         on_end: Callable[[Episode], Any] | None = None,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
         if host not in LOOPBACK and token is None and episodes.takes_any_key:
             raise ConfigError(
                 f"host={host} can be reached from other machines: give --token, with which keys begin, or leave --host "
                 "out."
             )
-        self.episodes, self.name, self.host, self.token, self.on_end = episodes, name, host, token, on_end
+        self.episodes, self.name, self.host, self.token = episodes, name, host, token
+        self.on_end, self.on_close = on_end, on_close
 
     def app(self) -> Starlette:
         """The application."""
@@ -97,6 +108,7 @@ class Endpoint:
             yield
             for episode in self.episodes.all_open:
                 await run_in_threadpool(episode.end)
+            await run_in_threadpool(self.on_close)
 
         return Starlette(
             routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)], lifespan=lifespan

@@ -30,7 +30,9 @@ def test_openais_chat():
         assert message.tool_calls[0].function.name == "add"
         assert len(first.choices[0].logprobs.content) == first.usage.completion_tokens
         talk = [USER, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}]
-        with sdk.chat.completions.stream(model="m", messages=talk, tools=[ADD], stream_options={"include_usage": True}) as stream:
+        with sdk.chat.completions.stream(
+            model="m", messages=talk, tools=[ADD], stream_options={"include_usage": True}
+        ) as stream:
             events = [event.type for event in stream]
             final = stream.get_final_completion()
         assert "content.delta" in events
@@ -54,7 +56,8 @@ def test_many_calls_at_once_of_the_asynchronous_client():
         async def run():
             async with client_of("AsyncOpenAI", client) as sdk:
                 calls = [
-                    sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": str(i)}]) for i in range(12)
+                    sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": str(i)}])
+                    for i in range(12)
                 ]
                 return await asyncio.gather(*calls)
 
@@ -95,7 +98,9 @@ def test_anthropics_messages():
         assert final.usage.cache_read_input_tokens > 0
         assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
         with pytest.raises(anthropic.BadRequestError, match="web_search"):
-            sdk.messages.create(messages=[USER], **{**common, "tools": [{"type": "web_search_20250305", "name": "web_search"}]})
+            sdk.messages.create(
+                messages=[USER], **{**common, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+            )
         assert sdk.messages.count_tokens(model="m", messages=[USER]).input_tokens > 5
         assert next(iter(sdk.models.list())).id == "policy"
 
