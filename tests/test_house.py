@@ -34,6 +34,7 @@ WHOLE_PACKAGE = {
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
     "engine/test_carrying": "what a gradient has to reach above a micro-batch",
     "rl/tasks/of_others/verifiers_env/test_shipped": "environments that the wheel of verifiers ships",
+    "rl/agents/wire/test_sdks": "the official SDKs against the endpoint",
     "rl/online/test_meshes": "runs of policies that no process has whole",
     "planning/test_fastest": "the fastest of several plans",
     "distributed/test_context": "context parallelism against one process",

@@ -220,6 +220,21 @@ def test_a_call_that_was_asked_for_is_begun_and_the_beginning_is_no_draw():
         assert call.choices[0].num_sampled < len(call.choices[0].turn.token_ids)
 
 
+def test_without_parallel_calls_a_turn_ends_with_its_first():
+    speaker = Speaker(["<think>\nhm\n</think>\n\nOk.\n" + CALL + "\n" + CALL + " and", "It is 3."])
+    with episodes_on(speaker) as episodes:
+        episode = episodes.open("a")
+        turn, _ = say(episode, START, is_parallel=False)
+        assert len(turn["tool_calls"]) == 1
+        assert turn["content"] == "Ok."
+        _, call = say(episode, [*START, turn, result(turn)], is_parallel=False)
+        assert call.reason == "end of turn"
+        text = episodes.writer.decode(prefix_of_last(speaker))
+        assert text.count('{"name": "add", "arguments"') == 1
+        assert text == episodes.writer.written(call.asked).text
+        assert len(assert_rows_are(speaker, episode)[0]) == 2
+
+
 def test_calls_that_are_not_trained_are_context():
     speaker = Speaker(["Judged.", "Ok.", "Fine."])
     with episodes_on(speaker) as episodes:
@@ -360,3 +375,54 @@ def test_whatever_an_agent_does_each_token_is_trained_once(smollm2, qwen3, steps
                 ]
                 talk = [*talk, turn, *(answers or [{"role": "user", "content": f"next {number}"}])]
         assert_rows_are(speaker, episode)
+
+
+def test_training_on_the_rows_is_a_plain_loop_over_the_calls():
+    """With forks, choices and equal draws: the gradient is that of each call's own prompt and reply, at any budget."""
+    import torch
+
+    from tests.rl.online.helpers import tiny_policy
+    from treewise import Forest, TreeEngine
+    from treewise.nn.gradients import gradient_error, gradients_of
+    from treewise.objectives import SFT
+    from treewise.rl.samplers import TransformersSampler
+    from treewise.tree.trajectory import Trajectory
+
+    model = tiny_policy(max_position_embeddings=4096)
+    speaker = Speaker()
+    speaker.model = TransformersSampler(model)
+
+    def sample(requests):
+        found = speaker.model.sample(requests)
+        speaker.seen += [
+            (request.prefix_ids, tuple(each.token_ids.tolist()), each.logprobs)
+            for request, (each,) in zip(requests, found, strict=True)
+        ]
+        return found
+
+    speaker.sample = sample
+    with episodes_on(speaker, max_new_tokens=9) as episodes:
+        episode = episodes.open("a", "task", seed=3)
+        turn, _ = say(episode, START, tools=None)
+        say(episode, [*START, turn, USER], tools=None)
+        say(episode, [*START, {**turn, "content": turn["content"][:3]}, USER], tools=None)
+        opened = episode.begin(asked([*START, turn, USER], tools=None, num_choices=2, temperature=0.0))
+        opened.done.result(60)
+        say(episode, [{"role": "system", "content": "Be brief."}, USER, turn, USER], tools=None)
+        rows, account = assert_rows_are(speaker, episode)
+    assert len(rows) == 5
+    assert account.again > 0
+    names = ("token_ids", "loss_weights", "sampler_logprobs", "draws", "group", "rollout")
+    items = [Trajectory(**{name: row[name] for name in names}) for row in rows]
+    total = sum(len(ids) for _, ids, _ in speaker.seen)
+    model.zero_grad()
+    for prefix, ids, logprobs in speaker.seen:
+        logits = model(torch.tensor([[*prefix, *ids]])).logits[0, len(prefix) - 1 : -1].float()
+        found = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert found.tolist() == pytest.approx(logprobs.tolist(), abs=1e-4)
+        (-found.sum() / total).backward()
+    expected = gradients_of(model)
+    for budget in (None, 48):
+        model.zero_grad()
+        TreeEngine(model, max_tokens=budget).step(Forest.from_trajectories(items), SFT())
+        assert gradient_error(gradients_of(model), expected) < 1e-5

@@ -10,7 +10,7 @@ from treewise.data.render.messages import Message, Tools
 class RefusedError(Exception):
     """A call that is answered with an error in its protocol's form.
 
-    status: of HTTP. code: OpenAI's word for it. param: the field that is wrong. is_final: clients are told not to send
+    status: of HTTP. code: OpenAI's word for it. param: the field that is wrong. is_final: the answer says not to send
     the call again.
     """
 
@@ -81,9 +81,7 @@ class Asked:
             raise RefusedError("tool_choice: a turn that must call follows a message of another role.")
         names = [tool["function"]["name"] for tool in self.tools or ()]
         if self.must_call and self.must_call not in names:
-            raise RefusedError(
-                f"tool_choice names {self.must_call!r}, which is none of the tools.", param="tool_choice"
-            )
+            raise RefusedError(f"tool_choice names {self.must_call!r}, and no tool has that name.", param="tool_choice")
         if self.must_call is not None and not names:
             raise RefusedError("tool_choice asks for a call, and there are no tools.", param="tool_choice")
 

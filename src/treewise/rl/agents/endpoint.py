@@ -467,7 +467,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def _refused(error: RefusedError, request: Request) -> Response:
-    """An error in the protocol's own form. Both SDKs send a call again, unless they are told not to."""
+    """An error in the protocol's own form. Both SDKs send a call again, unless the answer says not to."""
     form = anthropic_error if _is_anthropic(request) else openai_error
     headers = {"x-should-retry": "false"} if error.is_final else {"x-should-retry": "true", "retry-after": "1"}
     return JSONResponse(form(error), error.status, headers)

@@ -20,6 +20,7 @@ from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, Call, Choice, Recording
+from treewise.rl.agents.replies import Parts
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.samplers.protocol import Completion
@@ -197,33 +198,36 @@ class Episode:
         is_ended = bool(len(sampled)) and int(sampled[-1]) in self.stop_ids
         whole = self.writer.decode(ids[:-1] if is_ended else ids)
         text, stop_text = _cut(whole, asked.stop)
-        reply = self._reply(opened, index, text, completion)
-        reply = replace(reply, stop_text=stop_text)
+        parts = Parts(content=text)
+        if call.reader is not None:
+            ways = {"reads_calls": asked.reads_calls, "is_parallel": asked.is_parallel}
+            parts = call.reader.whole(text, call.prompt_end, asked.tools, **ways)
+        text = text[: parts.end]
+        reply = self._reply(call, index, parts, completion, stop_text)
         turn = Turn(ids, text, is_ended, is_cut=text != whole)
         finish = "cancelled" if opened.is_cancelled else reply.finish
         version = completion.version if completion.version is not None else self._version()
         return Choice(call, 0, turn, is_sampled, logprobs, finish, reply, version)
 
-    def _reply(self, opened: OpenCall, index: int, text: str, completion: Completion) -> Reply:
-        call = opened.call
+    def _reply(self, call: Call, index: int, parts: Parts, completion: Completion, stop_text: str | None) -> Reply:
         tops: tuple[Mapping[int, float], ...] = ()
         if completion.top_ids is not None and completion.top_logprobs is not None:
             pairs = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
             tops = tuple(
                 {token: value for token, value in zip(*pair, strict=True) if np.isfinite(value)} for pair in pairs
             )
-        finish: str = completion.finish_reason
-        facts: dict[str, Any] = {
-            "token_ids": tuple(completion.token_ids.tolist()),
-            "logprobs": tuple(completion.logprobs.tolist()),
-            "tops": tops,
-        }
-        if call.reader is None:
-            return Reply(text, finish=finish, **facts)
-        parts = call.reader.whole(text, call.prompt_end, call.asked.tools, reads_calls=call.asked.reads_calls)
         calls = tuple(GivenCall(_tool_id(call.id, index, number), *found) for number, found in enumerate(parts.calls))
-        finish = "tool_calls" if calls and finish == "stop" else finish
-        return Reply(parts.content, parts.reasoning, calls, finish, **facts)
+        finish: str = completion.finish_reason
+        return Reply(
+            parts.content,
+            parts.reasoning,
+            calls,
+            "tool_calls" if calls and finish == "stop" else finish,
+            stop_text,
+            tuple(completion.token_ids.tolist()),
+            tuple(completion.logprobs.tolist()),
+            tops,
+        )
 
     # -- its end ------------------------------------------------------------------------------------------------------
 

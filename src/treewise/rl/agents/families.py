@@ -56,7 +56,7 @@ def _calls_of(value: Any) -> list[Found]:
 
 def _objects(match: re.Match[str], _: Types) -> list[Found]:
     """JSON objects or lists, one after the other, with white space or `;` between them."""
-    text, found, decoder = match["body"].strip(), [], json.JSONDecoder()
+    text, found, decoder = match["body"].strip(), list[Found](), json.JSONDecoder()
     while text:
         value, end = decoder.raw_decode(text)
         own = _calls_of(value)
@@ -68,7 +68,7 @@ def _objects(match: re.Match[str], _: Types) -> list[Found]:
 
 def _named(pattern: re.Pattern[str], match: re.Match[str], _: Types) -> list[Found]:
     """Names, each with a JSON object."""
-    found = []
+    found: list[Found] = []
     for each in pattern.finditer(match["body"]):
         if not isinstance(json.loads(each["arguments"]), dict):
             return []

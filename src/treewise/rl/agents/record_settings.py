@@ -59,7 +59,8 @@ class RecordSettings:
         """Those that are the endpoint's. max_length: what the model follows."""
         names = ("temperature", "max_new_tokens", "max_calls", "calls_at_once", "max_waiting", "max_request_mb")
         values: dict[str, Any] = {name: getattr(self, name) for name in (*names, "call_seconds")}
-        models = {} if self.models is None else {"models": {"*": "train", **self.models}}
+        if self.models is not None:
+            values["models"] = {"*": "train", **self.models}
         most = [each for each in (self.max_length, max_length) if each is not None]
         keeps = self.thinking == "keep"
-        return EndpointSettings(max_length=min(most, default=None), keeps_thinking=keeps, **values, **models)
+        return EndpointSettings(max_length=min(most, default=None), keeps_thinking=keeps, **values)

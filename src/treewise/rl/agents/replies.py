@@ -41,11 +41,12 @@ UNFINISHED = "\ufffd"  # of a character whose bytes have not all come
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A turn taken apart. calls: names and arguments as JSON text."""
+    """A turn taken apart. calls: names and arguments as JSON text. end: characters of the turn that this is; None: all."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[Found, ...] = ()
+    end: int | None = None
 
 
 class Reader:
@@ -78,12 +79,15 @@ class Reader:
         end = key.start() if key else self._turn.index(_NAME) + len(_NAME)
         return self._turn[:end].replace(_NAME, function)
 
-    def whole(self, text: str, prompt: str, tools: Tools, *, reads_calls: bool = True) -> Parts:
+    def whole(
+        self, text: str, prompt: str, tools: Tools, *, reads_calls: bool = True, is_parallel: bool = True
+    ) -> Parts:
         """A finished turn.
 
         Parameters:
             text: of the turn, without the token that ended it.
             prompt: what the model saw; it may have opened the thinking.
+            is_parallel: whether it may hold several calls; else it ends with the first, where a family reads it.
         """
         if self.own is not None:
             found = self._by_template(text, prompt, tools)
@@ -91,7 +95,7 @@ class Reader:
             parts = harmony_parts(text)
             found = None if parts is None else Parts(parts[0].strip(), parts[1], tuple(parts[2]))
         else:
-            return self._by_family(text, prompt, tools, reads_calls=reads_calls)
+            return self._by_family(text, prompt, tools, reads_calls=reads_calls, is_parallel=is_parallel)
         if found is None or (found.calls and not reads_calls):
             return Parts(content=text)
         return found
@@ -130,7 +134,7 @@ class Reader:
         reasoning, mark, rest = body.partition(closed)
         return (reasoning.strip(), rest.lstrip(), False) if mark else (reasoning, "", True)
 
-    def _by_family(self, text: str, prompt: str, tools: Tools, *, reads_calls: bool) -> Parts:
+    def _by_family(self, text: str, prompt: str, tools: Tools, *, reads_calls: bool, is_parallel: bool) -> Parts:
         reasoning, content, _ = self._thought(text, prompt)
         if self.family is None or not reads_calls:
             return Parts(reasoning.strip(), content)
@@ -144,6 +148,8 @@ class Reader:
             if start < 0:
                 break
             found, end = calls_in(self.family, content, start, _types(tools))
+            if len(found) == 1 and not is_parallel:
+                return Parts(reasoning.strip(), content[:start].rstrip(), tuple(found), len(text) - len(content) + end)
             if found:
                 pieces.append(content[last:start])
                 calls, last = calls + found, end
