@@ -10,7 +10,7 @@ import pytest
 from tests.rl.agents.helpers import ADD, CALL, END, Speaker, asked, assert_rows_are, episodes_on
 from treewise.errors import ConfigError
 from treewise.rl.agents.endpoint import Endpoint, listening
-from treewise.rl.agents.episodes import Spoken
+from treewise.rl.agents.streaming import Spoken, more
 from treewise.rl.agents.wire import chat
 
 USER = {"role": "user", "content": "1+2?"}
@@ -113,7 +113,7 @@ def test_the_end_of_a_turn_is_not_given_out_before_it_is_known_as_such():
         opened.done.result(60)
         stream, spoken = chat.Stream(opened.answer, {}, episodes.writer.decode), [Spoken()]
         assert opened.tokens[0][-1] == END
-        parts = Endpoint(episodes)._more(opened, spoken, stream)
+        parts = more(episodes.writer, opened, spoken, stream)
         assert b"It is 3." in parts[0]
         assert spoken[0].content == "It is 3."
 

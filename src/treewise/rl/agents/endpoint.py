@@ -21,12 +21,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from treewise.errors import ConfigError
-from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.asked import Asked, RefusedError
 from treewise.rl.agents.endpoint_settings import CONTEXT, TRAIN
-from treewise.rl.agents.episodes import Episode, Episodes, OpenCall, Spoken
-from treewise.rl.agents.replies import UNFINISHED
+from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
+from treewise.rl.agents.passing_on import passed_on
+from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
 from treewise.rl.agents.wire import chat, completions, messages, responses
-from treewise.rl.agents.wire.common import Delta, Fields, Usage, anthropic_error, openai_error
+from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, openai_error
 
 logger = logging.getLogger("treewise")
 
@@ -247,7 +248,7 @@ class Endpoint:
                 raise ClientDisconnect
             if not done:
                 raise RefusedError(f"no reply within {seconds:g} seconds (call_seconds).", status=504, code="timeout")
-            _replies(opened)
+            replies_of(opened)
         finally:
             for task in (gone, waits):
                 task.cancel()
@@ -280,10 +281,10 @@ class Endpoint:
                     call = opened[index]
                     if call.done.done():
                         left.remove(index)
-                        for part in self._rest(call, spoken[index], streams[index]):
+                        for part in rest(call, spoken[index], streams[index]):
                             yield part
                     else:
-                        for part in self._more(call, spoken[index], streams[index]):
+                        for part in more(self.episodes.writer, call, spoken[index], streams[index]):
                             yield part
                 if not left:
                     break
@@ -303,63 +304,10 @@ class Endpoint:
             for part in streams[0].error(form(error)):
                 yield part
 
-    def _more(self, opened: OpenCall, spoken: list[Spoken], stream: Any) -> list[bytes]:
-        """What has become sure of a growing reply."""
-        events: list[bytes] = []
-        call = opened.call
-        for choice, (tokens, known) in enumerate(zip(opened.tokens, spoken, strict=True)):
-            tokens = tokens[: len(tokens) - (bool(tokens) and tokens[-1] in self.episodes.stop_ids)]
-            text = self.episodes.writer.decode([*call.forced_ids, *tokens])
-            if call.reader is None:
-                reasoning, content = "", _before(text.rstrip(UNFINISHED), call.asked.stop)
-            else:
-                parts = call.reader.sure(
-                    text, call.prompt_end, reads_calls=call.asked.reads_calls, stops=call.asked.stop
-                )
-                reasoning, content = parts.reasoning, parts.content
-            new = known.more(reasoning, content)
-            if any(new):
-                events += stream.delta(Delta(choice, *new))
-        return events
-
-    def _rest(self, opened: OpenCall, spoken: list[Spoken], stream: Any) -> list[bytes]:
-        """What is left of replies that have ended."""
-        events: list[bytes] = []
-        for choice, (reply, known) in enumerate(zip(_replies(opened), spoken, strict=True)):
-            new = known.more(reply.reasoning, reply.content)
-            events += stream.delta(Delta(choice, *new, calls=reply.calls, reply=reply))
-        return events
-
     async def _passed_on(self, request: Request, episode: Episode, body: dict[str, Any], use: Any) -> Response:
         """A call that another endpoint answers. It is counted, and no part of the recording."""
-        import httpx
-
         episode.num_passed_on += 1
-        episode.last_call = asyncio.get_running_loop().time()
-        url = str(use["base_url"]).rstrip("/").removesuffix("/v1") + request.url.path
-        payload = {**body, "model": use.get("model", body.get("model"))}
-        headers = (
-            {"x-api-key": use["api_key"], "authorization": f"Bearer {use['api_key']}"} if use.get("api_key") else {}
-        )
-        if version := request.headers.get("anthropic-version"):
-            headers["anthropic-version"] = version
-        client = httpx.AsyncClient(timeout=self.episodes.settings.call_seconds)
-        try:
-            sent = client.build_request("POST", url, json=payload, headers=headers)
-            found = await client.send(sent, stream=True)
-        except httpx.HTTPError as error:
-            await client.aclose()
-            raise RefusedError(f"{url} does not answer: {type(error).__name__}: {error}.", status=502) from None
-
-        async def parts() -> AsyncIterator[bytes]:
-            try:
-                async for part in found.aiter_bytes():
-                    yield part
-            finally:
-                await found.aclose()
-                await client.aclose()
-
-        return StreamingResponse(parts(), found.status_code, media_type=found.headers.get("content-type"))
+        return await passed_on(request, body, use, self.episodes.settings.call_seconds)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -431,24 +379,6 @@ class Endpoint:
         return _refused(
             RefusedError(f"{request.url.path} {what}; under /v1 are {known}.", status=404, code="not_found"), request
         )
-
-
-def _replies(opened: OpenCall) -> tuple[Reply, ...]:
-    """Raises `RefusedError` where the sampler failed."""
-    error = opened.done.exception()
-    if error is not None:
-        raise RefusedError(f"the sampler fails: {type(error).__name__}: {error}", status=500) from error
-    return opened.done.result()
-
-
-def _before(text: str, stops: tuple[str, ...]) -> str:
-    """A text up to where one of some texts may begin."""
-    for stop in stops:
-        if (at := text.find(stop)) >= 0:
-            text = text[:at]
-        size = next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
-        text = text[: len(text) - size]
-    return text
 
 
 async def _disconnected(request: Request) -> None:

@@ -31,11 +31,12 @@ ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A call that is sampled. done: its replies, once they are recorded. on_progress: is called where its tokens have
-    become more; from another thread."""
+    """A call that is sampled. stop_ids: that end its turns. done: its replies, once they are recorded. on_progress: is
+    called where its tokens have become more; from another thread."""
 
     call: Call
     answer: Answer
+    stop_ids: tuple[int, ...]
     done: "Future[tuple[Reply, ...]]" = field(default_factory=Future)
     tokens: list[list[int]] = field(default_factory=list)
     on_progress: Callable[[], None] | None = None
@@ -95,7 +96,7 @@ class Episode:
                 )
             call = self.recording.begin(asked, is_trained=is_trained, max_length=self.settings.max_length)
             usage = Usage(call.num_prompt, 0, call.num_prompt - len(call.new_ids))
-            opened = OpenCall(call, Answer(call.id, int(time.time()), asked, usage))
+            opened = OpenCall(call, Answer(call.id, int(time.time()), asked, usage), self.stop_ids)
             self._under_way.add(opened)
         requests = self._requests(opened)
         futures = [self.batcher.submit(request) for request in requests]
@@ -354,20 +355,3 @@ class Episodes:
 
 def _hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-class Spoken:
-    """What of a reply was given out while it grew, and what comes next."""
-
-    def __init__(self) -> None:
-        self.reasoning = self.content = ""
-
-    def more(self, reasoning: str, content: str) -> tuple[str, str]:
-        """What is new."""
-        new = []
-        for name, text in (("reasoning", reasoning), ("content", content)):
-            known = getattr(self, name)
-            part = text[len(known) :] if text.startswith(known) else ""
-            setattr(self, name, known + part)
-            new.append(part)
-        return new[0], new[1]

@@ -41,7 +41,7 @@ UNFINISHED = "\ufffd"  # of a character whose bytes have not all come
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A turn taken apart. calls: names and arguments as JSON text. end: characters of the turn that this is; None: all."""
+    """A turn taken apart. calls: names and arguments as JSON text. end: how much of the turn this is; None: all."""
 
     reasoning: str = ""
     content: str = ""
@@ -171,8 +171,9 @@ class Reader:
         return Parts(str(reasoning), str(parsed.get("content") or ""), tuple(found))
 
 
-def _held(text: str, markers: Sequence[str]) -> str:
-    """The text without its end, where that may be the beginning of a marker, or white space that may be dropped."""
+def held_back(text: str, markers: Sequence[str]) -> str:
+    """The text up to a marker, without an end that may be the beginning of one, or of a character."""
+    text = text.rstrip(UNFINISHED)
     for marker in markers:
         if (at := text.find(marker)) >= 0:
             text = text[:at]
@@ -180,7 +181,12 @@ def _held(text: str, markers: Sequence[str]) -> str:
             if text.endswith(marker[:size]):
                 text = text[:-size]
                 break
-    return text.rstrip()
+    return text
+
+
+def _held(text: str, markers: Sequence[str]) -> str:
+    """The same without white space at its end, which may be dropped."""
+    return held_back(text, markers).rstrip()
 
 
 def _text_of(arguments: object) -> str:
