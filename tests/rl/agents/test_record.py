@@ -70,8 +70,10 @@ def test_settings_that_contradict_one_another(tmp_path):
         RecordSettings(model="m", output=str(tmp_path / "there.jsonl"))
     with pytest.raises(ConfigError, match=r"sampler_settings\.base_url"):
         RecordSettings(model="m", output=str(tmp_path / "a"), sampler="vllm")
+    with pytest.raises(ConfigError, match="--token"):
+        RecordSettings(model="m", output=str(tmp_path / "a"), host="0.0.0.0")
     with pytest.raises(ConfigError, match="judge"):
-        RecordSettings(model="m", output=str(tmp_path / "a"), models={"judge": "free"}).of_endpoint(None)
+        RecordSettings(model="m", output=str(tmp_path / "a"), models={"judge": "free"})
 
 
 @pytest.mark.slow

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rl.agents.helpers import CALL, END, Speaker, arguments_respaced, asked, assert_rows_are, episodes_on, say
+from tests.rl.agents.helpers import (
+    CALL,
+    END,
+    TOKENIZER,
+    Speaker,
+    arguments_respaced,
+    asked,
+    assert_rows_are,
+    episodes_on,
+    say,
+)
 from treewise.rl.agents.asked import Asked, RefusedError
 from treewise.rl.agents.forks import FORKS
 
@@ -187,6 +197,33 @@ def test_a_turn_that_was_cut_by_its_length_is_closed_for_it():
         assert later.reason is None
         assert prefix_of_last(speaker)[len(path_of(speaker, 0))] == END
         assert len(assert_rows_are(speaker, episode)[0]) == 1
+
+
+def test_a_turn_that_is_kept_in_part_and_later_whole():
+    """Its tokens are trained in the row that holds all of them."""
+    speaker = Speaker(["A long answer.", "Ok.", "Fine."])
+    with episodes_on(speaker) as episodes:
+        episode = episodes.open("a")
+        turn, _ = say(episode, START)
+        say(episode, [*START, {**turn, "content": turn["content"][:6]}, USER])
+        say(episode, [*START, turn, USER])
+        assert goes_on(speaker, 0)
+        assert len(assert_rows_are(speaker, episode)[0]) == 2
+
+
+def test_another_end_than_the_templates_is_not_shown_again():
+    other = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
+    speaker = Speaker(["A.", "Ok."], end=other)
+    with episodes_on(speaker) as episodes:
+        episodes.stop_ids = (END, other)
+        episode = episodes.open("a")
+        turn, _ = say(episode, START)
+        assert turn["content"] == "A."
+        _, call = say(episode, [*START, turn, USER])
+        assert call.reason == "end of turn"
+        assert other not in prefix_of_last(speaker)
+        assert episodes.writer.decode(prefix_of_last(speaker)) == episodes.writer.written(call.asked).text
+        assert len(assert_rows_are(speaker, episode)[0]) == 2
 
 
 def test_choices_are_draws_of_their_own():

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rl.agents.helpers import ADD, CALL, TOKENIZER
@@ -195,6 +195,9 @@ PIECES = [
 
 
 @settings(deadline=None)
+@example(text="ST" + CALL, family="chatml")
+@example(text="a b\n" + CALL, family="chatml")
+@example(text="<think>\na\n</think>\n\n b STOP", family="chatml")
 @given(text=st.lists(st.sampled_from(PIECES), max_size=8).map("".join), family=st.sampled_from(["chatml", MISTRAL]))
 def test_what_is_sure_is_the_beginning_of_the_whole(text, family):
     """At every length, and it never takes anything back."""

@@ -43,7 +43,7 @@ class Batcher:
     def __init__(self, sampler: Sampler, *, gather_seconds: float = 0.01, at_once: int = 256) -> None:
         self.sampler, self.gather_seconds, self.at_once = sampler, gather_seconds, at_once
         self.num_sampled = self.num_batches = self.num_waiting = 0
-        self.version: int | None = None
+        self._is_closed = False
         self._todo: queue.SimpleQueue[tuple[SampleRequest, Future[Completion]] | None] = queue.SimpleQueue()
         self._working = threading.RLock()  # while the sampler works in this process
         self._counting = threading.Lock()
@@ -58,7 +58,10 @@ class Batcher:
         future: Future[Completion] = Future()
         with self._counting:
             self.num_waiting += 1
-        self._todo.put((request, future))
+            if not self._is_closed:
+                self._todo.put((request, future))
+                return future
+        self._answer(future, SamplerError("the sampler was closed."))
         return future
 
     def beside(self, work: Callable[..., object], *args: object) -> None:
@@ -73,7 +76,9 @@ class Batcher:
 
     def close(self) -> None:
         """Ends the threads; requests that wait are answered with an error."""
-        self._todo.put(None)
+        with self._counting:
+            self._is_closed = True
+            self._todo.put(None)
         self._thread.join()
         if self._calls is not None:
             self._calls.shutdown()

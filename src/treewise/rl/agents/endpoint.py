@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from treewise.errors import ConfigError
 from treewise.rl.agents.asked import Asked, RefusedError
-from treewise.rl.agents.endpoint_settings import CONTEXT, TRAIN
+from treewise.rl.agents.endpoint_settings import CONTEXT, LOOPBACK, TRAIN, check_host
 from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
 from treewise.rl.agents.passing_on import passed_on
 from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
@@ -31,7 +31,6 @@ from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, opena
 
 logger = logging.getLogger("treewise")
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PING_SECONDS = 10.0  # of a stream in which nothing comes: a comment, for clients that would give up
 NOT_SERVED = (
     *("embeddings", "audio/speech", "audio/transcriptions", "images/generations", "moderations", "files", "batches"),
@@ -76,11 +75,8 @@ class Endpoint:
         on_end: Callable[[Episode], Any] | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        if host not in LOOPBACK and token is None and episodes.takes_any_key:
-            raise ConfigError(
-                f"host={host} can be reached from other machines: give --token, with which keys begin, or leave --host "
-                "out."
-            )
+        if episodes.takes_any_key:
+            check_host(host, token)
         self.episodes, self.name, self.host, self.token = episodes, name, host, token
         self.on_end, self.on_close = on_end, on_close
 

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le
 from typing_extensions import Doc
 
 from treewise.errors import ConfigError, check_fields
-from treewise.rl.agents.endpoint_settings import EndpointSettings
+from treewise.rl.agents.endpoint_settings import EndpointSettings, check_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class RecordSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_host(self.host, self.token)
+        self.of_endpoint(None)
         if Path(self.output).exists():
             raise ConfigError(f"output={self.output} is there; give another name, or move it away.")
         if self.sampler != "transformers" and not (self.sampler_settings or {}).get("base_url"):

@@ -104,20 +104,18 @@ class Reader:
         """What of a growing turn cannot change any more."""
         if self.own is not None or self.is_harmony:
             return Parts()
-        reasoning, content, is_thinking = self._thought(text.rstrip(UNFINISHED), prompt)
+        text = held_back(text, stops)
+        reasoning, content, is_thinking = self._thought(text, prompt)
         if is_thinking:
             assert self.thinking is not None
-            return Parts(_held(reasoning, (self.thinking[1], *stops)).lstrip())
-        held = list(stops)
+            return Parts(held_back(reasoning, self.thinking[1:]).strip())
         if self.family is not None and reads_calls:
             if self.family.is_whole and content.lstrip().startswith(self.family.opens):
                 return Parts(reasoning)
-            starts = [content.find(each) for each in self.family.opens if not self.family.is_whole]
-            cut = min((each for each in starts if each >= 0), default=len(content))
-            content, held = content[:cut], [*held, *self.family.opens]
+            content = held_back(content, () if self.family.is_whole else self.family.opens)
         if self.thinking is not None and not reasoning and self.thinking[0].startswith(content.strip()):
             return Parts()
-        return Parts(reasoning, _held(content, held))
+        return Parts(reasoning, content.rstrip())
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
@@ -172,21 +170,14 @@ class Reader:
 
 
 def held_back(text: str, markers: Sequence[str]) -> str:
-    """The text up to a marker, without an end that may be the beginning of one, or of a character."""
-    text = text.rstrip(UNFINISHED)
+    """The text up to the first marker, or to what may become one, or a character, once more comes."""
+    text, end = text.rstrip(UNFINISHED), len(text)
     for marker in markers:
-        if (at := text.find(marker)) >= 0:
-            text = text[:at]
-        for size in range(min(len(marker) - 1, len(text)), 0, -1):
-            if text.endswith(marker[:size]):
-                text = text[:-size]
-                break
-    return text
-
-
-def _held(text: str, markers: Sequence[str]) -> str:
-    """The same without white space at its end, which may be dropped."""
-    return held_back(text, markers).rstrip()
+        at = text.find(marker)
+        sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+        begun = next((size for size in sizes if text.endswith(marker[:size])), 0)
+        end = min(end, len(text) - begun, len(text) if at < 0 else at)
+    return text[:end]
 
 
 def _text_of(arguments: object) -> str:
