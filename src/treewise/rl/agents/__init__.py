@@ -6,6 +6,8 @@ writing, replies  messages to token ids behind ids that stay verbatim; sampled i
 recording, forks  what an episode's calls saw and sampled, each token once; why a call did not go on where another ended
 batching          requests of all episodes to one sampler
 episodes, endpoint   keys and their episodes; the server
+running, host     runs an agent: processes of its own, and a reward, or why there is none
+record            `treewise record`
 
 Nothing outside of this folder imports it at its top: without it, everything else works.
 """

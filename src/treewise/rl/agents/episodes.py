@@ -66,6 +66,7 @@ class Episode:
         self.num_passed_on = 0
         self.last_call = time.monotonic()
         self.failure: BaseException | None = None
+        self.on_flood: Callable[[], None] | None = None  # is called once it makes too many calls
         self._version = version
         self._is_open = True
         self._under_way: set[OpenCall] = set()
@@ -89,6 +90,8 @@ class Episode:
             if not self._is_open:
                 raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
             if len(self.recording.calls) >= self.settings.max_calls:
+                if self.on_flood is not None:
+                    self.on_flood()
                 self._refuse(f"more than {self.settings.max_calls} calls of an episode (max_calls)", 403)
             if len(self._under_way) >= self.settings.calls_at_once:
                 self._refuse(
