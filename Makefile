@@ -12,9 +12,11 @@
 #   make bench-check   the same, held against the committed results by ratio
 #   make bench-real    the same on real trees, with SmolLM2
 #   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
+#   make gpu MINUTES=10 WHEELS=folder   what fits into ten minutes on a GPU, in order of worth, where nothing can be installed
 #   make bench-all     every other script in benchmarks/
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
+#   make versions SETS="lowest newest"   a user's first day on the lowest and the newest versions that pyproject.toml admits, in environments of their own (5 GB each, one at a time)
 #   make docs     the pages as a site, in build/site
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
@@ -29,7 +31,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu bench-all proof crossings docs models engines environments verl release format clean
+.PHONY: help versions demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments verl release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -130,8 +132,13 @@ bench-real: $(VENV)/.dev
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/treewise bench --device cuda --model $(GPU_MODELS) --workload $(GPU_WORKLOADS) --checkpointing \
-	  --repetitions 2 --max_seconds 120 --json $(RESULTS) $(BENCH_ARGS)
+	  --repetitions 2 --max_seconds 600 --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
+
+# Not in .venv: whichever Python here has a torch that finds a GPU. GPU_ARGS="--device cpu" tries it out without one.
+GPU_ARGS ?=
+gpu:
+	@PYTHON="$(PYTHON)" python3 benchmarks/gpu.py --minutes $(MINUTES) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
 bench-all: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
@@ -143,6 +150,12 @@ proof: $(VENV)/.dev $(VENV)/.demo
 
 crossings: $(VENV)/.dev
 	$(BIN)/python -m tests.crossings --minutes $(MINUTES) --seed $(SEED)
+
+# uv resolves the lowest versions, which pip cannot.
+SETS ?=
+VERSIONS ?= build/versions
+versions: $(VENV)/.uv
+	$(BIN)/python -m tests.first_day $(SETS) --folder $(VERSIONS) $(VERSIONS_ARGS)
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/figures/draw.py
@@ -237,6 +250,10 @@ ifeq ($(HAS_GPU),)
 	  || { [ "$$(uname)" = Linux ] && $(PIP) --index-url $(CPU_TORCH_INDEX) "$(CPU_TORCH)" 2>/dev/null; } \
 	  || $(PIP) "$(CPU_TORCH)"
 endif
+	@touch $@
+
+$(VENV)/.uv: | $(BIN)/python
+	@$(PIP) "uv>=0.9"
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch

@@ -37,7 +37,8 @@ from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION
 from treewise.distributed.placement.leaf_costs import Leaves, costs_of
 from treewise.planning.bin_packing import best_fit
 from treewise.planning.partition import FORWARD_FRACTION
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Plan
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import chain_nodes
 

@@ -24,7 +24,7 @@ from common import save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treewise.bench.measure import peak_bytes
-from treewise.distributed.mesh import context_group
+from treewise.distributed.context import context_group
 from treewise.engine.engine import TreeEngine
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -28,8 +28,8 @@ from transformers import AttentionInterface
 import treewise as tw
 from treewise.nn.attention import TreeContext, TreeMask, flex
 from treewise.nn.attention.interface import tree_attention_forward
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
 
 NUM_CALLS = 200  # of attention, in one measurement

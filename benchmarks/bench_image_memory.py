@@ -54,7 +54,7 @@ def write(folder: Path, num_records: int) -> Path:
 
 def measure(path: Path) -> dict[str, float]:
     from treewise.data import load_trees
-    from treewise.engine.vision import opened
+    from treewise.nn.vision import opened
 
     before, started = _resident(), time.perf_counter()
     trees = load_trees(path, Processor(), num_workers=0, read_only=True)

@@ -26,8 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from common import save
 
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -24,12 +24,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from treewise.bench import SHAPES, make
-from treewise.engine import guest
-from treewise.engine.guest import HostMemory
-from treewise.engine.scoring import StepLoss
+from treewise.engine.step import StepLoss, Walk
 from treewise.engine.step_memory import Results, without_data
-from treewise.engine.walk import Walk
+from treewise.nn import host_memory
 from treewise.nn.attention import flex, gateway
+from treewise.nn.host_memory import HostMemory
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import auto_class
@@ -135,7 +134,7 @@ def counted(counts: Counts) -> Iterator[None]:
     with ExitStack() as around:
         for each in (MAX_LOGITS, MAX_PRODUCT):
             around.enter_context(mock.patch.dict(each, meta=each["cuda"]))
-        for module in (gateway, guest):
+        for module in (gateway, host_memory):
             around.enter_context(mock.patch.object(module, "on_host", mode.copied_back))
         around.enter_context(mock.patch.object(gateway, "free_bytes", return_value=FREE_BYTES))
         around.enter_context(mock.patch.object(flex, "_uncompiled", attend))
@@ -153,7 +152,7 @@ def count_step(
     loss = StepLoss(forest, SFT(), None)
     with counted(counts):
         walk.train(loss.of_micro_batch)
-        loss.totals()
+        loss.output(walk)
     return counts
 
 

@@ -17,9 +17,9 @@ from treewise.nn.attention import TreeMask
 from treewise.nn.attention.flex import BLOCK_SIZE, num_key_rows
 from treewise.nn.flops import FlopModel, LayerReach, flat_head_rows, tree_head_rows
 from treewise.nn.model_flops import flop_model_of_config
-from treewise.planning.layout import lay_out
 from treewise.planning.partition import ATTENTION_BACKWARD
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.tree.forest import Forest
 
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")

@@ -46,10 +46,16 @@ def short(record: dict[str, Any]) -> str:
 
 def _heading(model: str, rows: list[Row]) -> Iterator[str]:
     skipped = next((row["skipped"] for row in rows if "skipped" in row), None)
-    dtypes = ", ".join(dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows if "dtype" in row))
+    dtypes = ", ".join(dict.fromkeys(_where(row) for row in rows if "dtype" in row))
     commands = ", ".join(dict.fromkeys(f"`{row['command']}`" for row in rows))
     yield f"**{model}**" + (f", {dtypes}" if dtypes else "") + (f": {skipped}" if skipped else "") + f" ({commands})"
     yield ""
+
+
+def _where(row: Row) -> str:
+    """On a GPU with the kernel of flat rows, without which a ratio says little."""
+    kernel = f" (flat rows by {row['varlen_kernel']})" if row["device"] == "cuda" else ""
+    return f"{row['dtype']} on {row['device']}{kernel}"
 
 
 def _speeds(rows: list[Row]) -> Iterator[str]:

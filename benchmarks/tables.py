@@ -34,7 +34,7 @@ def main() -> None:
     _fill(ROOT / "README.md", "steps", "\n\n".join(_short(*each) for each in real))
     balance = [_balance(path, record) for path, record in _records("balance")]
     _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(balance))
-    _benches(page)
+    _benches()
     others = {
         "memory-large": (of_memory, _large_memory),
         "first-steps": (of_memory, _first_steps),
@@ -50,6 +50,7 @@ def main() -> None:
         found = _records(name)
         if found:
             _fill(where, name, "\n\n".join(f"{_source(*each)}:\n\n{table(each[1])}" for each in found))
+    _fill(ROOT / "docs" / "gpu.md", "fits", _fits(json.loads((RESULTS / "fits.json").read_text())))
     of_claims = {record["benchmark"]: record for path, record in _all() if path.stem.startswith(CLAIMS)}
     if of_claims:
         _fill(ROOT / "docs" / "claims.md", "claims", claims_table.claims(of_claims))
@@ -78,23 +79,46 @@ def _source(path: Path, record: dict[str, Any]) -> str:
     return f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name}))"
 
 
-def _benches(page: Path) -> None:
-    """What `treewise bench` wrote, whatever the name of the file."""
-    parts = []
+def _benches() -> None:
+    """What `treewise bench` wrote, whatever the name of the file: of GPUs on a page of their own."""
+    parts: dict[str, list[str]] = {"performance": [], "gpu": []}
     for path, record in sorted(_records("treewise bench"), key=lambda each: each[0].name.startswith(AGAIN)):
         is_again = path.name.startswith(AGAIN)
         picture = "" if is_again else result_tables.plot(record)
         if picture:
             (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)
         image = f"![speed-ups over flat training]({path.stem}.svg)\n\n" if picture else ""
-        parts.append(f"{_source(path, record)}:\n\n{image}{result_tables.tables(record, with_costs=not is_again)}")
-    if parts:
-        _fill(page, "bench", "\n\n".join(parts))
+        patched = f" Patched: {record['patched']}." if "patched" in record else ""
+        source = f"{_source(path, record)}:{patched}"
+        page = "gpu" if any(row.get("device") == "cuda" for row in record["rows"]) else "performance"
+        parts[page].append(f"{source}\n\n{image}{result_tables.tables(record, with_costs=not is_again)}")
+    for page, found in parts.items():
+        if found:
+            _fill(ROOT / "docs" / f"{page}.md", "bench", "\n\n".join(found))
 
 
 def _short(path: Path, record: dict[str, Any]) -> str:
     heading = f"{_title(record)} ([{path.name}](benchmarks/results/{path.name})):"
     return f"{heading}\n\n{result_tables.short(record)}"
+
+
+def _fits(record: dict[str, Any]) -> str:
+    """The largest budget that fits, without gradient checkpointing and with it, by model, what is trained, and GPU."""
+    places = list(dict.fromkeys(row["gib"] for row in record["rows"]))
+    places.sort(key=lambda place: isinstance(place, str))
+    lines = [
+        f"| model | trained | {' | '.join(f'{place} GiB' for place in places)} |",
+        f"|---|---|{'---|' * len(places)}",
+    ]
+    by = {(row["model"], row["trained"], row["gib"], row["checkpointing"]): row["max_tokens"] for row in record["rows"]}
+    for model, trained in dict.fromkeys((row["model"], row["trained"]) for row in record["rows"]):
+        cells = []
+        for place in places:
+            found = [by.get((model, trained, place, each), "") for each in (False, True)]
+            shown = ["-" if each is None else each and f"{each:,}" for each in found]
+            cells.append(", ".join(filter(None, shown)))
+        lines.append(f"| {model} | {trained} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _large_memory(record: dict[str, Any]) -> str:

@@ -34,7 +34,8 @@ import treewise as tw
 from treewise.bench import make, random_model
 from treewise.nn.load_model import DEMO_MODEL, load_tokenizer
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.planning.planner import FORWARD, TRAIN, Plan, fastest_plan
+from treewise.planning.planner import fastest_plan
+from treewise.planning.plans import FORWARD, TRAIN, Plan
 
 LENGTHS = (32, 64, 128, 256, 512)
 WORKLOADS = ("grpo", "turns-40", "turns-100", "search", "no-sharing", "ratio-6.5", "164k-83k", "tau2")

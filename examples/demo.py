@@ -30,6 +30,7 @@ import treewise
 from treewise.bench import Settings, measure_workload
 from treewise.bench.results import efficiency
 from treewise.bench.workloads import Workload
+from treewise.cli.waiting import telling
 from treewise.data import RenderOptions, load_trees
 from treewise.errors import TreewiseError
 from treewise.nn.flops import FlopModel
@@ -37,7 +38,7 @@ from treewise.nn.load_model import DEMO_MODEL, load_model
 from treewise.nn.model_flops import flop_model
 from treewise.report import inspect_forests, inspect_view, read_run, verification_view
 from treewise.report.html.build import build_data_report
-from treewise.report.html.page import write_page
+from treewise.report.html.page import Section, write_page
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.trajectory import Trajectory
 from treewise.verification import verify
@@ -55,10 +56,11 @@ LAST_SECOND = 210.0  # no further repetition begins after this
 NUM_WRITTEN = 40  # tokens that the model writes before and after
 CONTESTANTS = {
     "flat": "packed flat training",
-    "merged": "merged flat training: without those contained in another",
+    "merged": "merged flat training",
     "trl": "TRL's tree rows",
     "tree": "treewise",
 }
+SHORT = {"flat": "packed flat training", "merged": "merged", "trl": "TRL's tree rows"}
 
 Trees = dict[str, list[Trajectory]]
 
@@ -69,7 +71,8 @@ def main() -> int:
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
     try:
-        run(args.output, console)
+        with telling("demo"):  # which says what takes long
+            run(args.output, console)
     except TreewiseError as error:
         console.print(f"[bold red]{type(error).__name__}:[/] ", end="")
         console.print(str(error), markup=False)
@@ -111,7 +114,7 @@ def run(output: Path, console: Console) -> None:
     show_times(row, console)
 
     console.rule("6. the page")
-    page = write_report(data, loaded, tokenizer, output)
+    page = write_report(data, loaded, tokenizer, output, result_section(row, losses))
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     figures = {"seconds": seconds, "cpu_seconds": time.process_time(), "peak_gib": peak, "losses": losses, "step": row}
@@ -291,16 +294,54 @@ def show_times(row: dict[str, Any], console: Console) -> None:
             f"{found['loss']:.6f}",
         )
     console.print(table)
-    console.print(
-        f"share ratio {row['share_ratio']:.1f} (flat / tree tokens), leaf ratio {row['leaf_ratio']:.1f} (without those "
-        f"contained in another); FLOPs allow {row['flop_bound']:.1f} x over packed: efficiency "
-        f"{efficiency(row, 'tree') or float('nan'):.2f}. The gradient of treewise differs from the packed one by "
-        f"{row['contestants']['tree']['gradient_error']:.0e} of its norm."
+    error = row["contestants"]["tree"]["gradient_error"]
+    console.print(f"{ratios_line(row)} treewise's gradient differs from the packed one by {error:.0e} of its norm.")
+
+
+def result_section(row: dict[str, Any], losses: dict[str, Any]) -> Section:
+    """What the demo measured, for the top of the page."""
+    head = ("way", "tokens computed", "seconds", "treewise is", "loss", "gradient error")
+    lines = []
+    for name, label in CONTESTANTS.items():
+        found = row["contestants"].get(name, {"skipped": "not measured"})
+        if "skipped" in found:
+            lines.append((label, found["skipped"], *[""] * (len(head) - 2)))
+            continue
+        speed_up, error = row["speed_up"].get(name, {}).get("tree"), found.get("gradient_error")
+        lines.append(
+            (
+                label,
+                f"{found['computed_tokens']:,}",
+                f"{found['seconds']['median']:.2f}",
+                "" if speed_up is None else f"{speed_up:.1f} x as fast",
+                f"{found['loss']:.6f}",
+                "" if error is None else f"{error:.0e}",
+            )
+        )
+    measured = {name: each["tree"] for name, each in row["speed_up"].items() if name in CONTESTANTS and "tree" in each}
+    times = ", ".join(f"{times:.1f} times as fast as {SHORT[name]}" for name, times in measured.items())
+    error = row["contestants"]["tree"]["gradient_error"]
+    text = (
+        f"A step on trees was {times}; its gradient differs from that of packed flat training by {error:.0e} of its "
+        f"norm.\nOne step, forward and backward, of the first {NUM_TIMED} trajectories of {row['workload']}, the four "
+        "ways in turns on this machine; merged is without trajectories that another one begins with. "
+        f"{ratios_line(row)}\nFine-tuning on eight searches took the held-out loss from "
+        f"{losses['held_out_before']:.3f} to {losses['held_out_after']:.3f}."
+    )
+    return Section("The demo's result", text, (), (head, *lines))
+
+
+def ratios_line(row: dict[str, Any]) -> str:
+    """The ratios of the tree that was timed, and how much of its FLOP bound was reached."""
+    return (
+        f"Share ratio {row['share_ratio']:.1f} (tokens of all trajectories / of the tree), leaf ratio "
+        f"{row['leaf_ratio']:.1f} (without those that another begins with), FLOP bound {row['flop_bound']:.1f}: "
+        f"efficiency, which is speed-up / FLOP bound, {efficiency(row, 'tree') or float('nan'):.2f}."
     )
 
 
-def write_report(data: Any, model: torch.nn.Module, tokenizer: Any, output: Path) -> Path:
-    """The HTML page of the data, with its trees, and of the run."""
+def write_report(data: Any, model: torch.nn.Module, tokenizer: Any, output: Path, result: Section) -> Path:
+    """The HTML page: the result, the data with its trees, and the run."""
     report = build_data_report(
         data,
         data.report,
@@ -312,7 +353,7 @@ def write_report(data: Any, model: torch.nn.Module, tokenizer: Any, output: Path
         max_tokens=MAX_TOKENS,
         num_drawn=6,
     )
-    return write_page(output / "report.html", report, read_run(output), treewise.__version__)[0]
+    return write_page(output / "report.html", report, read_run(output), treewise.__version__, [result])[0]
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def prefix_tree(sequences: Sequence[Sequence[int]]) -> Tree:
     return Tree(*map(np.array, (ids, parent, depth, end)), [position[nodes] for nodes in nodes_of])
 
 
-# -- 2. Intervals to a mask (treewise.planning.layout, treewise.nn.attention) ------------------------------------------
+# -- 2. Intervals to a mask (treewise.planning.plans, treewise.nn.attention) -------------------------------------------
 # A query may see the keys on its path to the root. Since a micro-batch keeps depth-first order, the queries below a key
 # are an interval, too: two integers per key are the whole mask, whatever the tree. treewise hands them to kernels
 # (treewise.nn.attention.cascade, treewise.nn.attention.flex); only its specification builds a dense mask, as here
@@ -152,7 +152,7 @@ def grpo(logprobs: list[Tensor], rewards: Tensor, old_logprobs: list[Tensor], cl
     return torch.cat(losses).mean()
 
 
-# -- 6. A budget: one trunk, its gateway, and pieces below it (treewise.planning.partition, treewise.engine.walk) ------
+# -- 6. A budget: one trunk, its gateway, and pieces below it (treewise.planning.partition, treewise.engine.step) ------
 # A token is open if its subtree exceeds the budget, otherwise closed. Open tokens are the top of the tree: the trunk.
 # The largest closed subtrees are packed into pieces. The trunk runs first, without a graph, and leaves its keys and
 # values: the gateway, detached. Every piece runs forward and backward once, and adds its gradients into the gateway.

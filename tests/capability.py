@@ -42,34 +42,24 @@ ROOT = Path(__file__).parents[1]
 _WHOLE = "its decoder is a whole language model with a head of its own, of which trees cannot take the decoder alone"
 _CODES = "turns images into tokens by a map of codes (vocabulary_map) that only a checkpoint holds"
 _TIMM = "its tower is a model of the library timm, which is not installed where this table is made"
-_QFORMER = "its Q-Former reads the image together with an instruction, so features belong to a text, not to an image"
 _ORDER = "its tower gives an image other features when it comes after another in the same call"
 # What families do that trees cannot, or what a small model of them lacks, where others' exceptions do not tell.
 SENTENCES = {
     "apertus1p5": "turns images into tokens of its vocabulary, so no gradient reaches its tower",
-    "blip-2": _WHOLE,
     "chameleon": _CODES,
     "deepseek_ocr2": "transformers builds no small model of it without the parts of its tower's configuration",
-    "doge": "adds a learned mask of its own to that of its attention, which a tree cannot replace",
     "dots3_note": "its configuration sets layers 25 to 41 one by one, so no small model of it can be built",
     "emu3": _CODES,
     "evolla": "reads proteins; transformers has no class of images and text for it",
     "fast_vlm": _TIMM,
     "florence2": "is an encoder-decoder, whose encoder reads text and image in both directions",
     "gemma3n": _TIMM,
-    "git": "puts the image's tokens before the text and builds one mask for both, which a tree cannot replace",
     "glm5_next": "its layers attend to tokens that an index chooses (DSA), which cannot follow a tree",
     "granite4_vision": "needs the list of layers that take features of images, without which no model of it is built",
-    "idefics": "reads images by cross-attention in layers of its own, which need pixels in every forward",
-    "instructblip": _QFORMER,
-    "instructblipvideo": _QFORMER,
-    "kosmos-2": _WHOLE,
-    "kosmos-2.5": _WHOLE,
     "llama4": _WHOLE,
     "minicpmv4_6": _ORDER,
     "minicpmv4_7": _ORDER,
     "mllama": "reads images by cross-attention in layers of its own; no tokens stand for them",
-    "molmo2": "its forward asks which tokens are images (mm_token_type_ids) on text alone, too, as a tree does not",
     "muse_spark": "its tower has stages of several widths and depths, of which no small model is built by rule",
     "ovis2": "writes rows of its visual vocabulary over the tokens around an image, beside the features of the image",
     "perception_lm": _TIMM,

@@ -4,6 +4,8 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 # Before torch and transformers are imported, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,10 +14,15 @@ os.environ["TREEWISE_KEEP_FREED_MEMORY"] = "0"  # tests of memory run in the sam
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # models of the tests are tiny: more threads only wait for one another
 
+from tests.whose_warnings import name_callers
+
+name_callers()  # before others are imported, which may take `warnings.warn` along
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import needs
 from treewise.testing import shape_checks
 
 shape_checks.install("treewise.nn", "treewise.engine", "treewise.objectives")
@@ -27,6 +34,18 @@ settings.register_profile("quick", parent=settings.get_profile("ci"), max_exampl
 settings.register_profile("all", parent=settings.get_profile("ci"), max_examples=50)
 settings.register_profile("thorough", parent=settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+class Missing(pytest.Module):
+    """A file whose imports are not all installed."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        pytest.skip(needs.missing_at(self.path), allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skips files that cannot be imported here, by the names of the packages."""
+    return Missing.from_parent(parent, path=module_path) if needs.missing_at(module_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

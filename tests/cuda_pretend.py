@@ -45,6 +45,9 @@ READS = {
     "unique_consecutive",
     "unique_dim",
 }
+# Products of experts. CUDA has a kernel for them in bfloat16 (compute capability 9.0 and 10.0); else the host reads the
+# sizes of the groups, and multiplies one after the other.
+OF_GROUPS = {"_grouped_mm"}
 # Operations that may get tensors of both devices.
 CROSSING = {"copy_", "_to_copy"}
 # Operations that look at shapes alone.
@@ -56,7 +59,8 @@ INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_
 class PretendCuda(TorchFunctionMode):
     """Makes and follows tensors marked as on `cuda:0`.
 
-    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`. queued:
+    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`, the
+    `sizes of groups` of experts, which torch reads in dtypes for which it has no kernel. queued:
     copies between the devices that it did not wait for, by where they went.
     """
 
@@ -302,6 +306,8 @@ class _Operations(TorchDispatchMode):
         outer = self.outer
         if name in READS:
             outer.wait("read")
+        elif name in OF_GROUPS and given[0].dtype != torch.bfloat16:
+            outer.wait("sizes of groups")
         elif name in INDEXING:
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -358,7 +364,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _location() -> str:
-    """The innermost function of a library that runs now, as `treewise.engine: totals`; torch and tests aside."""
+    """The innermost function of a library that runs now, as `treewise.engine: output`; torch and tests aside."""
     frame = sys._getframe(1)
     while frame is not None:
         for library, folder in _libraries().items():
@@ -386,6 +392,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {})
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)
     monkeypatch.setattr(flex, "_compiled", _dense_flex)
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.
     monkeypatch.setattr(torch.autograd, "has_torch_function", lambda _: False)
@@ -405,7 +412,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
 
 def _dense_flex(query, key, value, blocks, softcap, scaling, **_):
     """What the kernels compute, from the block mask that they get, over all pairs of blocks."""
-    num_groups = query.shape[1] // key.shape[1]
+    num_groups, given = query.shape[1] // key.shape[1], (query, key, value)
     key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)[None]
@@ -420,7 +427,24 @@ def _dense_flex(query, key, value, blocks, softcap, scaling, **_):
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return torch.matmul(weights.to(value.dtype), value), lse
+    return _StridesAsSaved.apply(torch.matmul(weights.to(value.dtype), value), *given), lse
+
+
+class _StridesAsSaved(torch.autograd.Function):
+    """Compiled backwards have the strides of what the forward saved written into their code."""
+
+    @staticmethod
+    def forward(ctx, out, *given):
+        ctx.strides = [each.stride() for each in given]
+        ctx.save_for_backward(*given)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        strides = [each.stride() for each in ctx.saved_tensors]
+        if strides != ctx.strides:
+            raise RuntimeError(f"compiled for tensors of strides {ctx.strides}, and was given {strides}")
+        return grad, *(None for _ in strides)
 
 
 def _dense_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Families of transformers with images: tiny models whose trees of images are held against their flat training.
 
 Pixels are random tensors in the form that a family's tower takes, so that no processor is needed: the oracle is the
-model's own forward of each trajectory alone, with the same tensors. `tests/engine/test_vision.py` does the same with
-real pictures and the processors of the families that it names.
+model's own forward of each trajectory alone, with the same tensors. `tests/nn/vision/test_forest_images.py` does the
+same with real pictures and the processors of the families that it names.
 """
 
 import hashlib
@@ -22,11 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png
 from treewise import Trajectory, TreeEngine
 from treewise.data.images import decoded
-from treewise.nn.model import base_model, split_model
+from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.vision import tower, vision_model
 from treewise.nn.vision.costs import Form, drawn, pixel_forms
 from treewise.nn.vision.tower import feature_rows
+from treewise.nn.wrapped import base_model
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.tree.images import ImageSpan

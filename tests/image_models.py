@@ -22,9 +22,11 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from tests.needs import IMAGES, require
 from treewise.data.images import decoded
-from treewise.nn.model import base_model, split_model
+from treewise.nn.model import split_model
 from treewise.nn.vision import pixel_inputs, vision_model
+from treewise.nn.wrapped import base_model
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
@@ -107,7 +109,8 @@ FAMILIES |= {
 
 
 def seeing_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A tiny random model of a family, with a tower that is small, too."""
+    """A tiny random model of a family, with a tower that is small, too; skips the test where none takes features."""
+    require(IMAGES)
     return tiny_model(family, dtype, image_token_id=IMAGE_TOKEN, **FAMILIES[family].changes).eval()
 
 

@@ -5,6 +5,7 @@ partial and empty blocks occur; heads are those of published models.
 """
 
 import copy
+import gc
 import warnings
 
 import numpy as np
@@ -154,22 +155,27 @@ def test_gateways_in_host_memory(tree) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 200])
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "bamba", "qwen3_next"])
 @pytest.mark.filterwarnings("default")
 def test_the_host_waits_once_in_a_step(family: str, max_tokens: int | None, tree) -> None:
     """torch itself says where it waits. What a GPU that is not there shows (test_cuda_pretend) holds on a real one."""
-    engine = TreeEngine(tiny_model(family).cuda(), max_tokens)
+    dtype = torch.float32
+    if family == "qwen3_next":  # its experts: other products of groups read their sizes on the host
+        if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+            pytest.skip("torch has no product of experts for this card that does not wait")
+        dtype = torch.bfloat16
+    engine = TreeEngine(tiny_model(family, dtype=dtype).cuda(), max_tokens)
     forest = Forest.from_trajectories(tree)
     engine.step(forest)  # probes and compiles
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("warn")  # which says once in a process that it is a prototype
         try:
             engine.step(forest)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{each.filename}:{each.lineno}" for each in said if "synchronizing" in str(each.message)]
+    waits = [f"{each.filename}:{each.lineno}" for each in said if "called a synchronizing" in str(each.message)]
     assert len(waits) == 1, waits
 
 
@@ -188,52 +194,60 @@ def test_lengths_that_change_are_not_compiled_again() -> None:
 # -- 3: memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def large() -> tuple[torch.nn.Module, Forest]:
-    """Activations of some 100 KiB a token, and 20,000 tokens."""
+def large(dtype: torch.dtype, num_tokens: int, num_shared: int) -> tuple[torch.nn.Module, Forest]:
+    """Of 18 leaves below a prompt, on a model whose head takes no memory to speak of."""
     rng = np.random.default_rng(5)
-    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 8192}
-    model = tiny_model(head_dim=64, vocab_size=2048, **shape).cuda()
-    prompt = rng.integers(3, 2048, 2000)
-    items = [Trajectory(np.concatenate([prompt, rng.integers(3, 2048, 1000)])) for _ in range(18)]
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    model = tiny_model(head_dim=64, vocab_size=256, dtype=dtype, **shape).cuda()
+    prompt, own = rng.integers(3, 256, num_shared), (num_tokens - num_shared) // 18
+    items = [Trajectory(np.concatenate([prompt, rng.integers(3, 256, own)])) for _ in range(18)]
     return model, Forest.from_trajectories(items)
 
 
 @pytest.fixture
-def fraction():
-    """Sets how much of the GPU this process may take, and takes that back."""
-    yield lambda size: torch.cuda.set_per_process_memory_fraction(size / torch.cuda.mem_get_info()[1])
+def allow():
+    """Sets how many bytes this process may take beside those that it has, whatever ran before; takes that back."""
+
+    def limit(size: int) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+    yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_step_that_runs_out_of_memory_runs_again_with_half(large, fraction) -> None:
-    model, forest = large
-    engine = TreeEngine(model)
+def test_a_step_that_runs_out_of_memory_runs_again_with_half(allow) -> None:
+    """By the reference attention, of which nothing is compiled: half of the tokens take a third of the memory."""
+    model, forest = large(torch.float32, 4000, 400)
+    engine = TreeEngine(model, attention="reference", check=False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     expected_loss = engine.step(forest).loss
+    peak = torch.cuda.max_memory_allocated() - before
     expected = gradients_of(model)
     model.zero_grad()
-    torch.cuda.empty_cache()
-    fraction(torch.cuda.memory_allocated() + GIB)
+    allow(int(0.7 * peak))
     out = engine.step(forest)
     assert engine.max_tokens is not None
-    assert engine.max_tokens < forest.num_tokens
+    assert forest.num_tokens // 4 <= engine.max_tokens < forest.num_tokens
     assert out.loss == pytest.approx(expected_loss, rel=TOLERANCE)
     assert gradient_error(gradients_of(model), expected) < TOLERANCE
 
 
-def test_a_measured_budget_leaves_room(large) -> None:
-    """With all but 2 GiB of the GPU taken, the first budget that is tried fits."""
-    model, forest = large
-    engine = TreeEngine(model, "auto")
-    engine.check(forest)
-    torch.cuda.empty_cache()
-    ballast = torch.empty(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device="cuda")
-    budget = engine.plan(forest).max_tokens
+def test_a_measured_budget_leaves_room(allow) -> None:
+    """Where less than the whole tree fits, the first budget that is tried does. One kind of kernel is compiled."""
+    model, forest = large(torch.bfloat16, 20_000, 2000)
+    engine = TreeEngine(model, "auto", attention="flex", hold="always", check=False)
+    allow(GIB // 2)
+    engine.plan(forest)  # which may take less than the budget, where that is cheaper
+    budget = engine.max_tokens
     engine.step(forest)
     assert engine.max_tokens == budget
-    assert budget < forest.num_tokens
-    del ballast
-    torch.cuda.empty_cache()
+    assert 1024 < budget < forest.num_tokens
 
 
 # -- 4: trainers -------------------------------------------------------------------------------------------------------
@@ -282,6 +296,7 @@ def test_a_resumed_run_goes_on(tmp_path, tree) -> None:
 
 def test_a_trainer_of_trl(tmp_path) -> None:
     pytest.importorskip("trl")
+    pytest.importorskip("datasets")
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -11,15 +11,16 @@ from peft import LoraConfig, get_peft_model
 from benchmarks.count_gpu import RESULTS, WORKLOADS, count_step, forest_of, model_without_data
 from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
-from treewise.engine import walk
-from treewise.nn.device import on_host, to_device
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import FORWARD, plan
+from treewise.engine import step
+from treewise.errors import ConfigError
+from treewise.nn.tensors import on_host, to_device
+from treewise.planning.planner import plan
+from treewise.planning.plans import FORWARD, lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
 # Where the host reads a result: the loss and the metrics, once, when all is computed.
-LOSS = ("read", "treewise.engine: totals")
+LOSS = ("read", "treewise.engine: output")
 ROUTERS = {
     ("read", "treewise.engine: step_output"),
     ("read", "treewise.nn: report"),
@@ -59,11 +60,17 @@ def with_streams(ids: np.ndarray, rng: np.random.Generator, number: int) -> Traj
 
 def waits_of(pretend: PretendCuda, call) -> dict[tuple[str, str], int]:
     """Where the library waits during a call; what models and this test do by themselves aside."""
+    return {
+        (what, location): count
+        for (what, location), count in all_waits_of(pretend, call).items()
+        if location.startswith("treewise") and what != "sizes of groups"
+    }
+
+
+def all_waits_of(pretend: PretendCuda, call) -> dict[tuple[str, str], int]:
     pretend.waits.clear()
     call()
-    return {
-        (what, location): count for (what, location), count in pretend.waits.items() if location.startswith("treewise")
-    }
+    return dict(pretend.waits)
 
 
 # -- the pretence itself ----------------------------------------------------------------------------------------------
@@ -169,6 +176,43 @@ def test_the_host_waits_once_in_a_step(
             assert gradient_error(found, expected) < expected.tolerance
 
 
+@pytest.mark.representatives("qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "llama", "gpt_oss", "deepseek_v3", "bamba", "jamba", "lfm2"])
+@pytest.mark.filterwarnings("default")
+def test_nor_does_a_model_wait_by_itself(
+    family: str, monkeypatch: pytest.MonkeyPatch, pretend: PretendCuda, rollouts: list[Trajectory]
+) -> None:
+    """Mixers and routers neither; but torch has no product of experts in float32 that reads no sizes on the host: one
+    wait in the forward and two in the backward, of both products of a layer."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # of a measurement, once in a process
+    forest = Forest.from_trajectories(rollouts)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = tiny_model(family, dtype=dtype).cuda()
+        layers = [each for each in model.modules() if type(each).__name__.endswith("Experts")]
+        for max_tokens in (None, 17):
+            engine = TreeEngine(model, max_tokens, hold="never", check=False)
+            found = all_waits_of(pretend, lambda engine=engine: engine.step(forest))
+            schedule = engine.plan(forest).schedule
+            reads, backwards = len(schedule), sum(each.action != FORWARD for each in schedule)
+            of_experts = 2 * len(layers) * (reads + 2 * backwards) if dtype == torch.float32 else 0
+            assert found.pop(LOSS) == 1
+            assert sum(found.values()) == of_experts, found
+            assert {what for what, _ in found} <= {"sizes of groups"}
+
+
+def test_float64_is_computed_by_the_reference(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
+    """And refused before anything runs where the kernels are asked for."""
+    _, _, expected = flat_sft(tiny_model(num_hidden_layers=1, dtype=torch.float64), rollouts)
+    model = tiny_model(num_hidden_layers=1, dtype=torch.float64).cuda()
+    engine = TreeEngine(model, 17)
+    assert engine.implementation == "reference"
+    engine.step(rollouts)
+    found = {name: grad.cpu() for name, grad in gradients_of(model).items()}
+    assert gradient_error(found, expected) < 1e-6
+    with pytest.raises(ConfigError, match="attention='flex' has no kernels for float64 on cuda"):
+        TreeEngine(model, 17, "flex").step(rollouts)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "objective",
@@ -199,7 +243,7 @@ def test_of_any_function_of_logprobs(pretend: PretendCuda, rollouts: list[Trajec
     def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
         return -torch.stack([each.sum() for each in logprobs]).mean()
 
-    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {("read", "treewise.engine: run"): 1}
+    assert waits_of(pretend, lambda: engine.step(forest, loss)) == {LOSS: 1}
     assert waits_of(pretend, lambda: engine.logprobs(forest, trained_only=True)[0].sum().backward()) == {}
     assert waits_of(pretend, lambda: sum(each.sum() for each in engine.hidden_states(forest)).backward()) == {}
     scored = waits_of(pretend, lambda: engine.scored(rollouts))
@@ -308,8 +352,8 @@ def test_gateways_that_wait_in_host_memory(family: str, hold: str, free: int, mo
     prompt, *branches = np.split(np.random.default_rng(1).integers(3, 64, 56), [4, 6, 8])
     leaves = branches.pop().reshape(2, 3, 8)
     rows = [[*prompt, *branches[number], *leaf] for number in range(2) for leaf in leaves[number]]
-    items, kinds, read = [Trajectory(np.array(each)) for each in rows], set(), walk.GatewayRead
-    monkeypatch.setattr(walk, "GatewayRead", lambda above, rows, size: kinds.add(type(rows)) or read(above, rows, size))
+    items, kinds, read = [Trajectory(np.array(each)) for each in rows], set(), step.GatewayRead
+    monkeypatch.setattr(step, "GatewayRead", lambda above, rows, size: kinds.add(type(rows)) or read(above, rows, size))
     _, _, expected = flat_sft(tiny_model(family), items)
     with pretend_cuda(monkeypatch) as pretend:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 2**37))

@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from treewise.errors import ConfigError, beyond_limits, check_fields, check_setting_types
+from tests.damage import damages
+from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.errors import ConfigError, DataError, beyond_limits, check_fields, check_setting_types
 
 
 @dataclass
@@ -57,3 +60,27 @@ def test_settings_of_another_type_are_errors(given: dict[str, Any], message: str
     check_setting_types("a test", {"count": None, "rate": 1}, known)
     with pytest.raises(ConfigError, match=message):
         check_setting_types("a test", given, known)
+
+
+VALUES = {"a": [1, 0.1, None, True], "b": {"c": "d\n\u20ac"}, "nan": -math.inf}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_what_was_sealed_comes_back_or_an_error_names_the_file(indent, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(sealed(VALUES, indent))
+    read = partial(unsealed, indent=indent)
+    assert read_own(path, read, "write it again") == VALUES
+    for _ in damages(path):
+        with pytest.raises(DataError, match=r"own\.json: (damaged|cannot be read) \(.*\); write it again\.$"):
+            read_own(path, read, "write it again", DataError)
+
+
+def test_what_reads_a_file_may_raise_anything(tmp_path):
+    path = tmp_path / "own.json"
+    with pytest.raises(ConfigError, match=r"own\.json: cannot be read \(No such file or directory\); write it again\."):
+        read_own(path, unsealed, "write it again")
+    path.write_text("{}")
+    assert read_own(path, partial(unsealed, may_lack=True), "write it again") == {}
+    with pytest.raises(ConfigError, match=r"own\.json: damaged \(KeyError: 'a'\); write it again\."):
+        read_own(path, lambda _: {}["a"], "write it again")

@@ -15,33 +15,33 @@ pytestmark = pytest.mark.xdist_group("test_house")
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "treewise"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_ROOMS = 20  # doors at the top of the package
+MAX_ROOMS = 21  # doors at the top of the package
 MAX_CODE_LINES = 400  # of a file, without comments, docstrings and blank lines
 MAX_FUNCTION_LINES_P90 = 30
 
 # Tests of several modules at once: what they hold, by path below tests/. All others bear the name of a module.
 CROSS_CUTTING = {
     "test_cuda_first": "everything that runs on a GPU, for the first machine that has one",
+    "test_gpu_script": "the stages of `make gpu`",
     "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
     "test_house": "the layout",
     "test_package": "the package as installed: names, imports, types",
     "test_wheel": "what is shipped",
+    "test_whose_warnings": "which warnings are errors",
 }
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
     "advantages/test_unbiased": "expected gradients over all rollouts that can be drawn",
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
-    "engine/test_carrying": "what a gradient has to reach above a micro-batch",
     "rl/tasks/of_others/verifiers_env/test_shipped": "environments that the wheel of verifiers ships",
     "rl/agents/wire/test_sdks": "the official SDKs against the endpoint",
     "rl/online/test_meshes": "runs of policies that no process has whole",
     "planning/test_fastest": "the fastest of several plans",
-    "distributed/test_context": "context parallelism against one process",
-    "engine/test_offload": "gateways and held graphs in host memory",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",
     "engine/test_inputs": "what the engine takes",
     "grow/test_families": "copied width and identity layers in every family",
+    "nn/attention/test_row_blocks": "row blocks of masks against every pair of tokens",
     "nn/attention/test_flex_kernels": "generated Triton kernels, interpreted",
     "nn/test_adapters": "every adapter on head and layers against flat training",
     "nn/test_private_names": "private names of other libraries",
@@ -49,10 +49,10 @@ WHOLE_PACKAGE = {
     "cli/test_keys": "every key of every command, from flag or file to what computes",
     "cli/test_hostile": "files and flags that are wrong, through the commands",
     "data/test_page": "the examples of docs/data.md",
+    "data/render/test_doubled_tokens": "begin and end tokens of texts, contents, templates and rows",
     "data/render/test_families": "every role and field through the templates of eleven families",
     "data/test_rollouts": "dumps to trajectories",
     "distributed/placement/test_brute_force": "placements against the best of all on small steps",
-    "engine/test_changed_models": "models that change between steps: adapters, dtypes, modes, devices",
     "integrations/trl/test_examples": "the TRL examples run",
     "integrations/trl/test_trainers": "SFT, DPO, KTO, GRPO and RLOO with and without the line",
     "nn/recurrent/test_hybrids": "hybrid models against flat training",
@@ -65,12 +65,13 @@ WHOLE_PACKAGE = {
     "rl/online/test_ahead_on_servers": "sampling ahead on servers",
     "rl/online/test_ranks": "several processes against one",
     "rl/branching/test_policies": "branching policies on simulated rollouts",
-    "report/analysis/test_verdict": "the three lines of `treewise inspect`",
     "report/html/test_browser": "the page in a browser",
+    "trainer/test_adapters": "drawn adapters, from making to merging",
     "trainer/test_checkpoints": "interrupted and resumed runs",
     "trainer/test_launchers": "torchrun and accelerate",
     "trainer/test_meshes": "runs on meshes of processes against one process",
     "trainer/test_images": "trees of images: steps, resumed and killed runs, several processes",
+    "trainer/test_prepared_batches": "batches that are prepared a step ahead",
     "trainer/test_ranks": "several processes against one",
     "trainer/test_ranks_that_end": "a process that is killed",
     "trainer/test_steps": "steps against flat training",
@@ -82,6 +83,7 @@ CROSS_CUTTING_FOLDERS = {
     "documents": "pages",
     "engines": "servers and clients of other projects",
     "examples": "examples/",
+    "first_day": "what a user's first day runs, on every set of versions",
 }
 
 

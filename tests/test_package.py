@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import treewise
+from tests.needs import INSTALLED
 from treewise.errors import pip_install
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ def modules_loaded_by(statement: str) -> set[str]:
     return set(json.loads(result.stdout))
 
 
+@INSTALLED
 def test_version_is_the_installed_one():
     assert treewise.__version__ == importlib.metadata.version("treewise")
 
@@ -49,6 +51,7 @@ def test_types_are_shipped():
     assert importlib.resources.files("treewise").joinpath("py.typed").is_file()
 
 
+@INSTALLED
 def test_command_is_declared():
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="treewise")
     assert command.value == "treewise.cli.main:main"
@@ -80,6 +83,7 @@ def test_every_public_name_can_be_imported():
     assert treewise.DataError is treewise.errors.DataError  # type: ignore[attr-defined]  # as before 0.1.0
 
 
+@INSTALLED
 def test_what_is_missing_is_named_by_its_own_package():
     """In the version of pyproject.toml, in messages and on pages; the README names all extras."""
     extras = set(

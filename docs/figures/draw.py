@@ -266,6 +266,7 @@ BESIDE = (
     ("check it", ("verification", "testing")),
     ("measure and show it", ("bench", "report")),
     ("start from a larger model", ("grow",)),
+    ("serve every room", ("base",)),
 )
 
 
@@ -300,8 +301,8 @@ def way() -> Canvas:
             canvas.text(left + 69, top + height + 16, product, "quiet", anchor="end", size=11)
     left, top = x + 4 * step, y + 132
     for index, (purpose, rooms) in enumerate(BESIDE):
-        canvas.text(left, top + 10 + 32 * index, f"{purpose}:", "quiet", size=11)
-        canvas.text(left, top + 24 + 32 * index, "  ".join(f"{room}/" for room in rooms), size=11)
+        canvas.text(left, top + 8 + 27 * index, f"{purpose}:", "quiet", size=11)
+        canvas.text(left, top + 21 + 27 * index, "  ".join(f"{room}/" for room in rooms), size=11)
     return canvas
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 class TreewiseError(Exception):
@@ -35,7 +36,10 @@ class PlanError(TreewiseError, ValueError):
 
 
 class UnsupportedModelError(TreewiseError, NotImplementedError):
-    """A model, layer or setting that cannot follow a tree; raised before any compute."""
+    """A model, layer or setting that cannot follow a tree; raised before any compute. `is_finite`: not because its
+    weights give what is not a number."""
+
+    is_finite: bool = True
 
 
 class ConfigError(TreewiseError, ValueError):

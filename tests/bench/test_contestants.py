@@ -7,12 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from treewise.bench import Settings, flat, make, random_model
+from treewise.bench import Settings, make, random_model
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
-from treewise.bench.flat import FlatRows, merged_trajectories, varlen_attention
+from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.reference import reference_attention
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -99,45 +97,6 @@ def test_rows_hold_what_fits(model: torch.nn.Module) -> None:
     rows = FlatRows(parts, items, max_row_tokens=max(map(len, items)), packs=True).rows
     assert 1 < len(rows) <= len(items)
     assert len(FlatRows(parts, items, max_row_tokens=total, packs=False).rows) == len(items)
-
-
-def test_varlen_attention_is_aligned_at_the_end() -> None:
-    """Against the reference, where keys before the first query are a gateway's."""
-    torch.manual_seed(0)
-    lengths = [(3, 5), (4, 4), (1, 6)]
-    parts = [(torch.randn(q, 4, 8), torch.randn(k, 2, 8), torch.randn(k, 2, 8)) for q, k in lengths]
-    query, key, value = (torch.cat(each) for each in zip(*parts, strict=True))
-    cu_q, cu_k = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32) for each in zip(*lengths, strict=True))
-    found = varlen_attention(query, key, value, cu_q, cu_k, 4, 6, softmax_scale=0.3)
-    for (q, k), own, part in zip(lengths, parts, found.split([q for q, _ in lengths]), strict=True):
-        before = k - q
-        lo = np.concatenate([np.zeros(before), np.arange(q)]).astype(np.int32)
-        mask = TreeMask(lo, np.full(k, q, dtype=np.int32), np.arange(k, dtype=np.int32), q)
-        rows = [each.transpose(0, 1)[None] for each in own]
-        expected = reference_attention(*rows, mask, LayerRule(0.3))
-        torch.testing.assert_close(part.transpose(0, 1)[None], expected)
-
-
-@pytest.mark.parametrize("name", ["flash_attn 2", "torch varlen"])
-def test_kernels_of_gpus_are_asked_for_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments only: stand-ins hand them to the loop, which is aligned at the end and causal."""
-    lengths_q, lengths_k = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 5, 9], dtype=torch.int32)
-    query, key, value = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    expected = varlen_attention(query, key, value, lengths_q, lengths_k, 4, 5, softmax_scale=0.3)
-
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal):
-        assert (max_q, max_k, causal) == (4, 5, True)
-        return flat._loop(q, k, v, tuple(cu_q.tolist()), tuple(cu_k.tolist()), softmax_scale), "log-sum-exp"
-
-    def varlen_attn(*args, scale, window_size, enable_gqa):
-        assert (window_size, enable_gqa) == ((-1, 0), True)
-        return flash(*args, softmax_scale=scale, causal=True)[0]
-
-    monkeypatch.setattr(flat, "kernel", lambda *_: name)
-    monkeypatch.setattr(flat, "_flash_function", lambda _: flash)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    found = varlen_attention(query, key, value, lengths_q, lengths_k, 4, 5, softmax_scale=0.3)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("attention", ["flex", "reference"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.damage import NUM_CUTS, NUM_FLIPS, OTHERS, damages
 from treewise.bench import Settings, load, make, measure_workload, random_model, record, run, save
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, check_losses, measure, peak_bytes, speed_ups
@@ -122,6 +123,21 @@ def test_a_model_without_room_is_a_row_that_says_so() -> None:
 def test_an_unknown_reference_is_refused(model: torch.nn.Module) -> None:
     with pytest.raises(ConfigError, match="'exact' is unknown"):
         measure_workload(twin(model), make("grpo", "tiny", 64), Settings(reference="exact"))
+
+
+def test_damaged_results_are_named(tmp_path: Path) -> None:
+    content = record([{"model": "m", "workload": "w", "flop_bound": 1.5}], ["treewise", "bench"])
+    path = save(tmp_path, content, "trial")
+    num_named = 0
+    for _ in damages(path):
+        try:
+            same = load(path)["rows"] == content["rows"]  # where the checksum's own name was hit
+        except ConfigError as error:
+            same = str(error).startswith(f"{path}: ") and str(error).endswith("; no results of treewise bench.")
+        num_named += same
+    assert num_named == NUM_FLIPS + NUM_CUTS + len(OTHERS) + 1
+    path.write_text(json.dumps(content))  # of earlier versions
+    assert load(path)["rows"] == content["rows"]
 
 
 def test_files_collect_rows(row: dict, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import pytest
 
-from treewise.cli.aliases import ALIASES, INSTEAD, names_of
+from treewise.cli.aliases import ALIASES, EARLIER, INSTEAD, names_of
 from treewise.cli.commands import rl
-from treewise.cli.config import read_config
+from treewise.cli.config import read_config, resolved_text
 from treewise.cli.keys import schema
 from treewise.cli.main import main
 from treewise.errors import ConfigError
+from treewise.trainer import TreeTrainingArguments
 
 KEYS = schema()
 BASE = ["--model", "m", "--data", "rows.jsonl", "--output_dir", "out"]
@@ -18,6 +19,21 @@ def test_no_alias_hides_a_key_and_each_leads_to_one():
     assert not set(INSTEAD) & {*KEYS, *ALIASES}
     assert {name.split(".")[0] for name in ALIASES.values()} <= set(KEYS)
     assert not set(names_of(rl.all_keys())) & set(rl.all_keys())  # `save_every` of an online run is no alias
+
+
+def test_keys_that_transformers_renamed_are_taken_by_an_earlier_release_too(tmp_path):
+    for new, old in EARLIER.items():
+        assert old in KEYS
+        assert names_of({old})[new] == old
+        assert new not in names_of({old, new})
+        assert new not in names_of({"max_tokens"})  # of a command without it
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: rows.jsonl\noutput_dir: out\nactivation_checkpointing: true\n")
+    config = read_config(path, [])
+    name = next(name for pair in EARLIER.items() for name in pair if name in KEYS)
+    assert config.training.pop(name) is True
+    args = TreeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{name: True})
+    assert f"{name}: true" in resolved_text(config, args)
 
 
 def test_flags_and_files_take_aliases(tmp_path):

@@ -36,7 +36,7 @@ CALLS = {
     **{key: f"load_trees.{key}" for key in ("num_workers", "on_bad_record")},
     **{key: f"load_trees of {key}" for key in ("data", "eval_data")},
     **{key: f"task_named.{key}" for key in ("reward_functions", "reward_weights")},
-    **{key: f"credited.{key}" for key in ("objective", "objective_settings", "drop_flat_groups")},
+    **{key: f"credited.{key}" for key in ("objective", "objective_settings", "drop_flat_groups", "max_failed")},
     "load_in_4bit": "load_weights.bits",
     "load_in_8bit": "load_weights.bits",
     "lora": "adapted.lora",

@@ -7,6 +7,7 @@ import pytest
 
 from tests import crossings
 from tests.crossings.drawing import Crossings, ImpossibleError, Rule, WrongError, run
+from tests.needs import IMAGES
 from treewise import TreeEngine
 from treewise.advantages import group_tree
 from treewise.errors import ConfigError
@@ -55,6 +56,7 @@ def test_outcomes_are_counted_and_a_wrong_draw_is_shrunk():
 NUM_DRAWS = 40
 
 
+@IMAGES
 @pytest.mark.parametrize("part", range(4))
 def test_forty_draws_are_equal_or_refused(part):
     """The first draws of seed 0 in one process; `make crossings` has the others."""

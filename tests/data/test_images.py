@@ -1,19 +1,19 @@
 """Token rows with images: where each stands, and what is wrong with bad ones."""
 
 import base64
-import http.server
+import io
 import json
 import os
 import struct
-import threading
 import zlib
-from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from tests.damage import damages
 from tests.image_models import IMAGE_TOKEN, png, tiny_processor
 from treewise.data import images, load_trees
 from treewise.data.images import decoded
@@ -29,6 +29,25 @@ def llava():
 
 def row(*images, ids=(5, *FOUR, 6, 7), **more):
     return {"token_ids": list(ids), "images": list(images), **more}
+
+
+def test_an_image_of_the_cache_that_was_damaged_is_written_again(tmp_path, llava, caplog):
+    def load():
+        [item] = load_trees([row({"bytes": png(1)})], llava, cache_dir=tmp_path, num_workers=0)[0].trajectories
+        return item
+
+    load()
+    [kept] = (tmp_path / "images").iterdir()
+    for _ in damages(kept, num_flips=20, num_cuts=3):
+        if kept.is_dir():
+            with pytest.raises(DataError, match=r"cannot be written .Is a directory.; name another cache_dir"):
+                load()
+            continue
+        caplog.clear()
+        assert load().images[0].read() == png(1)
+        assert caplog.messages == [f"{kept}: damaged: the image is written again"]
+        load()
+        assert len(caplog.messages) == 1
 
 
 def test_paths_bytes_and_addresses_of_data_are_one_image(tmp_path, write, llava):
@@ -106,84 +125,87 @@ def test_bad_images_are_errors_with_their_record(write, llava, images, message):
         load_trees([row(*images)], llava)
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Serves a picture at /a.png, after a redirect at /moved or from another host at /away, headers without end at
-    /slow, a redirect without end at /round, and a large picture at /large.
-    """
-    asked, over = [], threading.Event()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            known = self.path in ("/a.png", "/large", "/slow")
-            moved = {"/moved": "/a.png", "/round": "/round", "/away": f"http://localhost:{found.server_port}/a.png"}
-            self.send_response(302 if self.path in moved else 200 if known else 404)
-            with suppress(BrokenPipeError, ConnectionResetError):  # the reader gave up
-                while self.path == "/slow" and not over.wait(0.02):
-                    self.send_header("X-More", "of it")
-                    self.flush_headers()
-            self.send_header("Location", moved.get(self.path, ""))
-            self.end_headers()
-            if known:
-                self.wfile.write(png(1) * (1 if self.path == "/a.png" else 100))
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{found.server_port}", asked
-        over.set()
-        found.shutdown()
-
-
-def test_addresses_are_read_once_where_they_are_allowed(server, llava):
-    address, asked = server
-    records = [row(f"{address}/a.png"), row({"url": f"{address}/a.png"}), row(f"{address}/moved")]
-    (tree,) = load_trees(records, llava, options={"images_from_network": True})
-    assert [item.images[0].read() for item in tree.trajectories] == [png(1)] * 3
-    assert asked == ["/a.png", "/moved", "/a.png"]
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("/none.png", "cannot be downloaded .*404"),
-        ("/large", "more than 2,000 bytes"),
-        ("/away", "was redirected to .*, an address of this machine"),
-        ("/round", "was redirected more than 5 times"),
-    ],
-)
-def test_addresses_that_cannot_be_read_are_named(server, llava, path, message):
-    options = {"images_from_network": True, "max_image_bytes": 2000}
-    with pytest.raises(DataError, match=rf"records:0: images\[0\]: '{server[0]}{path}' .*{message}"):
-        load_trees([row(server[0] + path)], llava, options=options)
-
-
-def test_downloads_are_limited_in_time_and_to_addresses_of_the_network(server, monkeypatch):
-    for address in ("ftp://127.0.0.1/a.png", "http:///a.png"):
-        with pytest.raises(DataError, match="cannot be downloaded"):
-            images.downloaded(address, "here", 2000)
-    with pytest.raises(DataError, match=r"is 169\.254\.169\.254, an address of this machine or its network"):
-        images.downloaded("http://169.254.169.254/latest/meta-data", "here", 2000)
-    monkeypatch.setattr(images, "MAX_SECONDS", 0.2)
-    with pytest.raises(DataError, match=r"took more than 0\.2 seconds"):
-        images.downloaded(server[0] + "/slow", "here", 2000)
-
-
 def test_images_are_regular_files_of_a_limited_size(write, llava, tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "large.png").write_bytes(png(1))
     encoded = "data:image/png;base64," + base64.b64encode(png(1)).decode()
     for image, message in (
-        ("pipe.png", "pipe.png is not a regular file"),
-        ("/dev/zero", "/dev/zero is not a regular file"),
+        ("pipe.png", r"pipe.png is not a regular file\.$"),
+        ("/dev/zero", "/dev/zero leads to /dev/zero, which holds no data; not read"),
         ("large.png", f"large.png: an image of {len(png(1)):,} bytes is larger than 20 .max_image_bytes"),
         (encoded, f"an image of {len(png(1)):,} bytes is larger than 20"),
     ):
-        with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}"):
+        with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}") as error:
             load_trees(write(row(image)), llava, options={"max_image_bytes": 20})
+        assert str(error.value).count("data.jsonl:1") == 1
+
+
+def test_what_an_image_is_refused_for_is_said_once(monkeypatch):
+    """A DataError is a ValueError, which stood once more within "the image cannot be decoded (...)"."""
+    frames = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(frames, "GIF", save_all=True, append_images=[Image.new("RGB", (4, 4), "red")])
+    with pytest.raises(DataError, match=r"^here: an animation of 2 frames; videos are not supported\.$"):
+        decoded(frames.getvalue(), "here")
+    monkeypatch.setattr(images, "MAX_PIXELS", 8)
+    with pytest.raises(DataError, match=r"^here: 4 x 4 pixels are more than 8; shrink the image\.$"):
+        decoded(frames.getvalue(), "here")
+
+
+def test_images_lie_below_the_folder_of_the_data(write, llava, tmp_path):
+    (tmp_path / "data" / "shots").mkdir(parents=True)
+    outside, inside = tmp_path / "outside.png", tmp_path / "data" / "shots" / "1.png"
+    for path in (outside, inside):
+        path.write_bytes(png(1))
+    (tmp_path / "data" / "link.png").symlink_to(outside)
+    (tmp_path / "data" / "good.png").symlink_to(inside)
+    for image in ("../outside.png", str(outside), f"file://{outside}", "link.png", "shots/../../outside.png"):
+        path = write(row(image), name="data/data.jsonl")
+        with pytest.raises(DataError, match=r"data.jsonl:1: .*outside of the data's folder .*image_folder"):
+            load_trees(path, llava)
+        for folder in (str(tmp_path), "/"):
+            (tree,) = load_trees(path, llava, options={"image_folder": folder})
+            assert tree.trajectories[0].images[0].read() == png(1)
+    for image in ("shots/1.png", str(inside), "good.png"):
+        (tree,) = load_trees(write(row(image), name="data/data.jsonl"), llava)
+        assert tree.trajectories[0].images[0].read() == png(1)
+
+
+def test_a_linked_data_file_finds_the_images_beside_both_its_names(write, llava, tmp_path):
+    """The Hub's cache keeps a snapshot's files as links to blobs."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "blobs" / "1").write_bytes(png(1))
+    (tmp_path / "snapshot" / "1.png").symlink_to(tmp_path / "blobs" / "1")
+    (tmp_path / "snapshot" / "2.png").write_bytes(png(2))
+    write(row("1.png"), row("2.png"), name="blobs/data")
+    (tmp_path / "snapshot" / "data.jsonl").symlink_to(tmp_path / "blobs" / "data")
+    trees = load_trees(tmp_path / "snapshot" / "data.jsonl", llava)
+    assert [tree.trajectories[0].images[0].read() for tree in trees] == [png(1), png(2)]
+
+
+@pytest.mark.parametrize("path", ["/proc/self/environ", "/sys/kernel/notes", "/dev/zero", "/dev/../proc/version"])
+def test_files_of_the_system_are_never_read(path, write, llava):
+    for data, options in ((write(row(path)), {"image_folder": "/"}), ([row(path)], {})):
+        with pytest.raises(DataError, match="which holds no data; not read"):
+            load_trees(data, llava, options=options)
+
+
+def test_a_saved_data_set_names_images_of_its_folder_alone(llava, tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    (tmp_path / "outside.png").write_bytes(png(1))
+    for image in ("outside.png", "saved/1.png"):
+        rows = datasets.Dataset.from_list([row(str(tmp_path / image))])
+        rows.save_to_disk(str(tmp_path / "saved"))
+        (tmp_path / "saved" / "1.png").write_bytes(png(1))
+        if image == "outside.png":
+            with pytest.raises(DataError, match="outside of the data's folder"):
+                load_trees(str(tmp_path / "saved"), llava)
+        else:
+            (tree,) = load_trees(str(tmp_path / "saved"), llava)
+            assert tree.trajectories[0].images[0].read() == png(1)
+        (tree,) = load_trees(rows, llava) if image == "outside.png" else (tree,)  # the caller's own object
 
 
 def test_declared_nodes_hold_images_among_their_tokens(llava):

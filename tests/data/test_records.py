@@ -24,6 +24,8 @@ VALID = [
         "reward": 1.0,
     },
     {"prompt": [USER], "completion": [ANSWER], "group": "x"},
+    {"messages": [USER, {**ANSWER, "finish_reason": "length", "stop_sequence": "a"}], "finish_reason": "stop"},
+    {"messages": [USER, ANSWER], "calls": [{"ctx": [0], "out": 1, "finish_reason": "length"}]},
     {"prompt": "p", "completion": "c"},
     {"token_ids": [1, 2, 3], "loss_weights": [0, 1, 1], "old_logprobs": [0, -1, -1], "messages": [USER, ANSWER]},
     {"seqs": [{"ids": [1, 2, 3], "loss": [[1, 2]], "reward": 1, "behaviour_logprobs": [-1]}], "group": "g"},
@@ -79,3 +81,55 @@ def _holders(value):
 
 def _keys(holder):
     return list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+
+
+FORMS = {
+    "messages": ({"messages": [USER, ANSWER]}, "a"),
+    "prompt and completion as messages": ({"prompt": [USER], "completion": [ANSWER]}, "a"),
+    "a completion as text": ({"prompt": [USER], "completion": "a"}, "a"),
+    "texts": ({"prompt": "p", "completion": "c"}, "c"),
+    "a labelled completion": ({"prompt": [USER], "completion": [ANSWER], "label": True}, "a"),
+    "plain text": ({"text": "one two"}, " two"),
+}
+END = "<|im_end|>"
+
+
+def trained(reader, record):
+    result = reader.read(RawRecord("a:1", record), None)
+    assert result.error is None, result.error
+    if not result.rows:
+        return result.left_out
+    items = trajectories_of(table_columns(rows_to_table([0] * len(result.rows), result.rows)))
+    return [reader.tokenizer.decode(item.token_ids[item.loss_weights > 0]) for item in items]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("key", ["finish_reason", "stop_reason"])
+def test_a_record_says_beside_its_messages_how_its_reply_ended(form, key, tokenizer):
+    record, text = FORMS[form]
+    reader = RecordReader(tokenizer, RenderOptions())
+    assert trained(reader, record) == trained(reader, {**record, key: "end_turn"}) == [text + END]
+    assert trained(reader, {**record, key: "max_tokens"}) == [text]
+    assert trained(reader, {**record, "truncated": True}) == [text]
+    assert trained(reader, {**record, "truncated": False}) == [text + END]
+    [(location, why)] = trained(reader, {**record, key: "content_filter"})
+    assert location.startswith("a:1")
+    assert why == "a reply that ended with 'content_filter'"
+
+
+def test_a_preference_pair_says_it_in_its_messages_alone(tokenizer):
+    reader = RecordReader(tokenizer, RenderOptions())
+    record = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b", "finish_reason": "length"}]}
+    assert trained(reader, record) == [f"a{END}", "b"]
+    result = reader.read(RawRecord("a:1", {**record, "finish_reason": "length"}), None)
+    assert result.unused_keys == ["finish_reason"]
+
+
+def test_a_declared_node_of_a_reply_that_failed_is_context(tokenizer):
+    reader = RecordReader(tokenizer, RenderOptions())
+    nodes = [{"id": "a", "parent": None, "message": USER}]
+    nodes += [{"id": "b", "parent": "a", "message": {**ANSWER, "finish_reason": "error"}}]
+    nodes += [{"id": "c", "parent": "b", "message": USER}, {"id": "d", "parent": "c", "message": ANSWER}]
+    result = reader.read(RawRecord("a:1", {"nodes": nodes}), None)
+    assert [(row.source, row.rollout) for row in result.rows] == [("a:1: nodes[3]", "a:1: nodes[3]")]
+    assert result.left_out == [("a:1: nodes[1]", "a reply that ended with 'error'")]

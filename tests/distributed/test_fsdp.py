@@ -10,7 +10,7 @@ from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import Forest, Trajectory
 from treewise.distributed.fsdp import ShardSettings, shard, shard_settings, whole_state
-from treewise.engine.walk import Walk
+from treewise.engine.step import Walk
 from treewise.errors import ConfigError
 from treewise.nn.model import split_model
 from treewise.planning.planner import plan
@@ -54,7 +54,7 @@ def test_a_sharded_mixture_of_experts_returns_its_router_logits():
         chain = plan(Forest.from_trajectories([Trajectory(range(1, 9))]))
 
         def router_logits():
-            return Walk(lm, chain, "reference", with_router_logits=True).whole_output().router_logits
+            return Walk(lm, chain, "reference", reads_routers=True).forward(0).router_logits
 
         expected = router_logits()
         ends = shard(model, lm, torch.device("cpu"), ShardSettings(), None)

@@ -13,20 +13,26 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.needs import MESHES, require
 from tests.nn.recurrent.wide import widened
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import SFT, Trajectory, TreeEngine, share_prefixes, verify
 from treewise.distributed import ranks
+from treewise.distributed.context import context_group
 from treewise.distributed.fsdp import ShardSettings, data_mesh, shard
-from treewise.distributed.mesh import context_group, load_on_mesh, mesh_config, mesh_of
+from treewise.distributed.mesh import check_mesh_sizes, load_on_mesh
+from treewise.distributed.parts import mesh_of
 from treewise.errors import ConfigError, DataError
+from treewise.nn import tensor_parallel
 from treewise.objectives import Distillation, PolicyGradient
-from treewise.report.analysis.mesh_facts import report_mesh
+from treewise.report.analysis.mesh_facts import read_mesh, report_mesh
 from treewise.testing import flat_sft, gradients_of, tiny_model
+from treewise.trainer import TreeTrainingArguments
 
 pytestmark = pytest.mark.xdist_group("distributed/test_mesh")
 
@@ -252,6 +258,7 @@ def with_value_head(model, engine):
 
 def run_on(num_ranks, cases, folder, extra=None):
     """Runs the cases in so many processes; their results by name and budget."""
+    require(MESHES)
     for case in cases:
         model_of(case).float().save_pretrained(folder / case.family)
 
@@ -335,7 +342,6 @@ def names(cases):
     return [case.name for case in cases]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers 5.23 for it
 @pytest.mark.parametrize("case", TWO, ids=names(TWO))
 def test_two_processes_give_what_one_gives(two, case):
     check(two, case)
@@ -387,6 +393,7 @@ def test_a_value_head_on_a_mesh(two):
         check_gradients(each["extra"]["values"][1], gradients)
 
 
+@MESHES
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -397,4 +404,34 @@ def test_a_value_head_on_a_mesh(two):
 )
 def test_sizes_that_do_not_fit_are_errors(sizes, message):
     with pytest.raises(ConfigError, match=message):
-        mesh_config(*sizes)
+        check_mesh_sizes(*sizes)
+
+
+@dataclass
+class OlderConfig:
+    """The fields of `DistributedConfig` in transformers 5.17."""
+
+    tp_size: int | None = None
+    tp_plan: dict[str, str] | None = None
+    enable_expert_parallel: bool = False
+    fsdp_size: int | None = None
+    pp_size: int | None = None
+
+
+def test_an_older_transformers_is_refused_only_where_a_mesh_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensor_parallel, "DistributedConfig", OlderConfig)
+    args = TreeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert (args.tp_size, args.ep_size) == (1, 1)
+    model = tiny_model()
+    assert mesh_of(model) is None
+    model._device_mesh = object()  # as an older transformers leaves it
+    message = rf"meshes \(tp_size, ep_size\) need pip install 'transformers>=5.23'; found {transformers.__version__}"
+    for asked in (
+        lambda: TreeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", tp_size=2),
+        lambda: check_mesh_sizes(1, 2, 4),
+        lambda: load_on_mesh("nowhere"),
+        lambda: read_mesh("tp=2"),
+        lambda: mesh_of(model),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            asked()

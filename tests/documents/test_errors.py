@@ -12,14 +12,19 @@ import treewise as tw
 from treewise import errors
 from treewise.cli.config import read_config
 from treewise.data import load_trees
-from treewise.engine.budget import Budget
+from treewise.engine.prepared import Budget
+from treewise.engine.step import with_less_memory
 from treewise.testing.families import tiny_model
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import read_manifest
-from treewise.trainer.nonfinite import NonFiniteGuard
+from treewise.trainer.step import NonFiniteGuard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
-CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if each.__module__ == errors.__name__]
+CLASSES = [
+    each
+    for _, each in inspect.getmembers(errors, inspect.isclass)
+    if each.__module__ == errors.__name__ and issubclass(each, Exception)
+]
 ITEM = tw.Trajectory([1, 2, 3])
 
 
@@ -61,7 +66,7 @@ def out_of_memory() -> None:
 
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    Budget(8192).run(step, 20_000, model)
+    with_less_memory(step, Budget(8192), 20_000, model)
 
 
 def not_finite() -> None:

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from treewise import TreeTrainingArguments
 from treewise.cli.commands import rl
+from treewise.cli.config import read_config
 from treewise.cli.keys import schema
 from treewise.data import RenderOptions
 
@@ -50,3 +51,13 @@ def test_defaults_of_a_training_run(key: str, default: object) -> None:
 def test_every_key_of_rl_is_named_on_its_page() -> None:
     page = (DOCS / "rl.md").read_text(encoding="utf-8")
     assert not [key for key in (*rl.KEYS, *rl.aliases()) if f"`{key}`" not in page]
+
+
+def test_recipes_for_gpus_hold_keys_that_are_there(tmp_path: Path) -> None:
+    recipes = re.findall(r"```yaml\n(.*?)```", (DOCS / "gpu.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(recipes) == 4
+    for recipe in recipes:
+        (tmp_path / "run.yaml").write_text(recipe, encoding="utf-8")
+        found = read_config(str(tmp_path / "run.yaml"))
+        assert found.data
+        assert found.training["max_tokens"] >= 8192

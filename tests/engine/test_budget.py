@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine import step_checks, walk
+from treewise.engine import checks, step
 from treewise.engine.budget import CALIBRATION_TOKENS, MAX_TOKENS, TokenBytes, choose_budget, measure_token_bytes
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.nn.attention.flex import BLOCK_SIZE
+from treewise.nn.attention.flex import BLOCK_SIZE, MIN_BLOCKS
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -26,7 +26,7 @@ def rollouts() -> list[Trajectory]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes every forward of more than 20 tokens run out of memory; records the sizes of those that ran."""
     ran: list[int] = []
-    plain = walk.run_decoder
+    plain = step.run_decoder
 
     def limited(lm, token_ids, *args, **kwargs):
         if len(token_ids) > 20:
@@ -34,8 +34,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran.append(len(token_ids))
         return plain(lm, token_ids, *args, **kwargs)
 
-    monkeypatch.setattr(walk, "run_decoder", limited)
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # of more tokens
+    monkeypatch.setattr(step, "run_decoder", limited)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # of more tokens
     return ran
 
 
@@ -79,7 +79,7 @@ def test_other_errors_are_not_taken_for_memory(rollouts, monkeypatch: pytest.Mon
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(walk, "run_decoder", broken)
+    monkeypatch.setattr(step, "run_decoder", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         TreeEngine(tiny_model(), check=False).step(Forest.from_trajectories(rollouts))
 
@@ -120,12 +120,12 @@ def test_bytes_per_token_count_what_autograd_keeps() -> None:
     sizes = []
 
     def noted(num_tokens: int) -> None:
-        sizes.append(-(-num_tokens // BLOCK_SIZE))
+        sizes.append((num_tokens, max(MIN_BLOCKS, -(-num_tokens // BLOCK_SIZE)) * BLOCK_SIZE))
         run(num_tokens)
 
     measured = measure_token_bytes(noted, num_layers=2, gateway=7, device_type="cuda")
     assert measured == TokenBytes(activation=int((16 + 32) * 4 * 1.25), gateway=7)
-    assert sizes[0] < sizes[1]  # after padding, too
+    assert all(given == filled_up for given, filled_up in sizes)  # what FlexAttention fills up grows in step
 
 
 def test_the_budget_leaves_room_for_gateways() -> None:

@@ -14,16 +14,16 @@ from torch import nn
 
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
-from treewise.engine import scoring, walk
+from treewise.engine import step
 from treewise.engine.probe import probe
-from treewise.engine.scoring import EdgeScorer
+from treewise.engine.step import EdgeScorer
 from treewise.errors import UnsupportedModelError
 from treewise.nn.adapter_slots import Shape, Slots
 from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
 from treewise.nn.recurrent import kinds
-from treewise.planning.layout import lay_out
+from treewise.planning.plans import lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.tree.images import ImageSpan
@@ -126,7 +126,6 @@ def test_the_probe_leaves_gradients_and_their_hooks_alone() -> None:
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("objective", [SFT(), DPO(reference_free=True), lambda logprobs: -torch.cat(logprobs).sum()])
 @pytest.mark.parametrize("max_tokens", [None, 4])
 def test_a_backward_without_a_gradient_is_an_error(max_tokens: int | None, objective: Any) -> None:
@@ -218,7 +217,7 @@ def on_layouts(patch: Patch, change: Callable[[Any], dict[str, np.ndarray]]) -> 
         layout = lay_out(*args)
         return replace(layout, **change(layout))
 
-    patch.setattr(walk, "lay_out", changed)
+    patch.setattr(step, "lay_out", changed)
 
 
 def on_results(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -387,13 +386,13 @@ def multiplicity_is_ignored(patch, model):
 
 @fault()
 def scores_of_a_fork_from_the_row_before(patch, model):
-    own = scoring.edges_of
+    own = step.edges_of
 
     def shifted(*args):
         edges = own(*args)
         return replace(edges, source=np.where(edges.source == 0, 0, edges.source - (edges.target == edges.target[-1])))
 
-    patch.setattr(scoring, "edges_of", shifted)
+    patch.setattr(step, "edges_of", shifted)
 
 
 @fault()
@@ -403,8 +402,12 @@ def downcast_on_trees(patch, model):
 
 @fault()
 def held_micro_batches_get_no_gradient(patch, model):
-    own = walk.Walk._run
-    patch.setattr(walk.Walk, "_run", lambda self, index, writes=None, injects=None: own(self, index, writes))
+    own = step.TreeContext
+
+    def context(*args, injects, **kwargs):
+        return own(*args, injects=None if kwargs["writes"] is not None else injects, **kwargs)
+
+    patch.setattr(step, "TreeContext", context)
 
 
 @fault("qwen3_moe", 1.05, 0.0)
@@ -427,7 +430,7 @@ def state_gradients_times(patch, model, factor):
 
 def test_a_piece_whose_gradients_stop_below_an_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained is the projector alone: a piece of text below an image needs no gradient for itself."""
-    monkeypatch.setattr(walk, "EVERYTHING", NOTHING)
+    monkeypatch.setattr(step, "EVERYTHING", NOTHING)
     model, images = seeing_model("llava"), FAMILIES["llava"].images()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("projector" in name)

@@ -14,12 +14,11 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import LiveBytes, step_memory
 from treewise.objectives import SFT
 from treewise.objectives.policy_gradient import PolicyGradient
-from treewise.planning.planner import FORWARD, HOLD, Pass, Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import FORWARD, HOLD, Pass, Plan
 from treewise.testing.families import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 
 WHOLE, QUARTER = 1.0, 0.25
 FLOAT, HALF = torch.float32, torch.bfloat16

@@ -16,10 +16,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradients_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of PEFT, on settings that do not matter here
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on settings that do not matter here
 
 ROLLOUTS = [Trajectory([3, 4, 5, 6, 7, 8]), Trajectory([3, 4, 5, 9, 10]), Trajectory([3, 4, 11, 12, 13, 14, 15])]
 # In float64, but for what norms and some types compute in float32 whatever the dtype.
@@ -133,7 +130,57 @@ def test_trained_tokens() -> None:
         check(stirred(get_peft_model(tiny_model(tie_word_embeddings=is_tied), config)))
 
 
-@pytest.mark.parametrize("kind", ["LILY", "POLY", "PVERA"])
+TABLES: list[tuple[bool, dict[str, Any]]] = [
+    *[(True, {"modules_to_save": each, "ensure_weight_tying": True}) for each in (["embed_tokens"], ["lm_head"])],
+    (True, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
+    *[(is_tied, {"modules_to_save": ["embed_tokens", "lm_head"]}) for is_tied in (False, True)],
+    *[(is_tied, {"trainable_token_indices": [3, 5, 63]}) for is_tied in (False, True)],
+    *[(is_tied, {"trainable_token_indices": {"lm_head": [3, 63]}}) for is_tied in (False, True)],
+    (False, {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [5]}}),
+]
+
+
+@pytest.mark.parametrize(("is_tied", "settings"), TABLES, ids=str)
+def test_tables_of_tokens_that_are_trained_beside_lora(is_tied: bool, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    base = tiny_model(tie_word_embeddings=is_tied)
+    check(stirred(get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], **settings))))
+
+
+def test_a_table_without_an_active_copy_is_the_model_s_own() -> None:
+    torch.manual_seed(0)
+    first = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(tiny_model(tie_word_embeddings=False), first)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("second")
+    check(stirred(model))
+
+
+def test_a_hook_on_a_wrapper_of_the_head_counts() -> None:
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = stirred(get_peft_model(tiny_model(tie_word_embeddings=False), settings))
+    model.base_model.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: 0.5 * logits)
+    check(model)
+
+
+def test_a_merged_copy_of_a_tied_head_has_its_weights_sizes() -> None:
+    """PEFT makes the copy as a layer with as many outputs as the model is wide, and leaves it in the merged model."""
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    merged = stirred(get_peft_model(tiny_model(tie_word_embeddings=True), settings)).merge_and_unload()
+    assert merged.lm_head.out_features == 32
+    assert TreeEngine(merged).lm.num_logits == 64
+    check(merged.requires_grad_())
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_lora_that_is_to_be_tied_is_refused_by_name(target: str) -> None:
+    """Of PEFT 0.21: two parameters over one memory until the model is moved, of which a merge adds each."""
+    settings = LoraConfig(r=2, target_modules=["q_proj", target], ensure_weight_tying=True)
+    with pytest.raises(UnsupportedModelError, match=r"adapter 'default' is to be tied .*modules_to_save"):
+        TreeEngine(get_peft_model(tiny_model(tie_word_embeddings=True), settings))
+
+
+@pytest.mark.parametrize("kind", sorted({"LILY", "POLY", "PVERA"} & PEFT_TYPE_TO_CONFIG_MAPPING.keys()))
 @pytest.mark.parametrize("target", ["lm_head", "q_proj"])
 def test_adapters_that_depend_on_the_row_are_refused_by_name(kind: str, target: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"adapter 'default' \({kind}\)"):

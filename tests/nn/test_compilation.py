@@ -11,16 +11,12 @@ from torch import nn
 
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.compilation import check_compilation, compile_layers, uncompiled
+from treewise.nn.compilation import check_compilation, compile_layers
+from treewise.nn.wrapped import uncompiled
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # from inside of dynamo
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks transformers for it
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # inductor's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 
 
 def trees(count: int, seed: int = 0) -> list[list[Trajectory]]:

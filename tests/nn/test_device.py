@@ -12,17 +12,15 @@ from treewise import Trajectory, TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn import device
 from treewise.nn.device import (
-    Autocast,
     chosen_device,
     free_bytes,
-    is_out_of_memory,
     keep_freed_memory,
     part_of_torch,
     synchronized_clock,
-    to_device,
     untested_torch_named,
     warn_of_untested_torch,
 )
+from treewise.nn.tensors import Autocast, is_out_of_memory, to_device
 from treewise.testing import tiny_model
 
 CPU = torch.device("cpu")
@@ -49,12 +47,17 @@ def test_a_container_limits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert free_bytes(CPU) == 1000
 
 
-def test_unused_pieces_of_the_caching_allocator_are_free_and_fragments_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50 reserved bytes 20 are in use, and 12 are the rest of pieces in use."""
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 118), (0.1, 68), (0.03, 0)])
+def test_unused_pieces_of_the_caching_allocator_are_free_and_fragments_are_not(
+    fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 50 reserved bytes 20 are in use, and 12 are the rest of pieces in use; of what is free on the GPU, as much as
+    the process may still reserve."""
     stats = {"reserved_bytes.all.current": 50, "active_bytes.all.current": 20, "inactive_split_bytes.all.current": 12}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
-    assert free_bytes(torch.device("cuda", 0)) == 118
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert free_bytes(torch.device("cuda", 0)) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from treewise import Forest, Trajectory
 from treewise.engine.budget import gateway_token_bytes
 from treewise.nn.attention import Gateway, TreeContext, TreeMask
+from treewise.nn.decoder import run_decoder
 from treewise.nn.flops import gateway_bytes
-from treewise.nn.model import run_decoder, split_model
+from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import TreeRows
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.families import tiny_model
 
 FAMILIES = [

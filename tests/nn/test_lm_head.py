@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treewise.nn import lm_head
-from treewise.nn.lm_head import OUTPUTS, Head, ModuleHead, edge_values
+from treewise.nn.lm_head import OUTPUTS, Head, edge_values
+from treewise.nn.module_head import ModuleHead
 
 
 @settings(max_examples=60)
@@ -66,8 +67,8 @@ def test_values_and_gradients(
 
 def test_the_backward_takes_over_the_logits_of_the_latest_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    project = lm_head._project
-    monkeypatch.setattr(lm_head, "_project", lambda *args: calls.append(1) or project(*args))
+    project = lm_head._logits
+    monkeypatch.setattr(lm_head, "_logits", lambda *args, **options: calls.append(1) or project(*args, **options))
     head = Head(torch.randn(7, 3, requires_grad=True))
 
     def log_probs() -> torch.Tensor:
@@ -96,8 +97,14 @@ def test_kept_logits_are_freed_with_their_graph() -> None:
 
 def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = []
-    project = lm_head._project
-    monkeypatch.setattr(lm_head, "_project", lambda *args: largest.append(project(*args)) or largest[-1])
+    project = lm_head._logits
+
+    def watched(*args, **options):
+        found = project(*args, **options)
+        largest.append(found[0])
+        return found
+
+    monkeypatch.setattr(lm_head, "_logits", watched)
     hidden = torch.randn(100, 4, requires_grad=True)
     weight = torch.randn(50, 4, requires_grad=True)
     source = torch.arange(100)

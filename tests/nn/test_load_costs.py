@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import save_tiny_model
+from tests.damage import damages
 from tests.image_capability import image_model
 from treewise.errors import ConfigError
 from treewise.nn import load_costs as module
@@ -44,10 +45,24 @@ def test_they_are_counted_once_for_each_configuration(tmp_path, cache, monkeypat
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     assert load_costs(name).linear < first.linear
     assert len(built) == 3
-    for file in cache.iterdir():
-        file.write_text("{")
-    assert load_costs(name) == flop_model(load_shapes(name))
-    assert len(built) == 4
+
+
+def test_damaged_costs_are_counted_again_with_a_line(tmp_path, cache, monkeypatch, caplog) -> None:
+    built, name = counted(monkeypatch), str(save_tiny_model(tmp_path / "model"))
+    first = load_costs(name)
+    monkeypatch.setattr("treewise.nn.model_flops.flop_model", lambda _: first)  # takes no time
+    [kept] = cache.iterdir()
+    for number, how in enumerate(damages(kept), start=2):
+        caplog.clear()
+        assert load_costs(name) == first, how
+        [line] = caplog.messages
+        assert line.startswith(f"{kept}: ")
+        assert line.endswith("; the model's costs are counted again.")
+        assert len(built) == number
+        assert [each.name for each in cache.iterdir()] == [kept.name]
+    caplog.clear()
+    assert load_costs(name) == first
+    assert not caplog.messages
 
 
 def test_those_of_images_are_kept_whole(tmp_path, monkeypatch) -> None:

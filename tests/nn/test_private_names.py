@@ -35,6 +35,8 @@ PRIVATE_NAMES = {
     "_current_autograd_node": "torch:_C",
     "_storage_Use_Count": "torch:_C",
     "_cdata": "torch:UntypedStorage",
+    # The template that transformers renders, whose sandbox bounds neither time nor size.
+    "_compile_jinja_template": "transformers.utils.chat_template_utils",
     "_from_config": "transformers.modeling_utils",  # a model of a configuration, as `from_pretrained` makes it
     "_orig_mod": "torch._dynamo.eval_frame",  # the model inside a compiled one
     "_compiled_call_impl": MODULE,  # detects layers that are compiled in place
@@ -47,6 +49,8 @@ PRIVATE_NAMES = {
     "_post_accumulate_grad_hooks": TENSOR,  # hooks on accumulated gradients; those of tensor parallelism are removed
     "_execution_engine": "torch.autograd:Variable",  # calls what ends with a backward
     "_set_pg_timeout": DISTRIBUTED + ":",  # gives groups of a mesh the run's timeout
+    # The mesh of a model that transformers divided: before 5.23 it is refused.
+    "_device_mesh": "transformers.distributed.mixin",
     "_unflatten": "torch.distributed.device_mesh:DeviceMesh",  # an axis of a mesh in two, for hybrid sharding
     "_get_backend": DISTRIBUTED + ":ProcessGroup",  # of the group of all ranks, for its options
     "_timeout": "torch._C._distributed_c10d:Backend.Options",  # that a group was made with

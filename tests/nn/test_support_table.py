@@ -16,8 +16,12 @@ from tests.capability import (
     examine,
     image_families,
 )
+from tests.damage import damages
+from treewise import TreeEngine
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn.model import REFUSED_FAMILIES
 from treewise.nn.support_table import Capability, CapabilityTable
-from treewise.testing.families import causal_families
+from treewise.testing.families import causal_families, tiny_model
 
 TABLE = CapabilityTable.load()
 FAMILIES = [*causal_families(), *image_families()]
@@ -87,12 +91,30 @@ def test_a_refusal_names_a_reason() -> None:
     assert all(len(row.reason) > 20 for row in TABLE.rows if row.status != SUPPORTED)
 
 
-def test_refusals_of_families_with_images_are_sentences_not_exceptions_of_others() -> None:
+def test_refusals_are_sentences_not_exceptions_of_others() -> None:
     raw = re.compile(r"\w+Error\b|fails on a tree|cannot be built|forms of pixels")
-    for family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        row = TABLE.find(family)
-        assert row is not None
-        assert not raw.search(row.reason + row.image_reason), row
+    rows = {row.family: row for row in TABLE.rows}
+    for family in (*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *(each.family for each in TABLE.of_status(REFUSED))):
+        assert not raw.search(rows[family].reason + rows[family].image_reason), rows[family]
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED_FAMILIES))
+def test_a_family_that_looks_like_others_is_refused_before_computing(family: str) -> None:
+    row = TABLE.find(family)
+    assert row is not None
+    assert (row.status, row.reason) == (REFUSED, f"{row.model} {REFUSED_FAMILIES[family]}.")
+    if family in ("blt", "instructblipvideo"):  # seconds to build
+        return
+    with pytest.raises(UnsupportedModelError, match=re.escape(row.reason)):
+        TreeEngine(tiny_model(family))
+
+
+def test_a_damaged_table_is_named(tmp_path) -> None:
+    TABLE.save(path := tmp_path / "table.json")
+    for _ in damages(path, num_flips=60):
+        with pytest.raises(ConfigError, match=r"table\.json: (damaged|cannot be read) \(.*\); write it again"):
+            CapabilityTable.load(path)
+    assert CapabilityTable.load(path) == TABLE
 
 
 def test_a_table_survives_its_file(tmp_path) -> None:

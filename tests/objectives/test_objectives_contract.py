@@ -17,7 +17,7 @@ from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.advantages import with_rollout_weights
 from treewise.errors import ConfigError, DataError
 from treewise.objectives import Objective, PolicyGradient, objective_named
-from treewise.objectives.normalization import fixed_denominator
+from treewise.objectives.sft import fixed_denominator
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.testing.strategies import MAX_SEED
@@ -371,7 +371,6 @@ def test_ratios_to_scored_logprobs_are_one() -> None:
     assert engine.step(Forest.from_trajectories(bare), tw.GRPO()).loss == pytest.approx(out.loss, rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers 5.23 for it
 def test_a_reference_is_the_model_without_its_adapter() -> None:
     items = sample()
     base = TreeEngine(tiny_model("llama", num_hidden_layers=2), check=False).scored(items, "ref_logprobs")

@@ -14,11 +14,11 @@ from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.registry import (
     OBJECTIVES,
     PREFERENCES,
-    checked_objective,
     determined,
     objective_named,
     setting_types,
 )
+from treewise.objectives.sft import checked_objective
 
 NAMES = {name: each for name, each in OBJECTIVES.items() if name not in ("policy_gradient", "dpo")}  # with heirs
 DETERMINED = {name: determined(each) for name, each in OBJECTIVES.items() if determined(each)}

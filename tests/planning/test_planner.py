@@ -13,7 +13,8 @@ from tests.planning.test_bin_packing import fewest_bins
 from tests.planning.test_partition import FULL_TRUNK
 from treewise.errors import PlanError
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN
 from treewise.testing.strategies import forests, forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -286,7 +287,7 @@ def test_a_description_says_the_sizes():
     made = plan(grpo(400, 16, 300), 1024)
     text = made.describe(gateway_bytes_per_token=2**20)
     assert text.startswith("budget             1,024 tokens\n")
-    assert "tree tokens        5,200 (11,200 flat, ratio 2.15)" in text
+    assert "tree tokens        5,200 (11,200 flat, share ratio 2.15)" in text
     assert "micro-batches      9 (8 closed, 1 open)" in text
     assert "held tokens        400" in text
     assert "recomputed tokens  0" in text

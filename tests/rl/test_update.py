@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import treewise as tw
+from tests.damage import damages
 from treewise.errors import CheckpointError, ConfigError, DataError
 from treewise.objectives import GRPO, REINFORCE, SFT, PolicyGradient
 from treewise.rl.update import (
@@ -86,6 +87,32 @@ def test_groups_without_variance_are_left_out_on_demand():
         credited([trees[0], trees[2]], GRPO())
 
 
+def test_rollouts_without_a_reward_are_set_aside_and_counted():
+    rows = rollouts(0, None, 1)
+    later = [replace(rows[0], reward=None, rollout="a", source="x:4"), replace(rows[2], rollout="a")]
+    update = credited([rows, rollouts(None, group="h"), later], GRPO())
+    expected = credited([[rows[0], rows[2]], later], GRPO())
+    assert [[each.advantages.tolist() for each in tree] for tree in update.trees] == [
+        [each.advantages.tolist() for each in tree] for tree in expected.trees
+    ]
+    assert (update.rewards.num_rollouts, update.rewards.num_failed) == (5, 2)
+    assert update.rewards.first == "rollout None of group g"
+    assert "without a reward         2 set aside (first: rollout None of group g)" in describe(update, "grpo", "")
+    assert update.report == expected.report
+    assert "without a reward" not in describe(expected, "grpo", "")
+
+
+def test_more_rollouts_without_a_reward_than_may_be_are_an_error():
+    rows = rollouts(0, None, 1)
+    message = r"1 of 3 rollouts without reward, more than max_failed=0.25 of them. The first: rollout None of group g."
+    with pytest.raises(DataError, match=message):
+        credited([rows], GRPO(), max_failed=0.25)
+    with pytest.raises(DataError, match=r"rollout None of group g: no reward in any row. Give each rollout `reward`"):
+        credited([rollouts(None, None)], GRPO())
+    given = credited([rollouts(None, None, advantages=1.0)], GRPO())
+    assert (given.method, given.rewards.num_failed, len(given.trees[0])) == ("given", 0, 2)
+
+
 def test_a_reference_that_nothing_uses_is_an_error():
     update = credited([rollouts(0, 1)], GRPO())
     with pytest.raises(ConfigError, match="no KL to it"):
@@ -115,12 +142,15 @@ def test_scores_of_other_data_or_choices_are_not_used(update, tmp_path):
     assert load_scores(tmp_path, replace(update, num_dropped=1), FACTS) is None
 
 
-@pytest.mark.parametrize("damage", [lambda raw: b"damaged", lambda raw: raw[:-1], lambda raw: raw[:-2] + b"??"])
-def test_damaged_scores_are_a_warning_and_are_not_used(update, tmp_path, caplog, damage):
+def test_damaged_scores_are_a_warning_and_are_not_used(update, tmp_path, caplog):
     save_scores(tmp_path, update, FACTS)
-    (tmp_path / SCORES).write_bytes(damage((tmp_path / SCORES).read_bytes()))
-    assert load_scores(tmp_path, update, FACTS) is None
-    assert f"{SCORES} is damaged" in caplog.text
+    for how in damages(tmp_path / SCORES):
+        caplog.clear()
+        assert load_scores(tmp_path, update, FACTS) is None, how
+        [line] = caplog.messages
+        assert line.startswith(f"{tmp_path / SCORES}: damaged (")
+        assert line.endswith("): the log-probs are computed again")
+    assert load_scores(tmp_path, update, FACTS) is not None
 
 
 def test_scores_that_cannot_be_written_are_an_error(update, tmp_path):

@@ -18,14 +18,14 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from treewise.serve.app import make_app
-from treewise.serve.journal import FAILED, Journal, Work
+from treewise.serve.journal import FAILED, REFUSED, Journal, Work, digest_of
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import Store
 from treewise.serve.weights import ServedModel
 from treewise.serve.worker import Worker
 from treewise.testing.families import tiny_model
 
-KEY = "tml-test"
+KEY, OTHER_KEY = "tml-test", "tml-other"
 FACTS = {"shape": {"rank": 2, "mlp": True, "attn": True, "unembed": True}, "seed": 1, "path": None}
 RATE = {"adam_params": {"learning_rate": 0.05}}
 
@@ -159,7 +159,8 @@ class Served:
 
     def run(self, name, **facts):
         if self.journal.get("model", name) is None:
-            self.journal.put("model", name, "s", {**FACTS, **facts})
+            self.journal.put("session", name.partition(":")[0], digest_of(KEY), {})
+            self.journal.put("model", name, name.partition(":")[0], {**FACTS, **facts})
         return self.ask(name, 0, "create", {})
 
     def send(self, name, seq, kind, body):
@@ -175,7 +176,7 @@ class Served:
         self.send(name, seq, kind, body)
         self.work()
         _, media, content = self.journal.find(f"{name}:{seq}")
-        return json.loads(content) if media in (FAILED, "application/json") else content
+        return json.loads(content) if media in (FAILED, REFUSED, "application/json") else content
 
     def values(self, name):
         return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]

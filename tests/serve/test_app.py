@@ -57,7 +57,6 @@ def sampled(run, prompt=(5, 6, 7), **params):
     return weights.sample(types.ModelInput.from_ints(list(prompt)), 3, asked).result()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft with transformers 5.23
 def test_three_steps_are_those_of_a_plain_peft_loop(client, address, tmp_path):
     """Adapters with the server's first values, rows one by one, torch's AdamW: log-probs and losses at each step."""
     from peft import PeftModel
@@ -334,6 +333,74 @@ def test_images_are_trained_on_where_the_model_takes_them(tmp_path):
         client.close("success").result()
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A server that takes small requests alone, its client, and log-probs after a step that nothing disturbed."""
+    with running(tmp_path_factory.mktemp("small"), tiny_model("llama"), max_request_mb=1) as found:
+        made = tinker.ServiceClient(base_url=found.url, api_key=KEY)
+        run, data = new_run(made, seed=1), tree_of_data("cross_entropy")
+        step(run, data)
+        yield found, made, logprobs_of(run.forward(data, "cross_entropy").result())
+        made.close("success").result()
+
+
+LARGE = datum([1] * 200_000, weights=np.ones(199_999))
+REFUSED = {  # what a client asks, and what it hears
+    "not a number": (lambda run: run.optim_step(types.AdamParams(learning_rate=float("nan"))), "nor NaN"),
+    "infinite": (lambda run: run.optim_step(types.AdamParams(eps=float("inf"))), "eps: Input should be a valid number"),
+    "too large a rate": (lambda run: run.optim_step(types.AdamParams(learning_rate=1e38)), "0 to 1e"),
+    "optimizer": (lambda run: run.optim_step(types.DimuonParams(learning_rate=1e-3)), "not implemented"),
+    "loss": (lambda run: run.forward_backward(tree_of_data("ppo"), "none"), "loss_fn='none' is unknown"),
+    "setting": (lambda run: run.forward(tree_of_data("ppo"), "ppo", {"beta": 1.0}), "a setting of ppo"),
+    "large datum": (lambda run: run.forward_backward([LARGE], "cross_entropy"), "max_request_mb"),
+    "large last part": (lambda run: run.forward([datum([1, 2]), LARGE], "cross_entropy"), "max_request_mb"),
+    "large first part": (lambda run: run.forward([LARGE, datum([1, 2])], "cross_entropy"), "max_request_mb"),
+    "large metadata": (lambda run: run.save_state("a", user_metadata={"a": "x" * 2_000_000}), "max_request_mb"),
+    "large name": (lambda run: run.save_weights_for_sampler("x" * 2_000_000), "max_request_mb"),
+    "name": (lambda run: run.save_state("../a"), "plain names alone"),
+    "life": (lambda run: run.save_weights_external("a", ttl_seconds=-1), "ttl_seconds"),
+    "recipients": (lambda run: run.save_weights_external("a", age_encryption_recipients=["age1"]), "not encrypted"),
+    "account": (lambda run: run._load_state_impl("tinker://a:train:0/weights/b", True, "key"), "no other accounts"),
+    "checkpoint": (lambda run: run._load_state_impl("tinker://a:train:0/weights/b", True, None), "no such checkpoint"),
+    "path": (lambda run: run._load_state_impl("b", False, None), "no path of a checkpoint"),
+    "by the SDK": (lambda run: run.save_state("a", ttl_seconds="soon"), "valid integer"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_run_goes_on_at_once_after_a_refusal(kind, small):
+    """Whatever is refused and wherever, its number is used: the next request has its turn, and does what it would."""
+    _, made, wanted = small
+    ask, says = REFUSED[kind]
+    run, data = new_run(made, seed=1), tree_of_data("cross_entropy")
+    with pytest.raises((tinker.TinkerError, ValueError), match=says):
+        ask(run).result(60)
+    call = run.forward_backward(data, "cross_entropy")
+    refused, stepped = ask(run), run.optim_step(ADAM)
+    call.result(60)
+    with pytest.raises((tinker.TinkerError, ValueError), match=says):
+        refused.result(60)
+    assert stepped.result(60).metrics["step:max"] == 1
+    assert np.array_equal(logprobs_of(run.forward(data, "cross_entropy").result(60)), wanted)
+
+
+def test_a_refused_request_is_refused_again(small):
+    """With the same words, also where it is right the second time; a refusal by status is no future's."""
+    address, made, _ = small
+    run = new_run(made)
+    asked = {"model_id": run.model_id, "seq_id": 1, "adam_params": {"learning_rate": None}}
+    first = address.ask("/api/v1/optim_step", asked)
+    assert (first[0], "learning_rate" in first[1]["error"]) == (400, True)
+    for again in (asked, {**asked, "adam_params": {}}):
+        assert address.ask("/api/v1/optim_step", again) == first
+    body = b'{"model_id": "%s", "seq_id": 2, "path": "' % run.model_id.encode()  # cut, and not JSON
+    for path in ("save_weights", "save_weights", "load_weights"):
+        assert address.ask(f"/api/v1/{path}", body)[0] == 400
+    assert address.ask("/api/v1/retrieve_future", {"request_id": f"{run.model_id}:1"})[1]["error"] == first[1]["error"]
+    assert address.ask("/api/v1/save_weights", {"model_id": run.model_id, "seq_id": 3, "path": "a"})[0] == 200
+    assert "path" in address.ask("/api/v1/retrieve_future", {"request_id": f"{run.model_id}:3"})[1]
+
+
 def test_a_request_seen_again_is_the_same_request(client, address):
     run, data = new_run(client, seed=8), tree_of_data("cross_entropy")
     step(run, data)
@@ -428,7 +495,12 @@ def test_clients_that_leave_in_the_middle_leave_the_others_as_they_are(client, a
     asked = types.ForwardBackwardInput(data=tree_of_data("ppo"), loss_fn="ppo")
     request = types.ForwardBackwardRequest(forward_backward_input=asked, model_id=rogue.model_id, seq_id=1)
     body = forward_backward_request_to_proto(request).SerializeToString()
-    lines = "POST /api/v1/forward_backward HTTP/1.1", "Host: 127.0.0.1", "X-API-Key: x", f"Content-Length: {len(body)}"
+    lines = (
+        "POST /api/v1/forward_backward HTTP/1.1",
+        "Host: 127.0.0.1",
+        f"X-API-Key: {KEY}",
+        f"Content-Length: {len(body)}",
+    )
     head = "\r\n".join((*lines, "", "")).encode()
     with socket.create_connection((host, int(port))) as half:
         half.sendall(head + body[: len(body) // 2])

@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.serve.servers import KEY, running, tree_of_data
+from tests.serve.servers import KEY, OTHER_KEY, running, tree_of_data
 from treewise.testing.families import tiny_model
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
@@ -50,7 +50,10 @@ def test_the_page_shows_what_the_server_did(tmp_path):
             page.on("request", lambda each: asked.append(each.url))
             page.on("pageerror", lambda each: errors.append(str(each)))
             page.on("console", lambda each: errors.append(each.text) if each.type == "error" else None)
-            page.goto(address.url)
+            page.goto(f"{address.url}/#key={OTHER_KEY}")
+            page.wait_for_selector("text=tiny:")
+            assert run.model_id not in page.inner_text("body")
+            page.goto(f"{address.url}/#key={KEY}")
             page.wait_for_selector("polyline")
             text = page.inner_text("body")
             assert "3 steps, loss" in text

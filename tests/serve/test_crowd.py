@@ -1,7 +1,9 @@
-"""20 clients of the SDK at once, each with a loss of its own, beside malformed requests, on a server that is killed at
-drawn moments of any of them, with the settings that it has by default: each ends as it does alone and undisturbed.
+"""20 clients of the SDK at once, with five keys, each with a loss of its own and steps that are refused, beside
+malformed requests, on a server that is killed at drawn moments of any of them, with the settings that it has by
+default: each ends as it does alone and undisturbed.
 """
 
+import http.client
 import random
 import threading
 import time
@@ -13,7 +15,7 @@ import tinker
 from safetensors.numpy import load_file
 from tinker import types
 
-from tests.serve.servers import KEY, Address, running, tree_of_data
+from tests.serve.servers import Address, running, tree_of_data
 from tests.serve.test_journal import Killer
 from tests.trainer.forked_ranks import free_port
 from treewise.serve.settings import ServeSettings
@@ -47,7 +49,7 @@ def squares(data, logprobs):
 
 def train(url, number, begins=lambda step: None):
     """Of each step the norm of its gradient, its loss and its checkpoint; the last log-probs."""
-    client = insisted(lambda: tinker.ServiceClient(base_url=url, api_key=KEY))
+    client = insisted(lambda: tinker.ServiceClient(base_url=url, api_key=f"tml-{number % 5}"))
     made = {"base_model": "tiny", "rank": 2 + number % 3, "seed": number}
     run = insisted(lambda: client.create_lora_training_client(**made).result())
     loss, seen = LOSSES[number % len(LOSSES)], []
@@ -57,7 +59,10 @@ def train(url, number, begins=lambda step: None):
             call = run.forward_backward_custom(tree_of_data("cross_entropy", seed=number), squares)
         else:
             call = run.forward_backward(tree_of_data(loss, seed=number), loss, SETTINGS.get(loss))
-        norm = run.optim_step(ADAM).result().metrics["grad_norm:mean"]
+        refused, stepped = run.optim_step(types.AdamParams(learning_rate=float("nan"))), run.optim_step(ADAM)
+        norm = stepped.result().metrics["grad_norm:mean"]
+        with pytest.raises(tinker.BadRequestError, match="learning_rate"):
+            refused.result()
         seen.append((norm, call.result().metrics["loss:sum"], run.save_state(f"step-{step}").result().path))
     last = run.forward(tree_of_data("cross_entropy"), "cross_entropy").result()
     listed = client._rest_client().list_checkpoints(run.model_id).result().checkpoints
@@ -80,7 +85,7 @@ def disturb(url, is_done, statuses):
         path, body = draw.choice(MALFORMED)
         try:
             statuses.append(address.ask(f"/api/v1/{path}", body + draw.randbytes(draw.choice((0, 1, 300))))[0])
-        except OSError:  # the server is away
+        except (OSError, http.client.HTTPException):  # the server is away, or goes in the middle of an answer
             statuses.append(0)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ from tinker import types
 
 from tests.serve.servers import KEY, Address, running, tree_of_data
 from tests.trainer.forked_ranks import free_port
-from treewise.serve.journal import Journal, Work
+from treewise.errors import ConfigError
+from treewise.serve.journal import REFUSED, Journal, Work
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_journal")
@@ -140,3 +142,93 @@ def test_what_runs_again_after_a_restart(tmp_path):
         (3, None, False, 0),
     ]
     journal.close()
+
+
+def test_a_refused_request_is_written_with_its_answer(tmp_path):
+    """One statement, so that a kill leaves none that would run; it is done, and stays until a snapshot is beyond it."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.put("model", "m", "s", {})
+    work = Work("m:1", "m", 1, "optim_step")
+    journal.refuse(work, b"no")
+    journal.refuse(work, b"again")
+    journal.add(work, b"{}")
+    assert journal.find("m:1") == ("optim_step", REFUSED, b"no")
+    assert [(each.seq, each.is_answered, each.is_done) for each in journal.works()] == [(1, True, True)]
+    journal._all("UPDATE requests SET answered = 0")
+    journal.forget()
+    assert journal.last_seq("m") == 1
+    journal.snapshot("m", 1)
+    journal.forget()
+    assert journal.find("m:1") is None
+    assert (journal.last_seq("m"), journal.last_seq("none")) == (1, -1)
+    journal.close()
+
+
+def test_owners_are_those_of_sessions(tmp_path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    for session, key in (("a", "first"), ("b", "second"), ("c", "first")):
+        journal.put("session", session, key, {})
+        journal.put("model", f"{session}:train:0", session, {})
+    assert [journal.key_of(name) for name in ("a", "a:train:0", "b:sample:3:7", "d:train:0")] == [
+        "first",
+        "first",
+        "second",
+        None,
+    ]
+    assert journal.names_of("model", "first") == ["c:train:0", "a:train:0"]
+    assert journal.names("session", "second") == ["b"]
+    journal.close()
+
+
+def filled(path):
+    journal = Journal(path)
+    journal.put("session", "s", "key", {})
+    for number in range(20):
+        journal.put("model", f"s:train:{number}", "s", {"number": number})
+        work = Work(f"s:train:{number}:0", f"s:train:{number}", 0, "create")
+        journal.add(work, b"{}" * 7 * number)
+        journal.begin([work])
+        journal.answer(work.id, "application/json", b"1" * number)
+    return journal
+
+
+def rows(journal):
+    return [journal._all(f"SELECT * FROM {table} ORDER BY id") for table in ("facts", "requests")]
+
+
+def test_a_journal_with_a_flipped_bit_is_read_as_it_was_or_not_at_all(tmp_path):
+    """Checksums of rows, and SQLite's own look at its pages; bits of no row are no damage."""
+    journal = filled(tmp_path / "journal.sqlite")
+    wanted = rows(journal)
+    journal.close()
+    content, draw, outcomes = (tmp_path / "journal.sqlite").read_bytes(), random.Random(0), []
+    for number in range(200):
+        flipped, path = bytearray(content), tmp_path / f"{number}.sqlite"
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            again = Journal(path)
+        except ConfigError as error:
+            outcomes.append(str(error))
+        else:
+            assert rows(again) == wanted
+            again.close()
+    assert 20 < len(outcomes) < 180
+    assert all(each.startswith(f"{tmp_path}/") and "Put back a copy" in each for each in outcomes)
+
+
+def test_a_row_that_is_not_what_was_written_is_named(tmp_path):
+    filled(tmp_path / "journal.sqlite").close()
+    database = sqlite3.connect(tmp_path / "journal.sqlite")
+    database.executescript("DROP TRIGGER facts_UPDATE; UPDATE facts SET number = 3 WHERE id = 's:train:4'")
+    database.close()
+    with pytest.raises(ConfigError, match="facts: 's:train:4' is not what was written"):
+        Journal(tmp_path / "journal.sqlite")
+
+
+def test_a_journal_of_another_version_is_named(tmp_path):
+    database = sqlite3.connect(tmp_path / "journal.sqlite")
+    database.executescript("CREATE TABLE facts (kind TEXT, id TEXT)")
+    database.close()
+    with pytest.raises(ConfigError, match="of another version of treewise"):
+        Journal(tmp_path / "journal.sqlite")

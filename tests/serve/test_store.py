@@ -1,10 +1,15 @@
 """Checkpoints: of all weights, of samplers that are kept or replaced, and of those whose time is over."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
 from tests.serve.servers import FACTS, RATE, Served, call, same
-from treewise.serve.store import Place
+from treewise.errors import DataError
+from treewise.serve.journal import REFUSED, Work
+from treewise.serve.store import NoCheckpointError, Place
 
 pytestmark = pytest.mark.xdist_group("test_serve_store")
 
@@ -71,11 +76,11 @@ def test_what_expired_is_removed(tmp_path):
     for seq, (name, life) in enumerate((("short", 0), ("long", 3600), ("kept", None)), start=1):
         assert "path" in served.ask("a:train:0", seq, "save_weights", {"path": name, "ttl_seconds": life})
     assert [place.name for place in served.store.places()] == ["long", "kept"]
-    served.worker._tidy(0.0)
+    served.store.forget()
     assert sorted(path.name for path in tmp_path.glob("runs/*/weights/*")) == ["kept", "long"]
     assert "path" in served.ask("a:train:0", 4, "save_weights", {"path": "short"})
     served = served.died()
-    served.worker._tidy(0.0)
+    served.store.forget()
     assert sorted(place.name for place in served.store.places()) == ["kept", "long", "short"]
 
 
@@ -96,3 +101,80 @@ def test_a_checkpoint_that_was_saved_before_a_kill_is_not_saved_twice(tmp_path, 
     assert after["expires"] >= before["expires"]
     assert b"weights/one" in served.journal.find("a:train:0:1").answer
     assert torch.is_tensor(served.values("a:train:0")[0])
+
+
+def test_checkpoints_are_their_keys_alone(tmp_path):
+    """Another key's is answered as one that is not there."""
+    served, place = Served(tmp_path), Place("a:train:0", "weights", "one")
+    served.run("a:train:0")
+    served.ask("a:train:0", 1, "save_weights", {"path": "one"})
+    key = served.journal.key_of("a:train:0")
+    assert served.store.facts(place, key) == served.store.facts(place)
+    for asking, each in (("other", place), (key, Place("a:train:0", "weights", "none"))):
+        with pytest.raises(NoCheckpointError, match=f"^{each}: no such checkpoint.$"):
+            served.store.facts(each, asking)
+
+
+def copied(served, folder):
+    """What a kill leaves, at another place."""
+    shutil.copytree(served.folder, folder)
+    return folder
+
+
+def test_a_run_that_the_journal_lost_is_named(tmp_path, caplog):
+    """Its folder and its checkpoints stay as they are, and others go on."""
+    served = Served(tmp_path / "served")
+    for name in ("a:train:0", "b:train:0"):
+        served.run(name)
+        served.ask(name, 1, "save_weights", {"path": "one"})
+    for table, column in (("facts", "id"), ("requests", "owner")):
+        served.journal._all(f"DELETE FROM {table} WHERE {column} LIKE 'a%'")
+    before = sorted(tmp_path.rglob("*.safetensors"))
+    served = served.died()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"{tmp_path}/served/runs/a.train.0: the journal has no such run")
+    assert "weights/one/checkpoint-1" in line
+    assert sorted(tmp_path.rglob("*.safetensors")) == before
+    assert "path" in served.ask("b:train:0", 2, "save_weights", {"path": "two"})
+
+
+def test_a_run_of_which_the_journal_lost_the_end_does_not_go_on(tmp_path, caplog):
+    """It would train on from older weights; the newest stay on the disk, and so do its checkpoints."""
+    served = Served(tmp_path / "served")
+    served.run("a:train:0")
+    served.run("b:train:0")
+    served.ask("a:train:0", 1, "save_weights", {"path": "one"})
+    earlier = copied(served, tmp_path / "earlier")
+    step(served, "a:train:0", 2, 1)
+    served.worker._save_snapshot("a:train:0", served.worker._run_of("a:train:0"))
+    served.journal.close()
+    for path in (tmp_path / "served").glob("journal*"):
+        path.unlink()
+    for path in earlier.glob("journal*"):
+        shutil.copy(path, tmp_path / "served")
+    served = Served(tmp_path / "served")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "a:train:0 cannot go on" in line
+    assert "checkpoint-3 has its weights after request 3, and the journal lost what came after request 1." in line
+    with pytest.raises(DataError, match="cannot go on"):
+        served.send("a:train:0", 4, "optim_step", RATE)
+    served.worker.refuse(Work("a:train:0:4", "a:train:0", 4, "optim_step"), "refused by the door, too", 400)
+    served = served.died()
+    assert "a:train:0" in served.store.lost
+    assert (tmp_path / "served/runs/a.train.0/snapshots/checkpoint-3").is_dir()
+    load = {"path": "tinker://a:train:0/weights/one", "optimizer": True}
+    assert "path" in served.ask("b:train:0", 1, "load_weights", load)
+
+
+def test_a_run_whose_snapshot_is_missing_is_named_and_its_requests_answered(tmp_path, caplog):
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    step(served, "a:train:0", 1, 1)
+    served.worker._save_snapshot("a:train:0", served.worker._run_of("a:train:0"))
+    served.send("a:train:0", 3, "save_weights", {"path": "one"})
+    shutil.rmtree(tmp_path / "runs/a.train.0/snapshots")
+    served = served.died()
+    assert "snapshots/checkpoint-2, are missing" in caplog.text
+    served.work()
+    _, media, content = served.journal.find("a:train:0:3")
+    assert (media, "are missing" in json.loads(content)["error"]) == (REFUSED, True)

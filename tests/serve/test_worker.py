@@ -3,7 +3,10 @@ failed requests leave, and what a worker without HTTP runs again after another o
 once, as a kill does it."""
 
 import json
+import math
+import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,10 +17,11 @@ from tinker.proto import tinker_public_pb2 as pb
 from tests.serve.servers import KEY, RATE, Served, call, running, same, tree_of_data
 from treewise.errors import SamplerError
 from treewise.rl.samplers.protocol import TextStops
-from treewise.serve.journal import FAILED, REFUSED
+from treewise.serve.journal import FAILED, REFUSED, Work, digest_of
 from treewise.serve.sampling import answers
 from treewise.serve.store import Place
-from treewise.serve.worker import GAP_SECONDS
+from treewise.serve.wire import PROTOBUF
+from treewise.serve.worker import PATIENCE_SECONDS, RefusedBeforeError
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_worker")
@@ -170,7 +174,10 @@ def test_a_call_that_fails_adds_no_gradient(tmp_path, monkeypatch):
     assert same(served.values("a:train:0"), alone.values("a:train:0"))
 
 
-@pytest.mark.parametrize("wrong", [{"learning_rate": None}, {"beta1": 1.0}, {"beta2": 2.0}, {"eps": -1.0}])
+WRONG = {"learning_rate": None}, {"beta1": 1.0}, {"beta2": 2.0}, {"eps": -1.0}, {"learning_rate": 1e38}, {"eps": 1e39}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, {"learning_rate": 1e30, "weight_decay": 1e30}])
 def test_adams_settings_are_checked_before_anything_changes(wrong, tmp_path):
     served = Served(tmp_path)
     served.run("a:train:0")
@@ -178,6 +185,53 @@ def test_adams_settings_are_checked_before_anything_changes(wrong, tmp_path):
     said = served.ask("a:train:0", 2, "optim_step", {"adam_params": wrong})
     assert (next(iter(wrong)) in said["error"], said["category"]) == (True, "user")
     assert served.worker._run_of("a:train:0").weights.optimizer.state == {}
+
+
+@pytest.mark.parametrize(
+    ("adam", "how"),
+    [
+        ({"learning_rate": 1e30}, r"became so large \(up to 1.0e\+30\) in step 1 with learning_rate=1e\+30 that"),
+        ({"eps": 0.0, "learning_rate": 0.1}, "became non-finite in step 1 with learning_rate=0.1, eps=0;"),
+        (
+            {"weight_decay": 1e35, "learning_rate": 1.0},
+            r"became so large .* in step 1 with learning_rate=1, weight_decay=",
+        ),
+    ],
+)
+def test_weights_that_a_step_ruined_are_named_and_not_the_data(adam, how, tmp_path):
+    """At the next call, before a restart, after it, and after one from a snapshot; until others are loaded."""
+    served, name = Served(tmp_path), "a:train:0"
+    served.run(name)
+    served.ask(name, 1, "save_weights", {"path": "good"})
+    served.ask(name, 2, "forward_backward", call())
+    served.ask(name, 3, "optim_step", {"adam_params": adam})
+    for seq in (4, 5, 6):
+        said = served.ask(name, seq, "forward_backward", call(1))
+        assert re.search(f"^the weights of run {name} {how}", said["error"])
+        assert (said["category"], "datum" in said["error"]) == ("user", False)
+        if seq == 5:
+            served.worker._save_snapshot(name, served.worker._run_of(name))
+        served = served.died()
+    load = {"path": f"tinker://{name}/weights/good", "optimizer": True}
+    assert "path" in served.ask(name, 7, "load_weights", load)
+    assert isinstance(served.ask(name, 8, "forward_backward", call(1)), bytes)
+
+
+def test_a_step_whose_weights_are_not_finite_says_so_itself(tmp_path):
+    served, name = Served(tmp_path), "a:train:0"
+    served.run(name)
+    served.ask(name, 1, "forward_backward", call())
+    said = served.ask(name, 2, "optim_step", {"adam_params": {"learning_rate": 0.1, "eps": 0.0}})
+    assert f"the weights of run {name} became non-finite in step 1 with learning_rate=0.1, eps=0" in said["error"]
+
+
+def test_gradients_that_are_not_numbers_come_with_the_size_of_the_weights(tmp_path):
+    served, name = Served(tmp_path), "a:train:0"
+    served.run(name)
+    for seq in (1, 3):
+        served.ask(name, seq, "forward_backward", call(1))
+        said = served.ask(name, seq + 1, "optim_step", {"adam_params": {"learning_rate": 1e12}})
+    assert "The largest of the weights is 1.0e+12, since step 1 with learning_rate=1e+12." in said["error"]
 
 
 def test_one_request_that_fails_leaves_the_samples_of_others(tmp_path):
@@ -262,25 +316,103 @@ def test_a_request_that_ends_the_process_is_refused_after_some_starts(kind, tmp_
     assert served.journal.find(f"{owner}:2").media not in (FAILED, REFUSED)
 
 
-def test_requests_whose_turn_never_comes_leave_the_queue(tmp_path):
-    served = Served(tmp_path, max_queue=2)
+@pytest.fixture
+def gapped(tmp_path):
+    """Requests 3 and 5 of a model wait for 1, 2 and 4."""
+    served = Served(tmp_path)
     served.run("a:train:0")
-    for seq in (3, 4):
-        served.send("a:train:0", seq, "optim_step", RATE)
-    served.worker._tidy(100.0)
-    served.worker._tidy(100.0 + GAP_SECONDS)
-    assert served.worker.num_waiting == 2
-    served.worker._tidy(101.0 + GAP_SECONDS)
-    assert served.worker.num_waiting == 0
-    assert "never came" in json.loads(served.journal.find("a:train:0:3").answer)["error"]
+    served.send("a:train:0", 3, "forward_backward", call())
+    served.send("a:train:0", 5, "optim_step", RATE)
+    return served
+
+
+def test_requests_wait_for_lower_numbers_and_run_without_those_that_never_come(gapped):
+    """What is passed over has an answer, comes too late, and stays passed over after a kill."""
+    gapped.worker._close_gaps(time.monotonic() + PATIENCE_SECONDS - 5)
+    gapped.work()
+    assert gapped.worker.num_waiting == 2
+    gapped.worker._close_gaps(time.monotonic() + PATIENCE_SECONDS + 1)
+    gapped.work()
+    assert json.loads(gapped.journal.find("a:train:0:5").answer)["metrics"]["step:max"] == 1
+    for seq, says in ((1, "requests 1 to 2 of the model never came"), (2, "has passed"), (4, "requests 4 to 4")):
+        assert says in gapped.ask("a:train:0", seq, "save_weights", {"path": "late"})["error"]
+    wanted = gapped.values("a:train:0")
+    again = gapped.died()
+    assert "path" in again.ask("a:train:0", 6, "save_weights", {"path": "again"})
+    assert same(again.values("a:train:0"), wanted)
+
+
+def test_a_request_that_is_the_last_one_under_way_waits_for_none(gapped):
+    """As the SDK sends all but parts of a call: those before it have failed at the client."""
+    gapped.worker.submit(Work("a:train:0:7", "a:train:0", 7, "save_weights"), b'{"path": "now"}', 0.0)
+    gapped.work()
+    assert [place.name for place in gapped.store.places("a:train:0")] == ["now"]
+    assert gapped.worker.num_waiting == 0
+
+
+def test_a_body_that_is_under_way_is_waited_for(gapped):
+    gapped.worker.uploaded = lambda key: math.inf if key == digest_of(KEY) else 0.0
+    gapped.worker._close_gaps(time.monotonic() + 10 * PATIENCE_SECONDS)
+    gapped.work()
+    assert gapped.worker.num_waiting == 2
+
+
+def test_a_model_whose_requests_may_have_been_forgotten_says_so_once(tmp_path):
+    """After a start, numbers are missing between the journal's last and the first that comes: a power failure."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
     served.ask("a:train:0", 1, "forward_backward", call())
-    served.ask("a:train:0", 2, "forward_backward", call(2))
-    served.ask("a:train:0", 5, "forward_backward", call(1))
-    assert served.ask("a:train:0", 6, "optim_step", RATE)["metrics"]["step:max"] == 1
+    served.ask("a:train:0", 2, "optim_step", RATE)
     wanted = served.values("a:train:0")
     served = served.died()
-    served.ask("a:train:0", 7, "save_weights", {"path": "again"})
+    for seq, kind, body in ((7, "forward_backward", call(1)), (8, "optim_step", RATE)):
+        served.worker.submit(
+            Work(f"a:train:0:{seq}", "a:train:0", seq, kind),
+            json.dumps(body).encode() if kind == "optim_step" else body,
+        )
+    served.work()
+    served.worker._close_gaps(time.monotonic() + PATIENCE_SECONDS + 1)
+    for seq in (7, 8):
+        error = json.loads(served.journal.find(f"a:train:0:{seq}").answer)["error"]
+        assert "requests 3 to 6 of a:train:0, before this one, are not in the server's journal" in error
+    assert "path" in served.ask("a:train:0", 9, "save_weights", {"path": "now"})
     assert same(served.values("a:train:0"), wanted)
+
+
+def test_a_refused_number_is_passed_over_also_after_a_restart(tmp_path):
+    """Before and behind what waits, between two calls of one forest, and again when it comes again."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    name = "a:train:0"
+    served.send(name, 4, "forward_backward", call(1))
+    for seq in (1, 3, 3):
+        served.worker.refuse(Work(f"{name}:{seq}", name, seq, "optim_step"), "learning_rate=nan", 400)
+    served.send(name, 2, "forward_backward", call(2))
+    served.work()
+    assert served.worker.num_waiting == 0
+    batches = [work.batch for work in served.journal.works(name) if work.kind == "forward_backward"]
+    assert batches == [2, 2]
+    with pytest.raises(RefusedBeforeError, match="learning_rate=nan") as said:
+        served.send(name, 3, "save_weights", {})
+    assert said.value.status_code == 400
+    assert served.ask(name, 5, "optim_step", RATE)["metrics"]["step:max"] == 1
+    wanted = served.values(name)
+    served = served.died()
+    with pytest.raises(RefusedBeforeError):
+        served.send(name, 1, "optim_step", RATE)
+    assert "path" in served.ask(name, 6, "save_weights", {"path": "again"})
+    assert same(served.values(name), wanted)
+
+
+def test_a_refusal_takes_no_number_that_is_taken_or_far_ahead(tmp_path):
+    served = Served(tmp_path, max_queue=4)
+    served.run("a:train:0")
+    served.send("a:train:0", 1, "forward_backward", call())
+    for seq in (1, 7, 2**50):
+        served.worker.refuse(Work(f"a:train:0:{seq}", "a:train:0", seq, "optim_step"), "wrong", 400)
+    served.work()
+    assert served.journal.find("a:train:0:1").media == PROTOBUF
+    assert served.journal.find("a:train:0:7") is None
 
 
 def test_calls_before_a_step_are_one_forest(tmp_path):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 
 import treewise as tw
-from treewise.engine import walk
+from treewise.engine import step
 from treewise.errors import ConfigError, VerificationError
-from treewise.planning.layout import Layout, lay_out
+from treewise.planning.plans import Layout, lay_out
 from treewise.testing import assert_equals_flat, tiny_model, trajectories
 
 MODEL = tiny_model("gpt_neox", torch.float64)  # its norms are torch's, so float64 throughout
@@ -33,7 +33,7 @@ def test_a_mask_that_shows_too_much_fails(monkeypatch: pytest.MonkeyPatch) -> No
         layout = lay_out(*args)
         return dataclasses.replace(layout, hi=layout.hi * 0 + layout.num_tokens)
 
-    monkeypatch.setattr(walk, "lay_out", leaky)
+    monkeypatch.setattr(step, "lay_out", leaky)
     with pytest.raises((VerificationError, NotImplementedError)):
         assert_equals_flat(MODEL, ITEMS)
 

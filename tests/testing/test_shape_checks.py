@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from treewise.errors import ConfigError
-from treewise.nn.attention.cascade import cascade_attention
+from treewise.nn.attention.cascade import attend
 from treewise.nn.attention.gateway import Gateway, extend
 from treewise.nn.recurrent.rows import gather
 from treewise.objectives.policy_gradient import weighted_logprob
@@ -26,7 +26,7 @@ def test_axes_that_are_missing() -> None:
 def test_keys_and_values_of_other_lengths() -> None:
     query = torch.ones(1, 2, 3, 8)
     with pytest.raises(jaxtyping.TypeCheckError):
-        cascade_attention(query, torch.ones(1, 2, 4, 8), query, None, None)  # type: ignore[arg-type]
+        attend(query, torch.ones(1, 2, 4, 8), query, None, None)  # type: ignore[arg-type]
 
 
 def test_an_index_of_floats() -> None:

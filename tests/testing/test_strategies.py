@@ -20,7 +20,7 @@ testing.trajectories
 def test_hypothesis_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith(
-        "ConfigError: random trees need the hypothesis package: pip install 'hypothesis>=6.100'"
+        "ConfigError: random trees need the hypothesis package: pip install 'hypothesis>=6.136'"
     )
 
 

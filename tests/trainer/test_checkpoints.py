@@ -20,7 +20,7 @@ from treewise.trainer import TreeTrainer
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.json_values import to_plain
 from treewise.trainer.checkpoint.store import MANIFEST, identity, read_manifest, sealed_text
-from treewise.trainer.data_loader import survey
+from treewise.trainer.survey import survey
 
 
 def state_of(trainer):
@@ -59,7 +59,6 @@ RUNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 @pytest.mark.representatives("2-3", "mixtral", "adapters")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer, name):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.engine.test_vision import HISTORIES, flat_gradients, trajectories
 from tests.image_models import FAMILIES, seeing_model
+from tests.nn.vision.test_forest_images import HISTORIES, flat_gradients, trajectories
 from tests.trainer.helpers import in_child, losses
-from treewise.nn.model import unwrap_model
+from treewise.nn.wrapped import unwrap_model
 from treewise.testing import gradient_error
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.checkpoint import store

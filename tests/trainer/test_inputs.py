@@ -14,7 +14,7 @@ from treewise.errors import ConfigError
 from treewise.nn.adapters import adapted
 from treewise.nn.load_model import load_weights
 from treewise.objectives import with_mismatched
-from treewise.trainer.inputs import ScoredTrees, with_references
+from treewise.trainer.references import ScoredTrees, with_references
 
 ROWS = [
     {"token_ids": [3, 4, 5, 6 + i, 7 + i], "loss_weights": [0, 0, 0, 1, 1], "group": f"g{i % 2}", "reward": i // 2}

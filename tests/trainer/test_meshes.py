@@ -7,15 +7,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_mesh import fork_ranks
+from tests.needs import MESHES
 from tests.nn.recurrent.wide import widened
 from tests.trainer.helpers import losses, some_trees
 from treewise.distributed.mesh import load_on_mesh
 from treewise.errors import ConfigError
-from treewise.nn.model import unwrap_model
+from treewise.nn.wrapped import unwrap_model
 from treewise.testing import tiny_model
 from treewise.testing.oracle import LEAST_ROUNDING, TIMES_FLAT
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 
+pytestmark = MESHES
 SETTINGS = {
     "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5, "seed": 3, "report_to": "none",
     "use_cpu": True, "disable_tqdm": True, "max_tokens": 12, "per_device_train_batch_size": 2, "weight_decay": 0.1,

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.trainer.helpers import tiny_model
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.nn.model_flops import flop_model
 from treewise.trainer import metrics
-from treewise.trainer.prepared_batches import PreparedBatch
+from treewise.trainer.batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 
@@ -87,8 +87,8 @@ def test_means_are_weighted_and_start_anew():
     means = metrics.MetricMeans()
     means.add(output(kl=1.0, weight=1.0))
     means.add(output(kl=4.0, weight=2.0))
-    assert means.take(lambda *values: list(values)) == {"kl": 3.0}
-    assert means.take(lambda *values: list(values)) == {}
+    assert means.take(lambda *values: list(values), is_alone=True) == {"kl": 3.0}
+    assert means.take(lambda *values: list(values), is_alone=True) == {}
 
 
 def output(weight, **means):

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from tests.trainer.helpers import losses, some_trees
 from treewise.trainer import TreeTrainingArguments
-from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
+from treewise.trainer.batches import PreparedBatch, PreparedSteps
 
 
 def plain(forests):

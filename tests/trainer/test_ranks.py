@@ -14,10 +14,7 @@ from treewise.trainer import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.store import read_manifest
 
-pytestmark = [
-    pytest.mark.xdist_group("trainer/test_ranks"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-]
+pytestmark = pytest.mark.xdist_group("trainer/test_ranks")
 
 SGD = {"optim": "sgd", "learning_rate": 0.5}
 EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 3}  # before each checkpoint

@@ -42,6 +42,19 @@ def test_a_folder_in_use_is_refused_with_its_holder(make_trainer, trees, other_r
         make_trainer(trees, max_steps=1).train()
 
 
+def test_whether_a_folder_is_in_use_is_known_before_it_is_taken(other_run, tmp_path):
+    with pytest.raises(ConfigError, match=f"in use by process {other_run}"):
+        RunLock(tmp_path / "run").check()
+    for free in ("free", "absent/folder", "run/.treewise.lock"):
+        RunLock(tmp_path / free).check()
+        assert not (tmp_path / "free").exists()
+    os.kill(other_run, signal.SIGKILL)
+    os.waitpid(other_run, 0)
+    RunLock(tmp_path / "run").check()
+    with RunLock(tmp_path / "run") as own:
+        own.check()
+
+
 def test_a_killed_runs_workers_do_not_keep_its_lock(tmp_path):
     read, write = os.pipe()
 

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from treewise.trainer.data_loader import DataFacts, survey
 from treewise.trainer.run_summary import length_warning
+from treewise.trainer.survey import DataFacts, survey
 
 
 def test_derived_numbers_are_printed_before_the_first_step(make_trainer, trees, capsys):

@@ -10,12 +10,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from treewise import objectives
-from treewise.engine import TreeEngine, step_checks, walk
+from treewise.base import progress
+from treewise.engine import TreeEngine, checks, step, values
 from treewise.engine.flat import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError
+from treewise.nn.attention import cascade, gateway
 from treewise.nn.attention.gateway import Gateway
+from treewise.nn.guest import MicroBatchOutput
+from treewise.nn.router_loss import RouterLoss
 from treewise.objectives import NORMALIZATIONS, SFT, Terms
-from treewise.planning.layout import Layout, lay_out
+from treewise.planning.plans import Layout, Plan, lay_out
 from treewise.testing import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -59,10 +63,16 @@ def test_siblings_that_see_one_another_fail(monkeypatch: pytest.MonkeyPatch) -> 
         layout = lay_out(*args)
         return replace(layout, hi=np.full_like(layout.hi, layout.num_tokens))
 
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # it would notice first
-    monkeypatch.setattr(walk, "lay_out", leaky)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # it would notice first
+    monkeypatch.setattr(step, "lay_out", leaky)
     report = verify(tiny_llama(), branching())
-    assert {line.split()[0] for line in report.failures} == {"loss", "max_logprob", "gradient", "worst_parameter"}
+    assert {line.split()[0] for line in report.failures} == {
+        "loss",
+        "max_logprob",
+        "gradient",
+        "values",
+        "worst_parameter",
+    }
 
 
 def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,29 +80,30 @@ def test_positions_of_the_layout_instead_of_depths_fail(monkeypatch: pytest.Monk
         layout = lay_out(*args)
         return replace(layout, depth=np.arange(layout.num_tokens, dtype=np.int32))
 
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # it would notice first
-    monkeypatch.setattr(walk, "lay_out", misplaced)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # it would notice first
+    monkeypatch.setattr(step, "lay_out", misplaced)
     assert not verify(tiny_llama(), branching()).passed
 
 
 def test_lost_gateway_gradients_fail_though_the_loss_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)
     monkeypatch.setattr(Gateway, "add_gradients", lambda *args: None)
     report = verify(tiny_llama(), branching(), max_tokens=10)
     assert report.loss_error < 1e-6
     assert any(line.startswith("gradient") for line in report.failures)
-    both = verify(tiny_llama(), branching())  # whole, which is right, and at half of the largest tree
-    assert both.at_budget is not None
-    assert both.at_budget.num_micro_batches > 1
-    assert both.failures == tuple(
-        f"{line} under max_tokens {both.at_budget.max_tokens}" for line in both.at_budget.failures
+    several = verify(tiny_llama(), branching())  # whole, which is right, at half of the largest tree, and at less
+    half, small = several.at_budgets
+    assert half.num_micro_batches > 1
+    assert (half.is_cut, small.is_cut) == (False, True)
+    assert several.failures == tuple(
+        f"{line} under max_tokens {part.max_tokens}" for part in (half, small) for line in part.failures
     )
-    with pytest.raises(VerificationError, match=f"under max_tokens {both.at_budget.max_tokens}"):
-        both.raise_if_failed()
+    with pytest.raises(VerificationError, match=f"under max_tokens {half.max_tokens}"):
+        several.raise_if_failed()
 
 
 def test_lost_gateway_gradients_fail_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)
     monkeypatch.setattr(Gateway, "add_gradients", lambda *args: None)
     assert not verify(tiny_llama(torch.bfloat16), branching(), max_tokens=10).passed
 
@@ -196,6 +207,193 @@ def with_streams(trajectories: list[Trajectory]) -> list[Trajectory]:
             )
         )
     return items
+
+
+# -- what a verification takes by itself ------------------------------------------------------------------------------
+
+
+def larger() -> list[Trajectory]:
+    """Two trees with forks at several depths, of more than 64 tokens."""
+    rng = np.random.default_rng(1)
+    trunk = rng.integers(0, 97, 24)
+    items = [
+        Trajectory(np.concatenate([trunk[: 24 - 5 * fork], rng.integers(0, 97, 8), rng.integers(0, 97, 6 + leaf)]))
+        for fork in range(4)
+        for leaf in range(2)
+    ]
+    other = rng.integers(0, 97, 9)
+    return [*items, *(Trajectory(np.concatenate([other, rng.integers(0, 97, 7)])) for _ in range(2))]
+
+
+def below_the_third_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Gateway.add_gradients
+
+    def wrong(self, call, rows, key_grad, value_grad):  # type: ignore[no-untyped-def]
+        factor = 1.02 if any(self is each for each in deep) else 1.0
+        add(self, call, rows, factor * key_grad, factor * value_grad)
+
+    forward, deep = step.Walk.forward, list[Gateway]()
+
+    def noted(self: step.Walk, index: int, *, leaves_gateway: bool = False) -> MicroBatchOutput:
+        deep.extend(
+            run.gateway
+            for above, run in self._running.items()
+            if run.gateway is not None and len(self.plan.ancestors[above]) >= 3
+        )
+        return forward(self, index, leaves_gateway=leaves_gateway)
+
+    monkeypatch.setattr(step.Walk, "forward", noted)
+    monkeypatch.setattr(Gateway, "add_gradients", wrong)
+
+
+def in_the_fifth_and_later_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: Plan, index: int) -> Layout:
+        layout = lay_out(plan, index)
+        is_late = not plan.micro_batches[index].is_open and sum(not b.is_open for b in plan.micro_batches[:index]) >= 4
+        return replace(layout, depth=layout.depth + 1) if is_late else layout
+
+    monkeypatch.setattr(step, "lay_out", wrong)
+
+
+def where_rows_of_a_gateway_have_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+        if not isinstance(rows, slice):
+            rows = rows[0] + torch.arange(len(rows))
+        return gateway.take(tensor, rows)
+
+    monkeypatch.setattr(cascade, "take", wrong)
+
+
+def in_gradients_of_rows_with_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Gateway.add_gradients
+
+    def wrong(self, call, rows, key_grad, value_grad):  # type: ignore[no-untyped-def]
+        factor = 1.0 if isinstance(rows, slice) else 1.02
+        add(self, call, rows, factor * key_grad, factor * value_grad)
+
+    monkeypatch.setattr(Gateway, "add_gradients", wrong)
+
+
+def beyond_row_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: Plan, index: int) -> Layout:
+        layout = lay_out(plan, index)
+        return replace(layout, depth=layout.depth + (np.arange(layout.num_tokens) >= 64).astype(np.int32))
+
+    monkeypatch.setattr(step, "lay_out", wrong)
+
+
+def in_a_second_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: Plan, index: int) -> Layout:
+        layout, roots = lay_out(plan, index), np.flatnonzero(plan.forest.parent < 0)
+        is_later = len(roots) > 1 and layout.num_tokens > roots[-1] and layout.positions >= roots[-1]
+        return replace(layout, depth=layout.depth * (1 + np.asarray(is_later, dtype=np.int32)))
+
+    monkeypatch.setattr(step, "lay_out", wrong)
+
+
+def in_the_gradient_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    dots = values._dots
+    monkeypatch.setattr(values, "_dots", lambda *args: [1.05 * each for each in dots(*args)])
+
+
+FAULTS = [
+    below_the_third_gateway,
+    in_the_fifth_and_later_pieces,
+    where_rows_of_a_gateway_have_a_gap,
+    in_gradients_of_rows_with_a_gap,
+    beyond_row_64,
+    in_a_second_tree,
+    in_the_gradient_of_values,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda each: each.__name__)
+def test_faults_that_act_in_few_places_are_found(fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    report = verify(tiny_llama(), larger())  # the probe, which ran, sees none of them
+    assert report.failures, report.describe()
+
+
+def test_without_a_fault_all_of_it_is_compared_and_named() -> None:
+    report = verify(tiny_llama(), larger())
+    assert report.passed, report.describe()
+    half, small = report.at_budgets
+    assert (report.num_micro_batches, report.num_trees) == (1, 2)
+    assert report.num_tree_tokens > 64
+    assert half.max_tokens == (np.diff([*np.flatnonzero(_forest().parent < 0), _forest().num_tokens]).max()) // 2
+    assert small.is_cut
+    assert small.has_gap
+    assert small.num_levels >= 4
+    assert small.num_tree_tokens < report.num_tree_tokens
+    text = report.describe()
+    assert f"at {small.max_tokens}" in text
+    assert "(cut)" in text
+
+
+def _forest() -> Forest:
+    return Forest.from_trajectories(larger())
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_wrong_gradient_of_a_loss_on_routers_is_found(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mixtral", vocab_size=97, router_aux_loss_coef=0.7, output_router_logits=True)
+    settings = {"router_z_coefficient": 0.1}
+    report = verify(model, branching(), **settings)
+    assert report.passed, report.describe()
+    assert report.loss_flat - verify(model, branching(), router_aux_loss=False).loss_flat > 0.5
+    terms = RouterLoss._terms
+
+    def wrong(self: RouterLoss, sums: torch.Tensor) -> torch.Tensor:
+        found = terms(self, sums)
+        slope = torch.tensor([0.02 if each == index else 0.0 for each in range(2)])
+        return found + slope * (found - found.detach())
+
+    monkeypatch.setattr(RouterLoss, "_terms", wrong)
+    failures = verify(model, branching(), **settings).failures
+    assert any(line.startswith("gradient") for line in failures)
+    assert not any(line.startswith(("loss", "values")) for line in failures)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"offload": True}, {"autocast": torch.bfloat16}], ids=str)
+def test_settings_of_the_run_hold_on_both_sides(settings) -> None:
+    report = verify(tiny_llama(), larger(), **settings)
+    assert report.passed, report.describe()
+    assert (report.dtype == "bfloat16") == ("autocast" in settings)
+    plain = verify(tiny_llama(), larger(), [None])
+    assert (report.loss_flat == plain.loss_flat) == ("temperature" not in settings)
+
+
+def test_whoever_listens_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[object, ...]] = []
+    listener = SimpleNamespace(
+        begins=lambda what, total, *, is_part: None if is_part else told.append((what,)),
+        ends=lambda: None,
+        reaches=lambda *args: told.append(args),
+    )
+    monkeypatch.setattr(progress, "listeners", [listener])
+    report = verify(tiny_llama(), larger())
+    for done in (0, report.num_flat_tokens):
+        assert ("flat training", done, report.num_flat_tokens, "token") in told
+    begun = [each[0] for each in told if len(each) == 1]
+    half, small = report.at_budgets
+    assert begun == [
+        "flat training",
+        "comparing trees, whole",
+        f"comparing trees under max_tokens {half.max_tokens}",
+        "flat training",
+        f"comparing {small.num_trajectories} rows cut short under max_tokens {small.max_tokens}",
+    ]
+
+
+def test_trees_that_stay_apart_count_apart() -> None:
+    items = branching()
+    apart = Forest.concatenate([Forest.from_trajectories(items[:3]), Forest.from_trajectories(items[3:])])
+    losses = []
+    for rows in (items, apart):
+        report = verify(tiny_llama(torch.float64), rows, objective=SFT(weighting="once"))
+        assert report.passed, report.describe()
+        losses.append(report.loss_flat)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
 def pairwise(logprobs: list[torch.Tensor]) -> torch.Tensor:

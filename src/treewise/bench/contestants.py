@@ -9,23 +9,26 @@ of N tokens, held or recomputed as the planner chooses), `held@N` and `recompute
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedModel
 
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
+from treewise.bench.pace import OnPart
 from treewise.bench.settings import AGAINST, Settings
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import free_bytes
-from treewise.nn.model import DecoderAndHead, split_model
+from treewise.nn.lm_head import LogitsSlot
+from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.recurrent import kinds_of
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import Plan
+from treewise.nn.wrapped import base_model
+from treewise.planning.plans import Plan, lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -38,12 +41,13 @@ ACTIVATION_FRACTION = 0.8  # of the free memory, that the activations of a packe
 class Contestant:
     """One way to make a training step.
 
-    step: forward and backward into `.grad`; returns the loss. host_seconds: what it prepares once per step on the host,
+    step: forward and backward into `.grad`; returns the loss. One that is made of rows calls what it is given after
+    each (`OnPart`). note: what else it costs, in words. host_seconds: what it prepares once per step on the host,
     outside of `step` or in it. key_rows_per_token: key rows that the attention of a layer reads, per computed token.
     bound: tree FLOPs / FLOPs of the plan under a budget, the part of the speed of `tree` that recomputation leaves.
     """
 
-    step: Callable[[], float]
+    step: Callable[..., float]
     num_computed_tokens: int
     host_seconds: float
     key_rows_per_token: float | None = None
@@ -51,6 +55,7 @@ class Contestant:
     num_held_tokens: int = 0
     num_recomputed_tokens: int = 0
     bound: float | None = None
+    note: str | None = None
 
 
 Builders = dict[str, Callable[[], Contestant]]
@@ -156,7 +161,8 @@ class _Makers:
             self.plain, self.items, max_tokens, is_checkpointed=is_checkpointed, follows_states=follows_states
         )
         seconds, num_tokens = time.perf_counter() - started, rows.num_computed_tokens
-        return Contestant(rows.step, num_tokens, seconds, rows.num_key_rows / num_tokens, len(rows.rows))
+        key_rows = rows.num_key_rows / num_tokens
+        return Contestant(rows.step, num_tokens, seconds, key_rows, len(rows.rows), note=rows.copies)
 
     def tree(self, max_tokens: int | None, hold: str, is_checkpointed: bool = False) -> Contestant:
         """treewise, under a budget or whole."""
@@ -174,7 +180,7 @@ class _Makers:
         seconds = time.perf_counter() - started
         flops = flop_model(engine.lm.model)
 
-        def step() -> float:
+        def step(_: OnPart | None = None) -> float:
             if not is_checkpointed:
                 return engine.step(forest).loss
             with checkpointing(engine.lm.model):
@@ -204,7 +210,7 @@ def plain_parts(model: PreTrainedModel) -> DecoderAndHead:
     lm = split_model(touched)
     path_of = {id(module): path for path, module in touched.named_modules()}
     decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (lm.decoder, lm.output))
-    return DecoderAndHead(plain, decoder, output, lm.scale, lm.softcap)
+    return replace(lm, model=plain, base=base_model(plain), decoder=decoder, output=output, logits=LogitsSlot())
 
 
 def prepare(build: Callable[[], Contestant]) -> Contestant | str:

@@ -7,34 +7,30 @@ one, so that no contestant holds all logits; what flat training computes is spec
 the model's own forward and is the tests' oracle.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from treewise.engine.vision import flat_images
+from treewise.bench.pace import OnPart
+from treewise.bench.varlen import varlen_attention
 from treewise.nn import recurrent
-from treewise.nn.device import to_device
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import LayerReach
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import DecoderAndHead, base_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.tensors import to_device
+from treewise.nn.vision import flat_images
+from treewise.nn.wrapped import base_model
 from treewise.planning.bin_packing import best_fit
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 NAME = "treewise_bench_varlen"
-HALF = (torch.bfloat16, torch.float16)
-_FLASH = {"flash_attn 3": "flash_attn_interface", "flash_attn 2": "flash_attn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +73,22 @@ class FlatRows:
     def num_computed_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
-    def step(self) -> float:
+    def step(self, on_part: OnPart | None = None) -> float:
         """Forward and backward of every row; the loss is the weighted mean over all trained tokens."""
-        device = self.lm.device
+        device, done = self.lm.device, 0
         losses = []
         own_attention = attention(self.lm, NAME) if self.packs else nullcontext()
         with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
-            for row in self.rows:
+            for number, row in enumerate(self.rows, 1):
                 source, *streams = row.edges
                 target, weight = (to_device(each, device) for each in streams)
                 logprobs = edge_values(self._hidden(row), self.lm.head(), source, target)["log_probs"]
                 loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
                 loss.backward()
                 losses.append(loss.detach())
+                done += len(row.token_ids)
+                if on_part is not None:
+                    on_part(number, len(self.rows), done / self.num_computed_tokens)
         return float(torch.stack(losses).double().sum())
 
     def _packed(self, items: Sequence[Trajectory], processor: object) -> _Row:
@@ -193,82 +192,3 @@ def packed_attention(
     query, key, value = (x.transpose(1, 2)[0] for x in (query, key, value))
     bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     return varlen_attention(query, key, value, *bounds, softmax_scale=scaling)[None], None
-
-
-# -- attention of sequences without padding ---------------------------------------------------------------------------
-
-
-@torch.compiler.disable  # its loop over sequences would be a graph of its own for every row
-def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *max_seqlens: int,
-    softmax_scale: float | None = None,
-    **_: object,
-) -> torch.Tensor:
-    """[T, H, D] from [T, H, D] queries and [K, Hkv, D] keys and values. cu_seqlens: [sequences + 1] int32.
-    max_seqlens: of queries and of keys.
-
-    Sequence `i` has queries `cu_q[i]:cu_q[i + 1]` and keys `cu_k[i]:cu_k[i + 1]`, causal and aligned at their ends (the
-    last query sees the last key), which is the contract of FlashAttention's `flash_attn_varlen_func`.
-    """
-    tensors = (query, key, value)
-    name = kernel(query.device.type, query.dtype)
-    if name == "sdpa":
-        return _loop(*tensors, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale)
-    bounds = (cu_seqlens_q, cu_seqlens_k, *max_seqlens)
-    if name == "torch varlen":
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.attention.varlen import varlen_attn
-
-        # cuDNN, which later versions of torch prefer, takes no grouped heads and aligns sequences at their beginning.
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            is_grouped = query.shape[1] != key.shape[1]
-            out = varlen_attn(*tensors, *bounds, scale=softmax_scale, window_size=(-1, 0), enable_gqa=is_grouped)  # type: ignore[arg-type]
-        assert isinstance(out, torch.Tensor)
-        return out
-    found = _flash_function(name)(*tensors, *bounds, softmax_scale=softmax_scale, causal=True)
-    return found[0] if isinstance(found, tuple) else found
-
-
-@cache
-def kernel(device_type: str, dtype: torch.dtype) -> str:
-    """Which kernel is taken: FlashAttention 3, FlashAttention 2, torch's own copy of it, or one SDPA a sequence."""
-    if device_type == "cuda" and dtype in HALF:
-        for name, module in (*_FLASH.items(), ("torch varlen", "torch.nn.attention.varlen")):
-            if find_spec(module) is not None:
-                return name
-    return "sdpa"
-
-
-def _flash_function(name: str) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-    return import_module(_FLASH[name]).flash_attn_varlen_func
-
-
-def _loop(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    q_bounds: Sequence[int],
-    k_bounds: Sequence[int],
-    scale: float | None,
-) -> torch.Tensor:
-    """One call a sequence."""
-    outputs, is_grouped = [], query.shape[1] != key.shape[1]
-    for (q, q_end), (k, k_end) in zip(pairwise(q_bounds), pairwise(k_bounds), strict=True):
-        own, keys, values = (x.transpose(0, 1)[None] for x in (query[q:q_end], key[k:k_end], value[k:k_end]))
-        rows, columns = q_end - q, k_end - k
-        mask = None if rows == columns else _aligned_at_end(rows, columns, query.device)
-        out = F.scaled_dot_product_attention(
-            own, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
-        )
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-
-@lru_cache(maxsize=256)
-def _aligned_at_end(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)

@@ -7,10 +7,10 @@ import ctypes
 import gc
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,14 +20,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
-from treewise.bench.flat import HALF, FlatRows, kernel, merged_trajectories
+from treewise.bench.flat import FlatRows, merged_trajectories
+from treewise.bench.pace import REFERENCE, Pace, TooSlow
 from treewise.bench.results import is_ours
 from treewise.bench.settings import REFERENCES, Settings
+from treewise.bench.varlen import HALF, kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
-from treewise.nn.device import free_bytes, is_out_of_memory, synchronized_clock
+from treewise.nn.device import free_bytes, synchronized_clock
 from treewise.nn.gradients import Gradients, gradient_error, gradients_of, take_gradients, zero_gradients
 from treewise.nn.model_flops import flop_model
+from treewise.nn.tensors import is_out_of_memory
 from treewise.tree.forest import Forest
 
 Contestants = dict[str, Callable[[], float]]
@@ -56,22 +59,31 @@ def measure(
     repetitions: int,
     reference: Gradients | None = None,
     max_seconds: float = math.inf,
+    pace: Pace | None = None,
+    on_step: Callable[[dict[str, Measured]], None] = lambda _: None,
 ) -> dict[str, Measured]:
     """Runs every contestant once to warm up, then all in turn, so that a drifting machine affects all alike.
 
     The warm-up gives loss, peak memory and gradients. Those are compared with `reference`, or, without one, with the
-    gradients of the first contestant that ran. One that runs out of memory is left out from then on. No round begins
-    after `max_seconds`, except for the first.
+    gradients of the first contestant that ran. One that runs out of memory is left out from then on, and one that would
+    take longer than is left of `max_seconds` before it has. No round begins that would end after them, except for the
+    first. pace: of the workload, which has begun. on_step: called after each step.
     """
-    begun, device = time.perf_counter(), next(model.parameters()).device
+    device = next(model.parameters()).device
+    pace = Pace(max_seconds) if pace is None else pace
     measured = {name: Measured() for name in contestants}
     with limited_to_free(device):
-        for name, step in contestants.items():
+        for number, (name, step) in enumerate(contestants.items(), 1):
             found = measured[name]
+            if (why := pace.refusal(name)) is not None:
+                found.skipped = why
+                pace.on_line(f"{name}: {why}")
+                continue
             zero_gradients(model)
             _release_memory()  # graphs of a contestant that was interrupted by an error
             before = peak_bytes(device, reset=True)
-            found.first_seconds = _timed(step, found, device)
+            with pace.first_step(name, device):
+                found.first_seconds = _timed(step, found, device)
             after = peak_bytes(device)
             if found.skipped is None:
                 found.peak_bytes = None if before is None or after is None else max(0, after - before)
@@ -79,23 +91,38 @@ def measure(
                     reference, found.gradient_error = gradients_of(model, torch.device("cpu")), 0.0
                 else:
                     found.gradient_error = gradient_error(take_gradients(model), reference)
+                following = repetitions * [*pace.seconds, name]
+                pace.end(name, found.first_seconds, "first step", following, len(contestants) - number)
+            else:
+                pace.on_line(f"{name}: {found.skipped}")
+            on_step(measured)
         for repetition in range(repetitions):
-            if repetition and time.perf_counter() - begun > max_seconds:
+            if repetition and not pace.has_time_for_a_round():
                 break
-            for name, step in contestants.items():
-                if measured[name].skipped is None:
+            names = list(contestants)
+            for number, (name, step) in enumerate(contestants.items(), 1):
+                found = measured[name]
+                if found.skipped is None:
                     zero_gradients(model)
                     gc.collect()
-                    measured[name].seconds.append(_timed(step, measured[name], device))
+                    found.seconds.append(_timed(step, found, device))
+                    if math.isnan(found.seconds[-1]):  # left out from now on
+                        pace.seconds.pop(name)
+                    else:
+                        following = [*names[number:], *(repetitions - repetition - 1) * names]
+                        pace.end(name, found.seconds[-1], f"step {repetition + 1}", following)
+                    on_step(measured)
     zero_gradients(model)
     return measured
 
 
 def _timed(step: Callable[[], float], found: Measured, device: torch.device) -> float:
-    """Seconds of a step; `found.skipped` is set if memory did not suffice."""
+    """Seconds of a step; `found.skipped` is set if memory or time did not suffice."""
     started = synchronized_clock(device)
     try:
         found.loss = step()
+    except TooSlow as error:
+        found.skipped = str(error)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -184,8 +211,11 @@ def run(
     workloads_of: Callable[[int], Iterable[Workload]],
     on_row: Callable[[Row], None],
     settings: Settings,
+    on_line: Callable[[str], None] = lambda _: None,
+    on_partial: Callable[[Row], None] = lambda _: None,
 ) -> None:
-    """Measures every workload on one model; `on_row` is called with each row as soon as it is complete.
+    """Measures every workload on one model; `on_row` is called with each row as soon as it is complete, `on_line` with
+    a line for every step, and `on_partial` after each with the row as it is then.
 
     workloads_of: from the size of the vocabulary. A model that does not fit in
     memory gives one row with the reason under `skipped`; so does a workload whose contestants differ in their losses.
@@ -200,19 +230,33 @@ def run(
         return
     failures: list[VerificationError] = []
     for workload in workloads_of(model.get_input_embeddings().weight.shape[0]):
+        where = {"model": name, "workload": workload.name}
+
+        def tell(line: str, where: Row = where) -> None:
+            on_line(f"{', '.join(where.values())}: {line}")
+
+        def keep(row: Row, where: Row = where) -> None:
+            on_partial({**where, **row})
+
         try:
-            on_row({"model": name, **measure_workload(twin(model), workload, settings)})
+            on_row({"model": name, **measure_workload(twin(model), workload, settings, tell, keep)})
         except VerificationError as error:
             failures.append(error)
-            on_row({"model": name, "workload": workload.name, "skipped": str(error)})
+            on_row({**where, "skipped": str(error)})
     if failures:
         raise failures[0]
 
 
-def measure_workload(model: PreTrainedModel, workload: Workload, settings: Settings) -> Row:
+def measure_workload(
+    model: PreTrainedModel,
+    workload: Workload,
+    settings: Settings,
+    on_line: Callable[[str], None] = lambda _: None,
+    on_partial: Callable[[Row], None] = lambda _: None,
+) -> Row:
     """Plain JSON values: the workload, its ratios and bounds, and a record for each contestant.
 
-    model: a transformers causal language model without treewise installed on it.
+    model: a transformers causal language model without treewise installed on it. on_line, on_partial: see `run`.
 
     Raises:
         VerificationError: contestants whose losses differ, so they do not compute the same.
@@ -222,24 +266,37 @@ def measure_workload(model: PreTrainedModel, workload: Workload, settings: Setti
     budgets: Sequence[int] = workload.max_tokens or [max(1, forest.num_tokens // 4)]
     if settings.max_tokens is not None:
         budgets = settings.max_tokens
-    wide, reference_name = _reference(model, forest, settings.reference, processor)
+    pace = Pace(settings.max_seconds, on_line=on_line)
+    wide, reference_name = _reference(model, forest, settings.reference, processor, pace)
     made = {name: prepare(build) for name, build in builders(model, items, settings, budgets, processor).items()}
-    steps = {name: each.step for name, each in made.items() if isinstance(each, Contestant)}
-    measured = measure(model, steps, settings.repetitions, wide, settings.max_seconds)
-    check_losses(measured, model.dtype)
-    return {
+    ready = {name: each for name, each in made.items() if isinstance(each, Contestant)}
+    pace.num_tokens = {name: each.num_computed_tokens for name, each in ready.items()}
+    facts = {
         "workload": workload.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "varlen_kernel": kernel(model.device.type, model.dtype),
         "reference": reference_name,
         **_shape(model, forest),
-        "contestants": {
+    }
+
+    def row(measured: dict[str, Measured]) -> Row:
+        contestants = {
             name: {"skipped": each} if isinstance(each, str) else _record(each, measured[name], forest)
             for name, each in made.items()
-        },
-        "speed_up": speed_ups(measured),
-    }
+        }
+        return {**facts, "contestants": contestants, "speed_up": speed_ups(measured)}
+
+    measured = measure(
+        model,
+        {name: partial(each.step, pace.part) for name, each in ready.items()},
+        settings.repetitions,
+        wide,
+        pace=pace,
+        on_step=lambda measured: on_partial(row(measured)),
+    )
+    check_losses(measured, model.dtype)
+    return row(measured)
 
 
 def check_losses(measured: dict[str, Measured], dtype: torch.dtype) -> None:
@@ -256,7 +313,8 @@ def check_losses(measured: dict[str, Measured], dtype: torch.dtype) -> None:
 
 def speed_ups(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     """For each baseline that ran, its seconds / those of each other contestant, by medians."""
-    seconds = {name: spread(each.seconds)["median"] for name, each in measured.items() if each.skipped is None}
+    ran = {name: each for name, each in measured.items() if each.skipped is None and each.seconds}
+    seconds = {name: spread(each.seconds)["median"] for name, each in ran.items()}
     return {
         base: {name: seconds[base] / value for name, value in seconds.items() if name != base}
         for base in seconds
@@ -264,7 +322,9 @@ def speed_ups(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     }
 
 
-def _reference(model: PreTrainedModel, forest: Forest, name: str, processor: object) -> tuple[Gradients | None, str]:
+def _reference(
+    model: PreTrainedModel, forest: Forest, name: str, processor: object, pace: Pace
+) -> tuple[Gradients | None, str]:
     """Gradients of a wide copy in host memory, or None where the first contestant is the reference; and its name."""
     if name not in REFERENCES:
         raise ConfigError(f"--reference {name!r} is unknown; choose one of {', '.join(REFERENCES)}.")
@@ -276,18 +336,24 @@ def _reference(model: PreTrainedModel, forest: Forest, name: str, processor: obj
         with limited_to_free(model.device):
             wide = copy.deepcopy(model).to(getattr(torch, name))
             wide.zero_grad(set_to_none=True)
-            FlatRows(
+            rows = FlatRows(
                 plain_parts(wide),
                 merged_trajectories(forest),
                 max_row_tokens=1,
                 packs=False,
                 is_checkpointed=model.device.type == "cuda",  # where memory is scarcer than time
                 processor=processor,
-            ).step()
+            )
+            with pace.first_step(REFERENCE, model.device):
+                rows.step(pace.part)
+    except TooSlow as error:
+        pace.on_line(f"{REFERENCE}, flat training of a {name} copy: {error}")
+        return None, f"the first contestant (a {name} copy was {error})"
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return None, f"the first contestant (a {name} copy ran out of memory)"
+    pace.on_line(f"{REFERENCE}, flat training of a {name} copy, took {pace.elapsed:.3g} s")
     return gradients_of(wide, torch.device("cpu")), f"flat training of a {name} copy"
 
 
@@ -314,9 +380,12 @@ def _shape(model: PreTrainedModel, forest: Forest) -> Row:
 
 
 def _record(contestant: Contestant, measured: Measured, forest: Forest) -> Row:
+    note = {} if contestant.note is None else {"note": contestant.note}
     if measured.skipped is not None:
-        return {"skipped": measured.skipped}
-    seconds = spread(measured.seconds)
+        return {"skipped": measured.skipped, **note}
+    if math.isnan(measured.first_seconds):
+        return {"skipped": "not measured: the run was cut short", **note}
+    seconds = spread(measured.seconds or [measured.first_seconds])
     return {
         "seconds": seconds,
         "first_seconds": measured.first_seconds,
@@ -331,4 +400,6 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest) -> Row:
         "loss": measured.loss,
         "host_seconds": contestant.host_seconds,
         "key_rows_per_token": contestant.key_rows_per_token,
+        **note,
+        **({} if measured.seconds else {"is_first_step_alone": True}),
     }

@@ -1,6 +1,5 @@
 """Results as JSON named by hardware, and one row of them as a terminal table, for `rich` to print."""
 
-import json
 import platform
 import subprocess
 import sys
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treewise.errors import ConfigError
+from treewise.base.own_files import read_own, sealed, unsealed
 
 OURS = ("tree", "held", "recomputed")
 
@@ -66,7 +65,7 @@ def save(path: Path, results: dict[str, Any], name: str = "bench") -> Path:
         new = {case_of(row) for row in results["rows"]}
         old_rows = [row for row in load(path)["rows"] if case_of(row) not in new]
         results = {**results, "rows": [*old_rows, *results["rows"]]}
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    path.write_text(sealed(results, indent=2) + "\n")
     return path
 
 
@@ -76,13 +75,13 @@ def load(path: Path, name: str = "bench") -> dict[str, Any]:
     Raises:
         ConfigError: no such file, or one of another form.
     """
-    path = file_of(path, name)
-    try:
-        results = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no results of treewise bench: {error}") from error
-    if not isinstance(results, dict) or results.get("benchmark") != "treewise bench":
-        raise ConfigError(f"{path}: no results of treewise bench.")
+    return read_own(file_of(path, name), _read, "no results of treewise bench")
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    results = unsealed(data, indent=2, may_lack=True)
+    if results["benchmark"] != "treewise bench" or not all(isinstance(row, dict) for row in results["rows"]):
+        raise ValueError("other keys")
     return results
 
 
@@ -135,12 +134,16 @@ def row_view(row: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
         table.add_column(name, justify="right")
+    notes: list[str] = []
     for name, result in row["contestants"].items():
         if "skipped" in result:
-            table.add_row(name, escape(result["skipped"]), end_section=False)
+            what, colon, why = result["skipped"].partition(": ")
+            table.add_row(name, escape(what), end_section=False)
+            notes += [f"{name}: {why}"] if colon else []
         else:
             table.add_row(name, *_cells(row, name, result, first, second))
-    return table
+        notes += [f"{name}: {result['note']}"] if "note" in result else []
+    return Group(table, Text("\n".join([*notes, ""]))) if notes else table
 
 
 def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -188,5 +191,5 @@ def _title(row: dict[str, Any]) -> str:
     return (
         f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
         f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
-        f"FLOP bound {row['flop_bound']:.2f}, against leaves {row['leaf_flop_bound']:.2f}"
+        f"FLOP bound {row['flop_bound']:.2f}, leaf FLOP bound {row['leaf_flop_bound']:.2f}"
     )

@@ -15,8 +15,8 @@ class Settings:
     against: out of `AGAINST`. max_tokens: budgets; None: the workload's own, or a quarter of the tree. row_tokens: of a
     packed row of flat training; None: by the free memory. repetitions: after one to warm up.
     reference: of the gradient errors: `flat` is the first contestant, `float32` and `float64` a wide copy of the model
-    in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: no repetition begins
-    after them.
+    in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: of each workload; a
+    contestant that would take longer than is left of them is left out, and no repetition begins that would.
     """
 
     against: Sequence[str] = AGAINST

@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.bench.flat import attention, checkpointing, varlen_attention
-from treewise.errors import ConfigError, UnsupportedModelError, pip_install
+from treewise.bench.flat import attention, checkpointing
+from treewise.bench.pace import OnPart
+from treewise.bench.varlen import varlen_attention
+from treewise.errors import ConfigError, UnsupportedModelError, bytes_as_text, pip_install
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import edge_values
-from treewise.nn.model import DecoderAndHead
+from treewise.nn.model_flops import gateway_values
 from treewise.tree.trajectory import Trajectory
 
 Sample = dict[str, Any]
@@ -66,11 +69,23 @@ class TrlRows:
         """Key rows that the attention of a layer gathers."""
         return sum(len(row["tree_kv_index"]) for row in self.rows)
 
-    def step(self) -> float:
+    @property
+    def copies(self) -> str:
+        """What gathering costs, in words."""
+        weight = self.lm.decoder.get_input_embeddings().weight
+        size = self.num_key_rows * gateway_values(self.lm.decoder.config.get_text_config()) * weight.element_size()
+        num_segments = sum(len(row["tree_cu_seqlens_q"]) - 1 for row in self.rows)
+        kept = "" if self.is_checkpointed else ", kept for the backward"
+        return (
+            f"copies the path of each of {num_segments:,} segments in every layer, {self.num_key_rows:,} rows of keys "
+            f"and values: {bytes_as_text(size)} in a forward{kept}, where they are added up again"
+        )
+
+    def step(self, on_part: OnPart | None = None) -> float:
         """Forward and backward of every row; returns the loss."""
-        losses = []
+        losses, done = [], 0
         with self._running(), checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
-            for each in self.rows:
+            for number, each in enumerate(self.rows, 1):
                 row = {name: value.to(self.lm.device) for name, value in each.items()}
                 hidden = self._hidden(row)
                 trained = torch.nonzero(row["shift_labels"] != -100)[:, 0]
@@ -81,6 +96,9 @@ class TrlRows:
                 loss = -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
                 loss.backward()
                 losses.append(loss.detach())
+                done += len(each["input_ids"])
+                if on_part is not None:
+                    on_part(number, len(self.rows), done / self.num_computed_tokens)
         return float(torch.stack(losses).double().sum())
 
     def _require_support(self, sample: Sample) -> None:

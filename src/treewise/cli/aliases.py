@@ -47,6 +47,12 @@ _NAMES_OF = {
 }
 ALIASES: Mapping[str, str] = {name: key for key, names in _NAMES_OF.items() for name in names.split()}
 
+# Keys of transformers 5.23, with their names in the releases before.
+EARLIER = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+
 # Words that are keys elsewhere and that nothing here corresponds to, below what to do instead.
 _INSTEAD_OF = {
     "give lora (a mapping), and load_in_4bit: true for QLoRA": "adapter",
@@ -89,7 +95,8 @@ def names_of(known: Iterable[str], own: Mapping[str, str] | None = None) -> dict
     itself, which may lead from a key of training into a mapping (`weighting` to `objective_settings.weighting`).
     """
     keys = set(known)
-    return {alias: name for alias, name in ALIASES.items() if alias not in keys} | dict(own or {})
+    further = {**ALIASES, **{new: old for new, old in EARLIER.items() if old in keys}}
+    return {alias: name for alias, name in further.items() if alias not in keys} | dict(own or {})
 
 
 def resolve_flags(words: Sequence[str], options: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

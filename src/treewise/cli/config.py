@@ -5,6 +5,7 @@ Keys are flat, but for mappings (`lora`, `chat_template_kwargs`); flags write th
 
 import dataclasses
 import enum
+import hashlib
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from treewise.cli.aliases import ALIASES, names_of, train_on_of_roles
+from treewise.cli.aliases import ALIASES, EARLIER, names_of, train_on_of_roles
 from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, key_names, schema
 from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 
 REQUIRED = ("model", "data", "output_dir")
-# Left out of the resolved configuration: a secret, an object, and old names of other keys.
-_UNWRITTEN = ("hub_token", "accelerator_config", "gradient_checkpointing", "gradient_checkpointing_kwargs")
+_UNWRITTEN = ("hub_token", "accelerator_config")  # into the resolved configuration: a secret, an object
 # Keys of LoRA that trees cannot follow.
 _LORA_REFUSED = {
     "alora_invocation_tokens": "where its adapters begin depends on a sequence, and shared tokens belong to several",
@@ -167,21 +167,39 @@ class _Alone(str):
 _ALONE = _Alone("true")
 
 
+_SEAL = "# SHA-256 of all below this line: "
+
+
 def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
-    """The configuration with all defaults, as YAML that `treewise train` reads back."""
+    """The configuration with all defaults, as YAML that `treewise train` reads back, below a checksum."""
     known = schema()
     values: Values = {name: getattr(config, name) for name in OWN} | config.more
     values |= {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
+    old_names = {old for new, old in EARLIER.items() if new in known}
     for item in dataclasses.fields(arguments):
-        if item.name in known and item.name not in (*_UNWRITTEN, *config.unwritten):
+        if item.name in known and item.name not in {*_UNWRITTEN, *old_names, *config.unwritten}:
             values[item.name] = _plain(getattr(arguments, item.name))
     set_values = {key: value for key, value in values.items() if value is not None}
-    return yaml.safe_dump(set_values, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(set_values, sort_keys=False, allow_unicode=True)
+    return f"{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
-def differences(old_text: str, new_text: str) -> list[str]:
+def resolved_values(data: bytes) -> Values:
+    """The keys of a resolved configuration. Raises `ValueError`, or what YAML raises, where it is not what was written;
+    earlier versions wrote no checksum.
+    """
+    text = data.decode()
+    head, _, rest = text.partition("\n")
+    if head.startswith(_SEAL) and head != _SEAL + hashlib.sha256(rest.encode()).hexdigest():
+        raise ValueError("its checksum differs")
+    values = yaml.safe_load(text)
+    if not isinstance(values, dict) or "model" not in values:
+        raise ValueError("it holds no settings of a run")
+    return values
+
+
+def differences(old: Values, new: Values) -> list[str]:
     """What changed between two resolved configurations: `learning_rate: 1e-05 -> 2e-05`."""
-    old, new = yaml.safe_load(old_text) or {}, yaml.safe_load(new_text) or {}
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key, 'default')} -> {new.get(key, 'default')}" for key in keys]
 

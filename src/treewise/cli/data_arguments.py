@@ -1,10 +1,12 @@
 """The arguments that several commands have: DATA and how it is read, and flags of models, budgets and devices."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
+from treewise.base.progress import busy_with, tell_progress
 from treewise.cli.config import RunConfig, read_config
 from treewise.cli.keys import RL, help_of
 from treewise.cli.values import choices_of, kinds_of, read_mapping
@@ -100,7 +102,7 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
             raise ConfigError(f"give {flag}, or a run's configuration with it: --config RUN.yaml.")
     given = {item.name: getattr(args, item.name, None) for item in fields(RenderOptions)}
     values = {name: value for name, value in given.items() if value is not None}
-    for name in {"merge_siblings", "images_from_network"} & set(values):
+    for name in {"merge_siblings", "images_from_network", "images_from_local_network"} & set(values):
         values[name] = values[name] == "true"
     if "chat_template_kwargs" in values:
         values["chat_template_kwargs"] = read_mapping("--chat_template_kwargs", values["chat_template_kwargs"])
@@ -112,16 +114,31 @@ _FROM_RUN = ("data", "model", "gguf_file", "tokenizer", "dtype", "num_workers", 
 _LISTS = {"bench": ("data", "model", "max_tokens"), **dict.fromkeys(("inspect", "plan", "verify"), ("data",))}
 
 
+@contextmanager
+def told_reading(what: str = "reading data") -> Iterator[Callable[[int, int], None]]:
+    """Around a load; gives what `load_trees(progress=)` calls with the bytes and records of each batch."""
+    read = 0
+
+    def advance(_num_bytes: int, num_records: int) -> None:
+        nonlocal read
+        read += num_records
+        tell_progress(what, read, None, "record")
+
+    with busy_with(what):
+        yield advance
+
+
 def load_data(args: argparse.Namespace, tokenizer: object, *, progress: bool) -> Trees:
-    """The trees that the arguments name, after `apply_config`. `progress`: with a bar on a terminal."""
-    return load_trees(
-        args.data,
-        tokenizer,
-        options=args.render,
-        num_workers=args.num_workers,
-        progress=progress,
-        on_bad_record=args.on_bad_record,
-    )
+    """The trees that the arguments name, after `apply_config`. `progress`: with the number of records read so far."""
+    with told_reading() as advance:
+        return load_trees(
+            args.data,
+            tokenizer,
+            options=args.render,
+            num_workers=args.num_workers,
+            progress=progress and advance,
+            on_bad_record=args.on_bad_record,
+        )
 
 
 def rendering_note(args: argparse.Namespace, data: Trees) -> str:

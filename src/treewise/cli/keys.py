@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-from treewise.cli.aliases import INSTEAD, names_of
+from treewise.cli.aliases import EARLIER, INSTEAD, names_of
 from treewise.data import RenderOptions
 from treewise.errors import parts_of
 
@@ -70,6 +70,7 @@ RL: Keys = {
     "old_logprobs": Annotated[str, Doc("auto, recompute, sampler or given")],
     "mini_batches": Annotated[int | None, Doc("optimizer steps that an epoch is cut into")],
     "drop_flat_groups": Annotated[bool, Doc("leave out groups whose rewards are all equal, and groups of one rollout")],
+    "max_failed": Annotated[float, Ge(0), Le(1), Doc("the share of rollouts that may have no reward")],
     "logprob_gap_limit": Annotated[float, Doc("a run warns where sampler and policy differ by more (1: no gap)")],
 }
 TASKS: Keys = {
@@ -113,6 +114,7 @@ _THEIRS = {
     "hub_model_id": "the Hub's name of what is uploaded",
     "logging_steps": "steps between lines of the log",
 }
+_THEIRS |= {old: _THEIRS[new] for new, old in EARLIER.items() if new in _THEIRS}
 _GROUPS = {
     "Model and data": (
         "model data output_dir eval_data eval_split tokenizer dtype gguf_file num_workers on_bad_record"
@@ -120,11 +122,11 @@ _GROUPS = {
     "Adapters": "lora load_in_4bit load_in_8bit",
     "Rendering of records": (
         "thinking train_on merge_siblings group_by max_length chat_template chat_template_kwargs on_drift on_hidden "
-        "max_record_bytes images_from_network max_image_bytes"
+        "max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
     ),
     "Reinforcement learning": (
         "objective objective_settings advantages advantages_settings old_logprobs reference mini_batches "
-        "drop_flat_groups logprob_gap_limit"
+        "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
         "max_tokens attention merge_across_trees temperature offload router_z_coefficient weighting normalization "
@@ -231,7 +233,8 @@ def keys_text(known: Iterable[str]) -> str:
     lines, listed = ["Keys, in CONFIG.yaml or as flags (--key value):"], set[str]()
     rest = [key for key in keys_of_command if key not in ours and not any(key in keys for keys in GROUPS.values())]
     for group, keys in {**GROUPS, ONLINE_GROUP: rest}.items():
-        members = [key for key in keys if key in keys_of_command]
+        here = (key if key in keys_of_command else EARLIER.get(key) for key in keys)
+        members = [key for key in here if key in keys_of_command]
         listed.update(members)
         if not members:
             continue

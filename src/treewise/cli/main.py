@@ -7,10 +7,11 @@ failed, 128 plus the number of the signal that ended it (130 for SIGINT; a train
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from treewise.cli.output import enduring_output, is_first_rank
 from treewise.cli.parser import make_parser, module_of, parse
+from treewise.cli.waiting import telling
 from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError
 
 INTERRUPTED = 130
@@ -29,10 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 2
         args = parse(name, words)
-        if hasattr(args, "overrides"):  # a command that trains goes on without a reader of its output
-            with enduring_output(), _watched():
-                return int(module_of(name).run(args))
-        return int(module_of(name).run(args))
+        trains = hasattr(args, "overrides")  # and goes on without a reader of its output
+        with ExitStack() as around:
+            if trains:
+                around.enter_context(enduring_output())
+            if name not in ("serve", "completion"):  # which waits for clients; which a shell reads
+                around.enter_context(telling(name))
+            if trains:
+                around.enter_context(_watched())
+            return int(module_of(name).run(args))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -21,6 +21,7 @@ from transformers import (
 )
 from typing_extensions import override
 
+from treewise.base.own_files import read_own
 from treewise.cli.run_folder import LOG
 from treewise.errors import duration, num
 from treewise.rl.checks import gap_warning
@@ -68,8 +69,15 @@ class StepLines(TrainerCallback):
         self._began, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero:  # what was logged after the step from which the run goes on is left out
             is_resumed = self._log.exists() and state.global_step
-            lines = self._log.read_text(encoding="utf-8").splitlines() if is_resumed else []
-            kept = [line for line in lines if _step_of(line) <= state.global_step and '"train_runtime"' not in line]
+            lines = read_own(self._log, _log_lines, "move it away") if is_resumed else []
+            steps = [_step_of(line) for line in lines]
+            if num_damaged := steps[:-1].count(None):  # the last may have been cut off by a kill
+                sys.stderr.write(f"{self._log}: {num(num_damaged, 'line')} of it damaged, and left out\n")
+            kept = [
+                line
+                for line, step in zip(lines, steps, strict=True)
+                if step is not None and step <= state.global_step and '"train_runtime"' not in line
+            ]
             with own_file(self._log, "w") as stream:
                 stream.write("".join(f"{line}\n" for line in kept))
 
@@ -142,8 +150,13 @@ class GapWarning(TrainerCallback):
             print(f"warning: {line}", file=sys.stderr)
 
 
-def _step_of(line: str) -> float:
+def _log_lines(data: bytes) -> list[str]:
+    return data.decode("utf-8", errors="replace").splitlines()
+
+
+def _step_of(line: str) -> float | None:
+    """The step of a line of the log; None of a damaged line."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # cut off by a kill
-        return float("inf")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None

@@ -6,11 +6,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from treewise.cli.config import RunConfig, differences, resolved_text
+from treewise.base.own_files import read_own
+from treewise.cli.config import RunConfig, differences, resolved_text, resolved_values
 from treewise.cli.output import is_first_rank
 from treewise.errors import CheckpointError, ConfigError, num
 
@@ -48,9 +49,9 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool, *, is_online
             f"output_dir {folder} holds a run up to {saved[-1].name}; choose another, --resume to go on, "
             "or --overwrite to start anew."
         )
-    has_journal, resolved = any((folder / "journal").glob("iteration-*.jsonl")), folder / _RESOLVED
-    was_online = has_journal or (resolved.is_file() and b"\ntasks:" in resolved.read_bytes())
-    if (was_online or resolved.is_file()) and was_online != is_online:
+    has_journal = any((folder / "journal").glob("iteration-*.jsonl"))
+    was_online = True if has_journal else _was_online(folder)
+    if was_online not in (None, is_online):
         kind = "an online run (rl --tasks)" if was_online else "a run on recorded data"
         raise ConfigError(f"output_dir {folder} holds {kind}; choose another, or --overwrite to start anew.")
     if has_journal and not resume:
@@ -58,6 +59,28 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool, *, is_online
             f"output_dir {folder} holds an online run of which no checkpoint was saved; choose another, --resume to go "
             "on, or --overwrite to start anew."
         )
+
+
+def _was_online(folder: Path) -> bool | None:
+    """Whether the run of a folder sampled its rollouts itself: by its newest sound checkpoint, else by its settings.
+    None: the folder holds no run, or one of which neither can be read.
+    """
+    from treewise.trainer.checkpoint import store
+
+    for checkpoint in reversed(store.checkpoints(folder)):
+        with suppress(CheckpointError):
+            return "task" in store.facts_of(checkpoint)
+    if not (folder / _RESOLVED).exists():
+        return None
+    with suppress(ConfigError):
+        return "tasks" in _settings_of(folder)
+    return None
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """The settings that the folder's run was last begun with. Raises `ConfigError` where they are damaged."""
+    advice = "which settings have changed since is not known, and the file is written again"
+    return read_own(folder / _RESOLVED, resolved_values, advice)
 
 
 @contextmanager
@@ -125,7 +148,7 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
     from treewise.trainer.checkpoint import store
 
     was_there, before = folder.exists(), _results(folder)
-    kept = {name: (folder / name).read_text("utf-8") for name in (_RESOLVED, FINISHED) if (folder / name).is_file()}
+    kept = {name: (folder / name).read_bytes() for name in (_RESOLVED, FINISHED) if (folder / name).is_file()}
     is_fresh = not was_there or (folder.is_dir() and not any(folder.iterdir()))
     try:
         yield
@@ -136,8 +159,8 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
             if not was_there:
                 folder.rmdir()
         elif _results(folder) == before:
-            for name, text in kept.items():
-                store.write_atomically(folder / name, text)
+            for name, content in kept.items():
+                store.write_atomically(folder / name, content)
         raise
 
 
@@ -188,9 +211,15 @@ def _write_resolved(
         text = resolved_text(config, arguments)
         by_trainer = {item.name for item in dataclasses.fields(arguments)}  # it compares them with the checkpoint's
         if is_resumed and resolved.exists():
-            for change in differences(resolved.read_text(encoding="utf-8"), text):
+            try:
+                changes = differences(_settings_of(folder), resolved_values(text.encode()))
+            except ConfigError as error:
+                changes = []
+                print(error, file=sys.stderr)
+            for change in changes:
                 if change.partition(":")[0] not in by_trainer:
                     print(f"changed since this run began: {change}", file=sys.stderr)
         store.write_atomically(resolved, text)
     except OSError as error:
-        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}).") from error
+        named = "" if error.filename2 is None else f", {Path(error.filename2).name} of it"
+        raise ConfigError(f"output_dir {folder}{named} cannot be written ({error.strerror}).") from error

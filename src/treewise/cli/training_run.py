@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
-from treewise.cli.data_arguments import data_tokenizer
+from treewise.cli.data_arguments import data_tokenizer, told_reading
 from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED, check_folder
 from treewise.data.io.field_checks import printable, shown
@@ -65,6 +65,9 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
     if "\0" in folder:
         raise ConfigError(f"output_dir {shown(folder)} holds a null byte, which no path can; correct it.")
     if not args.dry_run and is_first_rank():
+        from treewise.trainer.run_context import RunLock
+
+        RunLock(folder).check()  # it is taken once data and model are loaded, and would be refused after minutes
         check_folder(Path(folder), args.resume, args.overwrite, is_online="tasks" in config.more)
 
 
@@ -138,15 +141,16 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
         if paths is None:
             datasets.append(None)
             continue
-        dataset = load_trees(
-            paths,
-            tokenizer,
-            options=config.render,
-            num_workers=config.num_workers,
-            progress=is_first_rank() and sys.stderr.isatty(),
-            on_bad_record=config.on_bad_record,
-            read_only=read_only,
-        )
+        with told_reading(f"reading {name}") as advance:
+            dataset = load_trees(
+                paths,
+                tokenizer,
+                options=config.render,
+                num_workers=config.num_workers,
+                progress=advance,
+                on_bad_record=config.on_bad_record,
+                read_only=read_only,
+            )
         if is_first_rank():
             _report(name, dataset)
         datasets.append(dataset)
@@ -202,8 +206,8 @@ def with_adapters(model: "PreTrainedModel", config: RunConfig, seed: int) -> "Pr
 def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", dataset: Any) -> int:
     """Prints what a run would do; returns the exit code."""
     from treewise.engine.engine import TreeEngine
-    from treewise.trainer.data_loader import survey
     from treewise.trainer.run_summary import summarize_run
+    from treewise.trainer.survey import survey
 
     TreeEngine(model, arguments.max_tokens, arguments.attention)
     if is_first_rank():

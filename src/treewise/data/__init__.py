@@ -1,28 +1,10 @@
 """Data: files, chat templates and records, turned into the trajectories and trees that are trained.
 
 Nothing here depends on models; tokenizers are transformers' own, loaded when a record holds text, and torch is
-imported only to open a dump that `torch.save` wrote.
+imported only to open a dump that `torch.save` wrote. `__init__.pyi` lists the names; each is imported when it is first
+used, so that trees which are there already load none of it.
 """
 
-from treewise.data.dataset import (
-    SelectedTrees,
-    TrainingTree,
-    TreeDataset,
-    Trees,
-    mix,
-    split_for_evaluation,
-)
-from treewise.data.io.options import LoadReport, RenderOptions
-from treewise.data.load import load_trees
+import lazy_loader
 
-__all__ = [
-    "load_trees",
-    "mix",
-    "split_for_evaluation",
-    "SelectedTrees",
-    "Trees",
-    "RenderOptions",
-    "TreeDataset",
-    "TrainingTree",
-    "LoadReport",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

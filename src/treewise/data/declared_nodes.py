@@ -3,7 +3,7 @@
 Works on flat lists from parents to children, so a chain of 100,000 nodes needs no recursion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from treewise.data.io.files import Placed
 from treewise.data.io.forms import check_names
 from treewise.data.io.rows import Row
 from treewise.data.render.images import with_column, with_images_read
-from treewise.data.render.messages import clean_message
+from treewise.data.render.messages import Message, clean_message
 from treewise.data.render.turns import Call
 from treewise.data.token_rows import row_images
 from treewise.errors import DataError
@@ -112,18 +112,24 @@ def token_rows(
 
 
 def message_calls(
-    nodes: Sequence[Placed], parents: Sequence[int], train_on: str, reader: ImageReader | None
+    nodes: Sequence[Placed],
+    parents: Sequence[int],
+    train_on: str,
+    reader: ImageReader | None,
+    prepared: Callable[[Message, str], Message],
 ) -> list[Call]:
     """A call for every sampled assistant node: its path is the context. Each node is trained once.
 
-    `train_on="last_assistant"` trains assistant leaves only. reader: reads images.
+    `train_on="last_assistant"` trains assistant leaves only. reader: reads images. prepared: a message as the template
+    takes it.
     """
     cleaned = []
     for node in nodes:
         location = f"{node.location}: message"
         message, weight = clean_message(node.value.get("message"), location)
         [message] = with_column([message], node.value.get("images"), location)
-        cleaned.append((with_images_read(message, reader, node.file, location), weight))
+        message = with_images_read(message, reader, node.file, location)
+        cleaned.append((prepared(message, location), weight))
     inner = set(parents)
     calls = []
     for number, (message, weight) in enumerate(cleaned):

@@ -1,41 +1,40 @@
 """Images of records: read from files, bytes or the network, checked, decoded, and counted in tokens, before training.
 
-Pillow decodes them (`pip install 'pillow>=10'`). Network addresses are read where the data's options allow them, with
-limits on size, on time as a whole, and on where a redirect may lead.
+Pillow decodes them (`pip install 'pillow>=10'`). Files lie below the folder of the data's file, and network addresses
+are read (`downloads`), where the data's options do not say otherwise: data may come from others.
 """
 
-import asyncio
 import base64
 import hashlib
 import io
-import ipaddress
+import logging
 import os
-import socket
 import stat
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.io.field_checks import shown
+from treewise.data.downloads import downloaded
+from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import moved_into_place
 from treewise.errors import ConfigError, DataError, num, pip_install
 from treewise.tree.images import ImageSpan
 
 if TYPE_CHECKING:
-    import httpx
     from transformers import ProcessorMixin
+
+logger = logging.getLogger("treewise")
 
 MAX_PIXELS = 100_000_000  # of one image; more is a decompression bomb or a mistake
 NEEDS_PROCESSOR = (
     "holds images, which need the model's processor: give its folder as --tokenizer, or load_trees(..., processor)."
 )
 NETWORK = ("http:", "https:", "ftp:")  # how an address of another machine begins
-MAX_SECONDS = 60.0
-MAX_REDIRECTS = 5
+NEVER = ("/proc", "/sys", "/dev")  # of the system, not of data
+SHARED_MEMORY = "/dev/shm"  # where data may lie
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
@@ -63,6 +62,8 @@ def decoded(data: bytes, location: str) -> Any:
                 raise DataError(f"{location}: an animation of {num_frames} frames; videos are not supported.")
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
+    except DataError:  # a ValueError, too
+        raise
     except UnidentifiedImageError:
         kinds = ", ".join(FORMATS)
         raise DataError(f"{location}: {len(data):,} bytes that are not an image of a known type ({kinds}).") from None
@@ -80,12 +81,22 @@ class ImageReader:
         folder: where images that come as bytes are kept, by their digest, so that none stays in memory.
         max_bytes: of one image, wherever it comes from.
         from_network: whether http and https addresses are downloaded, each once, and kept like bytes.
+        from_local_network: also those of this machine and its network.
+        image_folder: where images may lie besides the folder of the data's file.
     """
 
     def __init__(
-        self, processor: "ProcessorMixin", folder: Path, max_bytes: int, *, from_network: bool = False
+        self,
+        processor: "ProcessorMixin",
+        folder: Path,
+        max_bytes: int,
+        *,
+        from_network: bool = False,
+        from_local_network: bool = False,
+        image_folder: str | None = None,
     ) -> None:
         self.processor, self.folder, self.max_bytes, self.from_network = processor, folder, max_bytes, from_network
+        self.from_local_network, self.image_folder = from_local_network, image_folder
         self._downloads: dict[str, tuple[str, str]] = {}  # by address: what `source` returns
         self.size_of: dict[str, tuple[int, int]] = {}  # by digest: height and width of what `source` read
         self._expansion_of: dict[tuple[int, int], np.ndarray] = {}
@@ -164,18 +175,19 @@ class ImageReader:
         """
         value = _value_of(image, location)
         if isinstance(value, str) and value.startswith(NETWORK):
-            if not self.from_network:
+            if not self.from_network and not self.from_local_network:
                 raise DataError(
                     f"{location}: {shown(value)} is a network address, which is not read; download the image, or set "
                     "images_from_network."
                 )
             if value not in self._downloads:
-                data = downloaded(value, location, self.max_bytes)
+                data = downloaded(value, location, self.max_bytes, allows_local=self.from_local_network)
                 self._downloads[value] = self.source(data, None, f"{location}: {value}")
             return self._downloads[value]
         if isinstance(value, str):
             path = Path(value).expanduser()
             path = path if path.is_absolute() or data_file is None else data_file.parent / path
+            path = self._confined(path, data_file, location)
             data = _file_bytes(path, location, self.max_bytes)
         else:
             data, path = value, None
@@ -185,7 +197,31 @@ class ImageReader:
         if digest not in self.size_of:
             decoded_image = decoded(data, location if path is None else f"{location}: {path}")
             self.size_of[digest] = decoded_image.height, decoded_image.width
-        return str(self._kept(data, digest, location) if path is None else path.absolute()), digest
+        return str(self._kept(data, digest, location) if path is None else path), digest
+
+    def _confined(self, path: Path, data_file: Path | None, location: str) -> Path:
+        """Where a path leads, all links followed.
+
+        data_file: below whose folder it must lie; None: records of the caller's own, which lead anywhere but `NEVER`.
+
+        Raises:
+            DataError: it leads elsewhere, or cannot be followed.
+        """
+        try:
+            real = path.resolve()
+            near = [] if data_file is None else [data_file.parent.resolve(), data_file.resolve().parent]
+            near += [Path(self.image_folder).expanduser().resolve()] if self.image_folder and near else []
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{location}: {shown(str(path))} cannot be followed ({error}).") from None
+        is_of_system = any(real.is_relative_to(each) for each in NEVER) and not real.is_relative_to(SHARED_MEMORY)
+        if is_of_system:
+            raise DataError(f"{location}: {printable(path)} leads to {printable(real)}, which holds no data; not read.")
+        if near and not any(real.is_relative_to(each) for each in near):
+            raise DataError(
+                f"{location}: {printable(path)} leads to {printable(real)}, outside of the data's folder "
+                f"{printable(near[0])}; not read. Name the folder of the images as image_folder."
+            )
+        return real
 
     def expansion(self, size: tuple[int, int], location: str) -> np.ndarray:
         """[n] int32, the tokens that the processor writes in place of one placeholder for an image of (height, width);
@@ -216,7 +252,10 @@ class ImageReader:
         """The file of an image that came as bytes."""
         path = self.folder / digest
         try:
-            if not path.is_file() or path.stat().st_size != len(data):
+            if path.is_file() and path.read_bytes() != data:
+                logger.warning("%s: damaged: the image is written again", path)
+                path.unlink()
+            if not path.is_file():
                 with moved_into_place(path) as part:
                     part.write_bytes(data)
         except OSError as error:
@@ -259,6 +298,8 @@ def _file_bytes(path: Path, location: str, max_bytes: int) -> bytes:
             if not stat.S_ISREG(facts.st_mode):
                 raise DataError(f"{location}: {path} is not a regular file.")
             data = file.read(max_bytes + 1) if facts.st_size <= max_bytes else b""
+    except DataError:  # a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         raise DataError(f"{location}: {path} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     if max(facts.st_size, len(data)) > max_bytes:
@@ -268,66 +309,3 @@ def _file_bytes(path: Path, location: str, max_bytes: int) -> bytes:
 
 def _too_large(num_bytes: int, limit: int) -> str:
     return f"an image of {num_bytes:,} bytes is larger than {limit:,} (max_image_bytes); shrink it, or raise the limit."
-
-
-def downloaded(address: str, location: str, max_bytes: int) -> bytes:
-    """The bytes at an http or https address.
-
-    Raises:
-        DataError: another protocol, an answer without success, more than `max_bytes`, too much time, or a redirect to
-            this machine or its network.
-        ConfigError: httpx is not installed.
-    """
-    try:
-        import httpx
-    except ImportError:
-        raise ConfigError(f"images_from_network needs httpx: {pip_install('httpx')}.") from None
-    try:
-        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one, as in a notebook
-            return thread.submit(asyncio.run, _within_time(address, max_bytes)).result()
-    except TimeoutError:
-        reason = f"took more than {MAX_SECONDS:g} seconds"
-    except _RefusedError as error:
-        reason = str(error)
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        reason = f"cannot be downloaded ({shown(first, 200)[1:-1]})"
-    raise DataError(f"{location}: {shown(address)} {reason}.")
-
-
-class _RefusedError(Exception):
-    """An answer that is not taken; the message follows the address."""
-
-
-async def _within_time(address: str, max_bytes: int) -> bytes:
-    """A limit on the whole exchange: timeouts of httpx begin anew with each byte that comes."""
-    import httpx
-
-    async with asyncio.timeout(MAX_SECONDS), httpx.AsyncClient(timeout=None) as client:
-        first = url = httpx.URL(address)
-        for _ in range(MAX_REDIRECTS + 1):
-            await _check_host(url, is_redirect=url.host != first.host)
-            async with client.stream("GET", url) as answer:
-                if answer.next_request is not None:
-                    url = answer.next_request.url
-                    continue
-                content = bytearray()
-                async for part in answer.raise_for_status().aiter_bytes():
-                    content += part
-                    if len(content) > max_bytes:
-                        raise _RefusedError(f"has more than {max_bytes:,} bytes (max_image_bytes); shrink the file")
-                return bytes(content)
-    raise _RefusedError(f"was redirected more than {MAX_REDIRECTS} times")
-
-
-async def _check_host(url: "httpx.URL", *, is_redirect: bool) -> None:
-    """Link-local addresses, where clouds keep credentials, are never asked; a redirect leads to no local one.
-
-    Data come from others, and a server may answer one thing to them and another to this machine.
-    """
-    found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
-    for *_, where in found:
-        host = ipaddress.ip_address(str(where[0]).partition("%")[0])
-        if host.is_link_local or (is_redirect and not host.is_global):
-            how = "was redirected to" if is_redirect else "is"
-            raise _RefusedError(f"{how} {host}, an address of this machine or its network; not read")

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from treewise.data import workers
 from treewise.data.dataset import TreeDataset, Trees, mix
 from treewise.data.images import ImageReader
 from treewise.data.importers.convert import read_sources
+from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import PathLike, Placed
 from treewise.data.io.options import LoadReport, RenderOptions
@@ -55,7 +57,7 @@ def load_trees(
     *,
     options: RenderOptions | Mapping[str, Any] | None = None,
     num_workers: int | None = None,
-    progress: bool = False,
+    progress: bool | Callable[[int, int], object] = False,
     cache_dir: PathLike | None = None,
     on_bad_record: Literal["error", "quarantine"] = "error",
     quarantine_path: PathLike | None = None,
@@ -74,7 +76,8 @@ def load_trees(
             the model's processor, or the path of one.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
         num_workers: processes; 0 for none, by default all cores where the data is large enough.
-        progress: show a progress bar, where there is a terminal or a notebook.
+        progress: show a progress bar, where there is a terminal or a notebook; or a function that gets bytes and
+            records of each batch as it is read.
         cache_dir: folder of rendered data; by default `$TREEWISE_CACHE`, then `~/.cache/treewise`. Loads without a
             tokenizer, loads that left records out, and those of objects without a fingerprint are not cached.
         on_bad_record: stop at the first bad record, or write bad ones to `quarantine_path` and go on.
@@ -126,7 +129,7 @@ class _Settings:
 
     options: RenderOptions
     num_workers: int | None
-    progress: bool
+    progress: bool | Callable[[int, int], object]
     folder: Path  # of the cache
     quarantine: Path
     quarantines: bool
@@ -179,12 +182,17 @@ def _load(
         atexit.register(shutil.rmtree, images, ignore_errors=True)
     own = settings.options
     image_reader = processor and ImageReader(
-        processor, images, own.max_image_bytes, from_network=own.images_from_network
+        processor,
+        images,
+        own.max_image_bytes,
+        from_network=own.images_from_network,
+        from_local_network=own.images_from_local_network,
+        image_folder=own.image_folder,
     )
     reader = RecordReader(tokenizer, own, image_reader)
     processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
     with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
-        jobs = read_sources(sources, builder.report)
+        jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
         for num_bytes, results in workers.read_all(jobs, reader, processes):
             for result in results:
                 builder.add(result)
@@ -232,15 +240,19 @@ def _tokenizer(tokenizer: Any) -> object:
 
 
 @contextmanager
-def _bar(progress: bool) -> Iterator[Callable[[int, int], None]]:
+def _bar(progress: bool | Callable[[int, int], object]) -> Iterator[Callable[[int, int], object]]:
     """Gives `advance(num_bytes, num_records)`, which shows records and bytes read so far; the total of compressed files
     is not known beforehand. A log file gets no bar.
     """
+    if not isinstance(progress, bool):
+        yield progress
+        return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     is_shown = progress and (console.is_terminal or console.is_jupyter)
+    console.quiet = not is_shown  # rich before 14.3 ends a bar that is off with an empty line
     columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("records", total=None, megabytes=0.0)
@@ -277,6 +289,7 @@ class TreeBuilder:
         self.node_trees: dict[tuple[str, str], tuple[_Tree, list[Placed]]] = {}
         self.report = LoadReport()
         self.warnings: dict[str, None] = {}
+        self.counted: Counter[str] = Counter()
 
     def __enter__(self) -> "TreeBuilder":
         if self.settings.quarantines:
@@ -294,8 +307,9 @@ class TreeBuilder:
 
     def add(self, result: RecordResult) -> None:
         """Takes the next result in order."""
-        self.report.num_records += 1
+        self.report.num_records += not result.is_sample
         self.warnings.update(dict.fromkeys([*result.warnings, *result.drift]))
+        self.counted.update(result.counted)
         for key in result.unused_keys:
             self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
@@ -307,6 +321,7 @@ class TreeBuilder:
             result.key, group = self.by_rollout.setdefault(json.dumps(result.rollout), first)
             for row in result.rows:
                 row.group = group
+        self.report.dropped += result.left_out
         if result.error is not None:
             self._drop(result)
         elif result.node is not None:
@@ -314,7 +329,7 @@ class TreeBuilder:
             if (file, name) not in self.node_trees:
                 self.node_trees[file, name] = (self._new_tree(printable(json.loads(name))), [])
             self.node_trees[file, name][1].append(Placed(result.location, node, Path(file)))
-        else:
+        elif result.rows:
             tree = self.by_key.get(result.key) if result.key is not None else None
             if tree is None:
                 tree = self._new_tree(result.name)
@@ -337,11 +352,16 @@ class TreeBuilder:
         """Builds the trees that were given one node per line."""
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
+                self.reader.left_out = []
                 _, rows = self.reader.declared_rows(placed, find_tools(placed[0]), is_forest=False)
+            except UnusableError as error:
+                self.report.dropped.append((error.location, error.reason))
             except DataError as error:
                 text = json.dumps([node.value for node in placed], default=str)
                 self._drop(RecordResult(f"{file}: tree {name}", error=str(error), raw=text))
             else:
+                self.report.dropped += self.reader.left_out
+                self.counted.update(self.reader.take_counted())
                 self._add_rows(tree, rows)
                 tree.num_records = len(placed)
 
@@ -363,10 +383,16 @@ class TreeBuilder:
             "fingerprint": content_hash(table, names),
         }
         report.num_files, report.num_trees = num_sources, len(trees)
+        report.warnings += [f"{text} ({num(count, 'time')})" for text, count in self.counted.items()]
         report.warnings += list(self.warnings)[:MAX_WARNINGS]
         if len(self.warnings) > MAX_WARNINGS:
             report.warnings.append(f"{len(self.warnings) - MAX_WARNINGS} more warnings")
         return table, facts, report
+
+    def drop_bad(self, record: Placed, error: str) -> None:
+        """Quarantines a bad record of a dump."""
+        raw = record.value[""] if set(record.value) == {""} else json.dumps(record.value, default=str)
+        self._drop(RecordResult(record.location, error=error, raw=raw))
 
     def _drop(self, result: RecordResult) -> None:
         assert result.error is not None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,18 +13,19 @@ import numpy as np
 
 from treewise.data import declared_nodes, token_rows
 from treewise.data.images import ImageReader
+from treewise.data.io.endings import KEYS, UnusableError, ending_of, own_reason
 from treewise.data.io.field_checks import label, number, printable, shown
-from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse
+from treewise.data.io.files import PartialTailError, Placed, RawRecord, parse, raw_text
 from treewise.data.io.forms import Record, detect_form, unused_keys
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.other_forms import PER_TOKEN, REWRITTEN, split_pair, with_mask
+from treewise.data.io.packed import samples_of
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
 from treewise.data.render.images import Placer, with_column, with_images_read
 from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
-from treewise.data.render.turns import Call
 from treewise.data.token_rows import Label
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
@@ -32,13 +34,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PAIR = ("prompt", "completion")
+UNTRAINED = "samples of packed rows hold no trained token and are left out"
 NEEDS_TOKENIZER = (
     "holds text, which needs a tokenizer; give one (--model or --tokenizer; in Python load_trees(..., tokenizer))."
 )
 
 
 class RecordReader:
-    """Reads records under one tokenizer and one set of options. images: reads those of records."""
+    """Reads records under one tokenizer and one set of options. images: reads those of records.
+
+    left_out: replies of the record that was read last which cannot be trained for how they ended.
+    """
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase | None", options: RenderOptions, images: ImageReader | None = None
@@ -46,12 +52,34 @@ class RecordReader:
         self.tokenizer = tokenizer
         self.options = options
         self.images = images
+        self.left_out: chat.LeftOut = []
+
+    def read_samples(self, raw: RawRecord, data_file: Path | None) -> list[RecordResult]:
+        """The rows of a record, or its error; for a row of several samples those of each."""
+        try:
+            record = parse(raw)
+            samples = samples_of(record, raw.location)
+        except DataError as error:
+            return [_failed(raw, error)]
+        if samples is None:
+            return [self._read(raw, Placed(raw.location, record, data_file))]
+        results = [self._read(raw, Placed(where, sample, data_file)) for where, sample in samples.records]
+        for result in results[1:]:
+            result.is_sample = True
+        if samples.num_untrained:
+            results[0].counted[UNTRAINED] = samples.num_untrained
+        return results
 
     def read(self, raw: RawRecord, data_file: Path | None) -> RecordResult:
-        """The rows of a record, or its error."""
-        result = RecordResult(location=raw.location)
+        """The rows of a record of one sample, or its error."""
+        (result,) = self.read_samples(raw, data_file)
+        return result
+
+    def _read(self, raw: RawRecord, item: Placed) -> RecordResult:
+        self.left_out = []
+        result = RecordResult(location=item.location, left_out=self.left_out)
         try:
-            self._fill(result, Placed(raw.location, parse(raw), data_file))
+            self._fill(result, item)
             limit = self.options.max_length
             for row in result.rows if not result.is_declared else ():
                 if limit is not None and row.num_tokens > limit:
@@ -59,14 +87,13 @@ class RecordReader:
                         f"{row.source or result.location}: {row.num_tokens} tokens, more than max_length {limit}; "
                         "raise it, shorten the record or quarantine it. Nothing is cut."
                     )
+        except UnusableError as error:
+            self.take_counted()
+            return RecordResult(location=raw.location, left_out=[(error.location, error.reason)])
         except DataError as error:
-            text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else None
-            return RecordResult(
-                location=raw.location,
-                error=str(error),
-                is_partial_tail=isinstance(error, PartialTailError),
-                raw=text if text is not None else json.dumps(raw.payload, default=str),
-            )
+            self.take_counted()
+            return _failed(raw, error)
+        result.counted |= self.take_counted()
         if self.tokenizer is not None and "_template" in self.__dict__:
             result.warnings += list(self._template.notes)
             written = str(self._template.text or getattr(self.tokenizer, "chat_template", None))  # and may read it
@@ -75,6 +102,13 @@ class RecordReader:
                 key for key in unused if not (key.startswith("messages[].") and key.partition(".")[2] in written)
             ]
         return result
+
+    def take_counted(self) -> dict[str, int]:
+        """What was mended since the last call, and how often."""
+        if "_template" not in self.__dict__:
+            return {}
+        counted, self._template.counted = self._template.counted, Counter()
+        return dict(counted)
 
     @cached_property
     def _template(self) -> Template:
@@ -94,6 +128,7 @@ class RecordReader:
             form = detect_form(record, location)
         if form == "token_row" and any(name in record for name in PER_TOKEN):
             record = with_mask(record, location)
+        record = _with_ending(record, form, location)
         item = replace(item, value=record)
         result.unused_keys = unused_keys(record, form, self.options.group_by, location)
         group = self._group(record, location)
@@ -126,6 +161,9 @@ class RecordReader:
             group = self._prompt_group(item) if form == "prompt_completion" and group is None else group
             result.rows = self._rendered(form, item)
         if form in ("token_row", "grouped_rows"):
+            result.counted |= Counter(
+                each for row in result.rows for each in token_rows.doubled_tokens(row, self.tokenizer)
+            )
             result.warnings += [line for row in result.rows for line in token_rows.unlikely_logprobs(row, location)]
         elif not result.is_declared:
             self._label(result.rows, record, group, own, location)
@@ -139,7 +177,7 @@ class RecordReader:
         if self.tokenizer is None:
             raise DataError(f"{location}: the record {NEEDS_TOKENIZER}")
         if form == "text":
-            return self._text(record["text"], location)
+            return self._text(record, location)
         if form == "prompt_completion":
             return self._pair(item)
         tools = find_tools(item)
@@ -150,7 +188,7 @@ class RecordReader:
                     f"{location}: thinking='keep' needs one conversation; logged calls are rendered as_inference."
                 )
             calls = chat.logged_calls(talk, record["calls"], self.options.train_on, location)
-            return chat.render_calls(self._template, calls, tools, location)
+            return chat.render_calls(self._template, calls, tools, location, self.left_out)
         return self._conversation(talk, tools, location)
 
     def _talk(self, talk: WeightedMessages, item: Placed) -> WeightedMessages:
@@ -191,13 +229,16 @@ class RecordReader:
         result.name = location if group is None else str(group)
         result.is_preference = True
 
-    def _text(self, text: object, location: str) -> list[Row]:
-        """Plain text, every token trained but the first; an end-of-text token is put behind it."""
-        if not isinstance(text, str) or not text:
-            raise DataError(f"{location}: text must be text that is not empty, found {shown(text)}.")
-        encoder, end = self._template.encoder, self._template.eos
-        pieces = encoder.encode([text if not end or text.endswith(end) else text + end])[0]
-        ids = np.concatenate([encoder.begin_ids(), *pieces]).astype(np.int32)
+    def _text(self, record: Record, location: str) -> list[Row]:
+        """Plain text, every token trained but the first; behind it an end-of-text token, unless it was cut off."""
+        text = record["text"]
+        if not isinstance(text, str):
+            raise DataError(f"{location}: text must be text, found {shown(text)}.")
+        if not text:
+            raise UnusableError(location, "a text that holds nothing")
+        template = self._template
+        pieces = template.encoder.encode([text if _is_cut(record) else chat.with_end(template, text)])[0]
+        ids = np.concatenate([chat.begin_ids(template, text), *pieces]).astype(np.int32)
         if len(ids) < 2:
             raise DataError(f"{location}: the text is one token long, so nothing is predicted.")
         return [Row(token_ids=ids, spans=[1, len(ids)], span_weights=[1.0])]
@@ -205,7 +246,8 @@ class RecordReader:
     def _conversation(self, talk: WeightedMessages, tools: Tools, location: str, first: int = 0) -> list[Row]:
         keeps = self.options.thinking == "keep"
         made = chat.conversation_calls(talk, self.options.train_on, location, first, keeps=keeps)
-        return (chat.render_kept if keeps else chat.render_calls)(self._template, made, tools, location)
+        render = chat.render_kept if keeps else chat.render_calls
+        return render(self._template, made, tools, location, self.left_out)
 
     def _prompt_group(self, item: Placed) -> str:
         """A group of its own for every prompt."""
@@ -222,11 +264,12 @@ class RecordReader:
                 f"{location}: images beside a prompt of plain text; give messages (lists of role and content)."
             )
         if isinstance(prompt, str) and isinstance(completion, str):
-            return chat.render_pair(self._template, prompt, completion, location)
+            return chat.render_pair(self._template, prompt, completion, location, is_cut=_is_cut(record))
         if isinstance(prompt, str):
             raise DataError(f"{location}: completion is a list of messages, so prompt must be one too, not text.")
         if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
+            said = {key: record[key] for key in KEYS if key in record}
+            completion = [{"role": "assistant", "content": completion, **said}]
         before = clean_conversation(prompt, location, "prompt")
         after = clean_conversation(completion, location, "completion")
         talk = WeightedMessages(before.messages + after.messages, before.weights + after.weights)
@@ -246,12 +289,11 @@ class RecordReader:
             raise DataError(f"{location}: the node {NEEDS_TOKENIZER}")
         if self.options.thinking == "keep":
             raise DataError(f"{location}: thinking='keep' needs one conversation; trees are rendered as_inference.")
-        calls = []
-        for call in declared_nodes.message_calls(placed, parents, self.options.train_on, self.images):
-            talk = self._template.prepare(WeightedMessages([*call.history, call.turn], []), call.location)
-            calls.append(Call(talk.messages[:-1], talk.messages[-1], call.weight, call.location))
-        rows = chat.render_calls(self._template, calls, tools, location)
-        for row, call in zip(rows, calls, strict=True):
+        prepared, train_on = self._template.prepared, self.options.train_on
+        calls = declared_nodes.message_calls(placed, parents, train_on, self.images, prepared)
+        rows = chat.render_calls(self._template, calls, tools, location, self.left_out)
+        without = {where for where, _ in self.left_out}
+        for row, call in zip(rows, (call for call in calls if call.location not in without), strict=True):
             row.source = row.rollout = call.location
         return False, rows
 
@@ -312,6 +354,36 @@ class RecordReader:
             return label(record[field], field, location)
         named = next((name for name in ("group", "task_id") if record.get(name) is not None), "group")
         return label(record.get(named), named, location)
+
+
+def _failed(raw: RawRecord, error: DataError) -> RecordResult:
+    is_partial = isinstance(error, PartialTailError)
+    return RecordResult(location=raw.location, error=str(error), is_partial_tail=is_partial, raw=raw_text(raw))
+
+
+def _is_cut(record: Record) -> bool:
+    return ending_of(own_reason(record)) == "cut"
+
+
+def _with_ending(record: Record, form: str, location: str) -> Record:
+    """The record with the reason that it gives beside its messages on the last of them, whose end it is.
+
+    Raises:
+        UnusableError: text or tokens that were filtered, refused or failed; an empty completion.
+    """
+    reason = own_reason(record)
+    if reason is None or form in ("calls", "preference"):
+        return record
+    for name in ("messages", "completion"):
+        talk = record.get(name)
+        if isinstance(talk, list) and talk and form != "token_row":
+            said = {key: record[key] for key in KEYS if key in record}
+            is_reply = isinstance(talk[-1], dict) and talk[-1].get("role") == "assistant"
+            return {**record, name: [*talk[:-1], {**said, **talk[-1]}]} if is_reply else record
+    if ending_of(reason) == "unusable" or record.get("completion") == "":
+        empty = "" if ending_of(reason) == "unusable" else "holds nothing and "
+        raise UnusableError(location, f"a reply that {empty}ended with {shown(reason)}")
+    return record
 
 
 def _digest(value: Any) -> str:

@@ -8,24 +8,27 @@ name or folder; objects come from modules that the caller has imported already.
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from treewise.data.io.arrow_rows import Mend, mended, mends_of
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
     DEFAULT_MAX_RECORD_BYTES,
     PARQUET_BATCH_ROWS,
     RawRecord,
+    arrow_records,
     find_files,
     read_records,
-    rows_of_batches,
 )
+from treewise.data.io.stored_json import StoredJson
+from treewise.data.raw import is_of, is_table
 from treewise.errors import ConfigError, DataError, did_you_mean, pip_install
 
 KNOWN = (
@@ -37,10 +40,6 @@ HUB_SYNTAX = "'hf:org/name[split]', or with a configuration 'hf:org/name:config[
 _HUB_NAME = re.compile(r"hf:(?P<name>[^\[\]:\s]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>.+)\])?")
 _SPLIT = re.compile(r"(?P<folder>.+?)\[(?P<split>[^\[\]]+)\]")
 SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-_CLASSES = {  # of data sets and data frames, by library
-    "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
-    "pandas": ("DataFrame",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,8 @@ class Source:
     Parameters:
         name: in messages; each record's location begins with it.
         records: opens the source and yields its records. A source that is an iterator can be opened once.
-        data_file: the file whose folder holds what a `tools_ref` names; None: none.
+        data_file: the file whose folder holds what a `tools_ref` or the path of an image names; None: none.
+        place: the same where there is no file of records but a folder in which images may lie.
         num_bytes: an estimate of its size, which decides about worker processes.
         identity: changes whenever the content does; None: unknown, so what is rendered is not cached. Of a file the
             cache hashes the bytes instead.
@@ -59,13 +59,14 @@ class Source:
     name: str
     records: Callable[[], Iterator[RawRecord]]
     data_file: Path | None = None
+    place: Path | None = None
     num_bytes: int = 0
     identity: str | None = None
 
     @classmethod
     def of_file(cls, path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> "Source":
         """A data file (`treewise.data.io.files.SUFFIXES`)."""
-        return cls(printable(path), lambda: read_records(path, max_record_bytes), path, path.stat().st_size)
+        return cls(printable(path), lambda: read_records(path, max_record_bytes), path, num_bytes=path.stat().st_size)
 
 
 def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> list[Source]:
@@ -87,17 +88,8 @@ def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES)
     return [Source("records", lambda: _records_of(data, "records"))]
 
 
-def is_raw_data(data: object) -> bool:
-    """Whether this holds or names records that have yet to be read, in contrast to forests and trajectories."""
-    if isinstance(data, str | Path) or _is_arrow_object(data):
-        return True
-    if isinstance(data, list | tuple):
-        return bool(data) and isinstance(data[0], str | Path | Mapping)
-    return isinstance(data, Iterator)
-
-
 def _open_list(items: list[Any], max_record_bytes: int) -> list[Source]:
-    if items and isinstance(items[0], Mapping) and not _is_arrow_object(items[0]):
+    if items and isinstance(items[0], Mapping) and not is_table(items[0]):
         return [Source("records", lambda: _records_of(items, "records"))]
     if not items or not any(_is_special(item) for item in items):
         return [Source.of_file(file, max_record_bytes) for file in find_files(items)]
@@ -120,11 +112,6 @@ def _records_of(items: Iterable[Any], name: str) -> Iterator[RawRecord]:
         yield RawRecord(location, record, num_bytes=sys.getsizeof(item))
 
 
-def _is_arrow_object(data: object) -> bool:
-    """Whether this is a data set of `datasets`, a pandas data frame, or an Arrow table."""
-    return isinstance(data, pa.Table) or _is_of("datasets", data) or _is_of("pandas", data)
-
-
 def _open_object(data: Any) -> Source | None:
     """The source of such an object; None for anything else.
 
@@ -133,9 +120,9 @@ def _open_object(data: Any) -> Source | None:
     """
     if isinstance(data, pa.Table):
         return _of_table(data, "table")
-    if _is_of("pandas", data):
+    if is_of("pandas", data):
         return Source("data frame", lambda: _frame_records(data), num_bytes=int(data.memory_usage().sum()))
-    if not _is_of("datasets", data):
+    if not is_of("datasets", data):
         return None
     if isinstance(data, dict):
         if len(data) != 1:
@@ -178,7 +165,8 @@ def _open_hub(text: str) -> Source:
         raise DataError(f"{text}: the data set has several splits; name one: {names}.")
     source = _open_object(data)
     assert source is not None
-    return source
+    folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else Path(datasets.config.HF_CACHE_HOME)
+    return replace(source, place=folder / SAVED_SET)
 
 
 def _open_saved(text: str) -> Source | None:
@@ -198,17 +186,20 @@ def _open_saved(text: str) -> Source | None:
         raise
     except Exception as error:  # arrow's, json's, and several of datasets' own
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{folder}: a damaged folder of save_to_disk ({type(error).__name__}: {reason}).") from error
+        raise DataError(
+            f"{folder}: a folder of save_to_disk that is damaged, or of a later version of datasets "
+            f"({type(error).__name__}: {reason})."
+        ) from error
     if not isinstance(data, dict):
         if split is not None:
             raise DataError(f"{text}: the folder holds one data set, without splits; leave [{split}] out.")
-        return _of_dataset(data, str(folder))
+        return replace(_of_dataset(data, str(folder)), place=folder / SAVED_SET)
     if split is None and len(data) == 1:
         (split,) = data
     if split not in data:
         hint = "" if split is None else did_you_mean(split, data)
         raise DataError(f"{text}: name one of its splits: {', '.join(f'{folder}[{name}]' for name in data)}.{hint}")
-    return _of_dataset(data[split], str(folder / str(split)))
+    return replace(_of_dataset(data[split], str(folder / str(split))), place=folder / SAVED_SET)
 
 
 def _folder_and_split(text: str) -> tuple[Path, str | None]:
@@ -234,38 +225,58 @@ def _datasets(text: str) -> ModuleType:
     return datasets
 
 
-def _is_of(library: str, data: object) -> bool:
-    """Whether this is a data set or data frame of a library, which is not imported for the question."""
-    module = sys.modules.get(library)
-    if module is None:
-        return False
-    return isinstance(data, tuple(getattr(module, name) for name in _CLASSES[library]))
-
-
 def _of_dataset(data: Any, name: str) -> Source:
+    features = data.features.to_dict() if data.features else {}
     if not hasattr(data, "num_rows"):  # an IterableDataset: its size is not known before its end
-        return Source(name, lambda: _mapping_records(data, name))
+        return Source(name, lambda: _stream_records(data, features, name))
     identity = getattr(data, "_fingerprint", None)
     if data.format["type"] == "custom":  # a transformation at access, which the fingerprint does not cover
-        return Source(name, lambda: _mapping_records(data, name))
+        read = partial(StoredJson, is_read=True)
+        mends = mends_of(data.features.arrow_schema, features, name, read) if features else {}
+        return Source(name, lambda: _mapping_records(data, name, mends))
     fraction = data.num_rows / max(1, data.data.num_rows)  # of a selection
     num_bytes = int(data.data.nbytes * fraction)
 
     def records() -> Iterator[RawRecord]:
         tables = data.with_format("arrow").iter(batch_size=PARQUET_BATCH_ROWS)
-        return rows_of_batches((batch for table in tables for batch in table.combine_chunks().to_batches()), name)
+        batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
+        return arrow_records(batches, name, features)
 
     return Source(name, records, num_bytes=num_bytes, identity=identity)
 
 
-def _mapping_records(data: Iterable[Mapping[str, object]], name: str) -> Iterator[RawRecord]:
+def _stream_records(data: Any, features: Mapping[str, Any], name: str) -> Iterator[RawRecord]:
+    """Rows of an `IterableDataset`. Its JSON columns are read as they are stored, as far as it still has that."""
+    stream = data.with_format(None)
+    mends = mends_of(data.features.arrow_schema, features, name, StoredJson.of_stream) if features else {}
+    if any(mends.values()):
+        stream = stream.cast(type(data.features).from_dict(_undecoded(features)))
+    stream.set_epoch(data.epoch)
+    yield from _mapping_records(stream, name, mends)
+
+
+def _undecoded(feature: Any) -> Any:
+    """Features of `datasets` whose JSON stays the text that is stored."""
+    if isinstance(feature, list):
+        return [_undecoded(item) for item in feature]
+    if not isinstance(feature, Mapping):
+        return feature
+    if feature.get("_type") == "Json":
+        return {**feature, "decode": False}
+    return {key: _undecoded(item) for key, item in feature.items()}
+
+
+def _mapping_records(
+    data: Iterable[Mapping[str, object]], name: str, mends: Mapping[str, Mend | None] = MappingProxyType({})
+) -> Iterator[RawRecord]:
     for number, row in enumerate(data, 1):
-        yield RawRecord(f"{name}:row {number}", {key: plain(value) for key, value in row.items()}, is_row=True)
+        record = {key: mended(mends.get(key), plain(value)) for key, value in row.items()}
+        yield RawRecord(f"{name}:row {number}", record, is_row=True)
 
 
 def _of_table(table: pa.Table, name: str, path: Path | None = None, identity: str | None = None) -> Source:
     batches = partial(table.to_batches, max_chunksize=PARQUET_BATCH_ROWS)
-    return Source(name, lambda: rows_of_batches(batches(), name), path, table.nbytes, identity)
+    return Source(name, lambda: arrow_records(batches(), name), path, num_bytes=table.nbytes, identity=identity)
 
 
 def _open_arrow_file(path: Path) -> Source:
@@ -291,9 +302,12 @@ def _frame_records(frame: Any) -> Iterator[RawRecord]:
         is_nan = isinstance(value, float) and value != value
         return value is not None and not is_nan and type(value).__name__ not in ("NAType", "NaTType")
 
+    typed = [(str(key), dtype.pyarrow_dtype) for key, dtype in frame.dtypes.items() if hasattr(dtype, "pyarrow_dtype")]
+    mends = mends_of(pa.schema(typed), {}, "data frame")
     names, rows = list(map(str, frame.columns)), frame.itertuples(index=False, name=None)
     cells = (zip(names, values, strict=True) for values in rows)
-    return _mapping_records(({name: value for name, value in row if is_there(value)} for row in cells), "data frame")
+    present = ({name: value for name, value in row if is_there(value)} for row in cells)
+    return _mapping_records(present, "data frame", mends)
 
 
 def plain(value: Any) -> Any:

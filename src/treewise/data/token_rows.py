@@ -80,6 +80,22 @@ def unlikely_logprobs(row: Row, location: str) -> list[str]:
     return warnings
 
 
+def doubled_tokens(row: Row, tokenizer: Any) -> list[str]:
+    """What a row holds twice where a model is given or samples it once; it is trained as it is."""
+    found, ids = [], row.token_ids
+    begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
+    if begin is not None and begin != end and len(ids) > 1 and (ids[:2] == begin).all():
+        found.append("rows of token ids begin with two begin tokens; they are trained as they are")
+    weights = row.streams.get("loss_weights")
+    if weights is None:
+        weights = np.zeros(len(ids))
+        for start, stop in zip(row.spans[::2], row.spans[1::2], strict=True):
+            weights[start:stop] = 1
+    if end is not None and len(ids) > 1 and (ids[-2:] == end).all() and (weights[-2:] != 0).all():
+        found.append("rows of token ids train two end tokens in a row; they are trained as they are")
+    return found
+
+
 def prompt_group(row: Row) -> str | None:
     """A group of its own for every prompt: the tokens before the first trained one.
 

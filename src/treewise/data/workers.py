@@ -42,7 +42,7 @@ def read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Ite
     batches = _batches(jobs)
     if num_workers == 0:
         for num_bytes, batch in batches:
-            yield num_bytes, [reader.read(raw, path) for raw, path in batch]
+            yield num_bytes, [result for raw, path in batch for result in reader.read_samples(raw, path)]
         return
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, spawn, initializer=_start, initargs=(pickle.dumps(reader),))
@@ -87,7 +87,7 @@ def _start(reader: bytes) -> None:
 
 def _work(batch: list[Job]) -> list[RecordResult]:
     assert _reader is not None
-    return [_reader.read(raw, path) for raw, path in batch]
+    return [result for raw, path in batch for result in _reader.read_samples(raw, path)]
 
 
 def _batches(jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:

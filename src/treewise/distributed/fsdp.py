@@ -20,19 +20,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from treewise.distributed import ranks
 from treewise.distributed.ends import Ends
-from treewise.distributed.mesh import (
-    Mesh,
-    broadcast,
-    divided_dimensions,
-    local_part,
-    mesh_of,
-    num_copies,
-    spread_experts,
-)
+from treewise.distributed.mesh import Mesh, broadcast, spread_experts
+from treewise.distributed.parts import divided_dimensions, local_part, mesh_of, num_copies
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.compilation import decoder_layers
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.gradients import refuse_hooks
-from treewise.nn.model import DecoderAndHead
 
 # Keys of transformers' `fsdp_config`, and one of accelerate's `ParallelismConfig`, that `ShardSettings` follows.
 _KEYS = {

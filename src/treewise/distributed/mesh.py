@@ -7,9 +7,7 @@ meshes and replaces the forwards of layers; it would also apply its own FSDP2, w
 `load_on_mesh` asks it for the rest alone.
 """
 
-import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -17,17 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from treewise.distributed import ranks
+from treewise.distributed.parts import differing, local_part, mesh_of, sum_gradients
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
-from treewise.nn.model import base_model
-from treewise.nn.tensor_parallel import key_heads_per_rank
-from treewise.planning.planner import Plan
-from treewise.tree.trajectory import update_with_content
+from treewise.nn.tensor_parallel import require_meshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +97,8 @@ class Mesh:
                 sum_gradients([parameter], held_alike.get_group())
 
 
-def mesh_of(model: nn.Module) -> Mesh | None:
-    """The mesh that transformers loaded a model on; None for a model that every process has whole.
-
-    Raises:
-        UnsupportedModelError: transformers also sharded it by FSDP2, or spread its layers over a pipeline.
-    """
-    base: Any = base_model(model)
-    manager, config = getattr(base, "_mesh_manager", None), getattr(base.config, "distributed_config", None)
-    if manager is None or config is None:
-        return None
+def mesh_loaded(manager: Any, config: Any) -> Mesh:
+    """The mesh that transformers loaded a model on (`parts.mesh_of`), by its manager and its configuration of it."""
     if config.dp_size > 1 or config.pp_size > 1:
         raise UnsupportedModelError(
             f"the model was loaded with fsdp_size={config.fsdp_size}, dp_replicate_size={config.dp_replicate_size}, "
@@ -153,10 +141,11 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
     Raises:
         ConfigError: sizes that do not fit the processes, or a model without a plan for them; says which to change.
     """
-    key_heads_per_rank({}, ranks.count(), 1)  # an older transformers is refused here
+    require_meshes()
+    check_mesh_sizes(tp_size, ep_size, ranks.count())
     from transformers.distributed.utils import initialize_distributed_mesh
 
-    config = mesh_config(tp_size, ep_size, ranks.count())
+    config = _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=ranks.count() // tp_size)
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(loaded), None)
     if kind is None:
@@ -184,11 +173,13 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
         raise ConfigError(f"tp_size={tp_size}, ep_size={ep_size}: {' '.join(str(error).split())}") from error
 
 
-def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig:
-    """transformers' configuration of a mesh. Raises `ConfigError` for sizes that do not fit the number of processes."""
+def check_mesh_sizes(tp_size: int, ep_size: int, num_ranks: int) -> None:
+    """Raises `ConfigError` for sizes that do not fit the number of processes, or that transformers has no mesh for."""
     for name, size in (("tp_size", tp_size), ("ep_size", ep_size)):
         if size < 1:
             raise ConfigError(f"{name}={size}; give 1 or more processes.")
+    if tp_size > 1 or ep_size > 1:
+        require_meshes()
     if num_ranks % tp_size:
         raise ConfigError(
             f"tp_size={tp_size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
@@ -200,28 +191,6 @@ def mesh_config(tp_size: int, ep_size: int, num_ranks: int) -> DistributedConfig
             f"{num(num_ranks, 'process', 'processes')}; choose "
             f"one of {', '.join(fitting)}."
         )
-    return _WithoutFsdp(tp_size=tp_size, ep_size=ep_size, fsdp_size=num_ranks // tp_size)
-
-
-@contextmanager
-def as_whole_model(model: nn.Module) -> Iterator[None]:
-    """Inside, `save_pretrained` writes the tensors that it is given; it would gather them on all processes."""
-    config: Any = base_model(model).config
-    held = getattr(config, "distributed_config", None)
-    if held is not None:
-        config.distributed_config = None
-    try:
-        yield
-    finally:
-        if held is not None:
-            config.distributed_config = held
-
-
-def take_over(model: nn.Module) -> None:
-    """Makes transformers' loop treat a model on a mesh like any other: it would keep no checkpoints to resume from."""
-    base: Any = base_model(model)
-    if getattr(base, "_mesh_manager", None) is not None:
-        vars(base).update(_is_distributed_loading_by_transformers=False, _tp_size=None)
 
 
 def spread_experts(layer: nn.Module) -> list[nn.Module]:
@@ -253,62 +222,6 @@ def copy_first(model: nn.Module, device: torch.device) -> None:
             broadcast(tensor.data, device, mesh)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def placed_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient divided as its parameter is: torch leaves that of a divided embedding whole on each rank."""
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        return grad.redistribute(parameter.device_mesh, parameter.placements)
-    return grad
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup | None = None) -> None:
-    """Adds up the gradients of ranks that hold the same parameters; one without a gradient contributes zeros. All call
-    this after a step. group: of these ranks; None: all of the run.
-    """
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = placed_like(parameter.grad, parameter)
-            distributed.all_reduce(local_part(parameter.grad), group=group)
-
-
-def divided_dimensions(tensor: torch.Tensor) -> set[int]:
-    """The dimensions along which processes hold parts of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return set()
-    of_placements: list[Any] = [each for each in tensor.placements if not each.is_replicate()]
-    return {each.dim % tensor.dim() for each in of_placements}
-
-
-def num_copies(tensor: torch.Tensor) -> int:
-    """Processes that hold the same elements of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return ranks.count()
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return ranks.count() // math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-
-def check_same_plan(group: distributed.ProcessGroup, plan: Plan, key: str) -> None:
-    """Compares a plan and the values of its trajectories over the ranks that compute it together; all call this.
-
-    group: of these ranks. key: the setting that made them.
-
-    Raises:
-        DataError: a rank has another one, on every rank.
-    """
-    others, size = _differing(group, _digest(plan)), distributed.get_world_size(group)
-    if others:
-        raise DataError(
-            f"ranks that compute one batch together ({key}={size}) have different trees or budgets: {others}. Give all "
-            "of them the same trajectories in the same order and the same max_tokens."
-        )
-
-
 def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
     """Compares the rows that a trainer of others gives to the ranks with parts of the same layers; all call this.
 
@@ -318,89 +231,10 @@ def check_same_rows(mesh: Mesh, *tensors: torch.Tensor) -> None:
     state = blake2b(digest_size=16)
     for tensor in tensors:
         state.update(repr(tensor.shape).encode() + np.ascontiguousarray(tensor.detach().cpu()).tobytes())
-    others = _differing(mesh.tensor.get_group(), state.hexdigest())
+    others = differing(mesh.tensor.get_group(), state.hexdigest())
     if others:
         raise DataError(
             f"ranks that compute one batch together (tp_size={mesh.tensor.size()}) have different rows: {others}. "
             "Trainers of TRL that sample seed every process differently: call transformers.set_seed(args.seed) after "
             "the trainer is built, on all processes."
-        )
-
-
-def _differing(group: distributed.ProcessGroup, digest: str) -> str:
-    """Which ranks of a group have another digest than its first one, in words; all call this."""
-    digests: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(digests, digest, group=group)
-    others = [str(index) for index, each in enumerate(digests) if each != digests[0]]
-    return f"number {', '.join(others)} of the group differs from number 0" if others else ""
-
-
-def _digest(plan: Plan) -> str:
-    forest = plan.forest
-    schedule = [(step.action, step.micro_batch) for step in plan.schedule]
-    state = blake2b(repr((plan.max_tokens, schedule)).encode(), digest_size=16)
-    for name, array in {"parent": forest.parent, "token_ids": forest.token_ids, **forest.tree_streams}.items():
-        state.update(name.encode())
-        state.update(np.ascontiguousarray(array).data)
-    update_with_content(state, () if forest.tree_streams else forest.trajectories)
-    return state.hexdigest()
-
-
-# -- Ranks that compute one batch together, each a part of the tokens of every micro-batch (context paral -------------
-
-
-@dataclass(frozen=True, slots=True)
-class ContextGroup:
-    """The ranks that compute a batch together. group: torch's. size: their number. index: of this rank, from 0."""
-
-    group: Any
-    size: int
-    index: int
-
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; all call this."""
-        total = tensor.contiguous().clone()
-        distributed.all_reduce(total, group=self.group)
-        return total
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds the ranks' gradients up, as `mesh.sum_gradients` does."""
-        sum_gradients(parameters, self.group)
-
-    def add_up_by_name(self, values: dict[str, float]) -> dict[str, float]:
-        """The sums of numbers, of which a rank may lack some; all call this."""
-        of_ranks: list[Any] = [None] * self.size
-        distributed.all_gather_object(of_ranks, values, group=self.group)
-        names = dict.fromkeys(name for each in of_ranks for name in each)
-        return {name: sum(each.get(name, 0.0) for each in of_ranks) for name in names}
-
-
-def context_group(size: int, device_type: str) -> ContextGroup | None:
-    """The group of this rank, of `size` ranks that follow one another; None for 1. All ranks of the run call this.
-
-    Raises:
-        ConfigError: a size that does not divide the processes.
-    """
-    check_context_size(size, ranks.count())
-    if size == 1:
-        return None
-    sizes, names = (ranks.count() // size, size), ("data", "context")
-    with ranks.making_groups():
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
-    ranks.follow_timeout(mesh)
-    return ContextGroup(mesh.get_group(), size, mesh.get_local_rank())
-
-
-def check_context_size(size: int, num_ranks: int, tp_size: int = 1, ep_size: int = 1) -> None:
-    """Raises `ConfigError` for a number of ranks that cannot be divided so, or for a mesh that cannot be combined."""
-    if size < 1:
-        raise ConfigError(f"context_size={size}; give 1 or more processes.")
-    if num_ranks % size:
-        raise ConfigError(
-            f"context_size={size} does not divide the {num(num_ranks, 'process', 'processes')}; change one of the two."
-        )
-    if size > 1 and tp_size * ep_size > 1:
-        raise ConfigError(
-            f"context_size={size} cannot be combined with tp_size={tp_size}, ep_size={ep_size}: leave it out and lower "
-            "max_tokens, or shard the model by sharded=True instead of tp_size and ep_size."
         )

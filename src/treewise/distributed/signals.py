@@ -12,9 +12,14 @@ are killed themselves: their workers get another parent and train on. So a worke
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from treewise.distributed import ranks
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 _ENDING_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # the second time
@@ -98,6 +103,31 @@ class StopSignals:
         if self.received is None:  # a second signal would end this process without saving
             _print(f"the launcher of this process ({launcher}) is gone: saving, and ending")
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_of_all(signals: StopSignals) -> bool:
+    """Whether any rank has received a signal to stop; all ranks call this at the same step; then all hold it."""
+    if signals.may_abandon:  # of one process
+        return signals.received is not None
+    numbers = ranks.on_every_rank(lambda: signals.received)
+    signals.received = next((number for number in numbers if number is not None), None)
+    return signals.received is not None
+
+
+class StepEnd(TrainerCallback):
+    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
+
+    def __init__(self, signals: StopSignals, end_step: Callable[[], None]) -> None:
+        self._signals, self._end_step = signals, end_step
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._end_step()
+        if stop_of_all(self._signals):
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
 
 
 def _print(line: str) -> None:

@@ -24,7 +24,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from torch import distributed
+from torch import accelerator, distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -82,6 +82,17 @@ class _Watch:
 
 _WATCH = _Watch()
 over_command, begin, watching = _WATCH.over_command, _WATCH.begin, _WATCH.watching
+
+
+def join(args: Any) -> None:
+    """Before transformers chooses the device of a run of several processes: joins those on CPUs, which it does, too,
+    but ignores `ddp_timeout`. args: `TrainingArguments`; without a GPU they are set to the CPU, or each process would
+    train alone, on all trees, into the same folder.
+    """
+    if not accelerator.is_available():
+        args.use_cpu = True
+    if args.use_cpu and args.ddp_backend in (None, "gloo") and not distributed.is_initialized():
+        start_group(args.ddp_timeout)
 
 
 def start_group(timeout_seconds: float) -> None:

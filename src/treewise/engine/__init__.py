@@ -1,6 +1,6 @@
 """Executes a plan: forward, backward, gateways, budgets."""
 
 from treewise.engine.engine import TreeEngine
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 
 __all__ = ["StepOutput", "TreeEngine"]

@@ -1,67 +1,53 @@
 """The engine: losses and gradients of a forest, equal to training each trajectory alone.
 
-A separable objective takes one walk over the plan. Any other loss takes two: values of all its tokens first, then the
-loss, then the walk with the loss's gradients on these values (see `differentiable`).
+A separable objective takes one walk over the plan (`step`). Any other loss takes two: values of all its tokens first,
+then the loss, then the walk with the loss's gradients on these values (`values`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from treewise.base.features import feature
+from treewise.base.shapes import Float
 from treewise.distributed import ranks
-from treewise.distributed.mesh import ContextGroup, check_same_plan, mesh_of
-from treewise.engine.budget import AUTO, Budget
-from treewise.engine.differentiable import Reader, Values, restore, tree_values
-from treewise.engine.guest import Guest, HostMemory, MeetsImages
-from treewise.engine.prepared import PlanSettings, PreparedForest, as_prepared
-from treewise.engine.rank_guests import ContextWalk, Exchange, Lockstep
-from treewise.engine.scoring import (
+from treewise.distributed.parts import check_same_plan, mesh_of
+from treewise.engine.checks import StepChecks, refuse_no_gradients
+from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
+from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
+from treewise.engine.values import (
+    FunctionLoss,
+    JointLoss,
     LossFunction,
-    StepLoss,
-    StepOutput,
-    backward_of_function,
-    backward_with_routers,
+    Reader,
     logprob_reader,
+    restore,
     restored_logprobs,
-    router_loss_reader,
-    step_output,
     token_reader,
-    with_router_loss,
+    tree_values,
 )
-from treewise.engine.step_checks import StepChecks, refuse_no_gradients
-from treewise.engine.vision import EngineImages, PixelsOf
-from treewise.engine.walk import Walk
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.device import warn_of_untested_torch
-from treewise.nn.gradients import hooks_run_once, refuse_hooks
-from treewise.nn.model import base_model, is_current, split_model
+from treewise.nn.gradients import refuse_hooks
+from treewise.nn.guest import Guest, MeetsImages
+from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
-from treewise.nn.router_loss import RouterCounts, RouterLoss, router_loss_rule
-from treewise.objectives import Objective
-from treewise.objectives.registry import checked_objective
-from treewise.planning.planner import Plan
-from treewise.shapes import Float
+from treewise.nn.tensors import autocast_dtype
+from treewise.objectives.protocol import Objective
+from treewise.objectives.sft import SFT, checked_objective
+from treewise.planning.planner import fastest_plan
+from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import Plan
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
-
-
-class MoreSettings(TypedDict, total=False):
-    """Keywords of `TreeEngine` that few callers give; its docstring tells them."""
-
-    check: bool
-    offload: bool
-    reserve_bytes: int
-    router_aux_loss: bool | None
-    router_z_coefficient: float
-    context: ContextGroup | None
 
 
 class TreeEngine:
@@ -74,7 +60,7 @@ class TreeEngine:
         max_tokens: how many tokens may hold activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
-        attention: `auto` (flex on CUDA, cascade on CPU), `reference`, `cascade`, `flex`.
+        attention: `auto` (flex on CUDA, but reference in float64; cascade on CPU), `reference`, `cascade`, `flex`.
         hold: whether open micro-batches keep their activations instead of being recomputed (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: whether to probe the model before its first step.
@@ -100,51 +86,46 @@ class TreeEngine:
         *,
         hold: str = "auto",
         temperature: float = 1.0,
-        processor: object = None,
-        **more: Unpack[MoreSettings],
-    ) -> None:
-        if not temperature > 0:
-            raise ConfigError(f"temperature={temperature} must be positive.")
-        self.model, self.attention, self.processor = model, attention, processor
-        self.hold, self.temperature = hold, temperature
-        self.budget = Budget(max_tokens)
-        self.lm = split_model(model)
-        choose(attention, self.lm.device.type)  # raises for an unknown name
-        warn_of_untested_torch()
-        self._set_up(**more)
-
-    def _set_up(
-        self,
-        *,
         check: bool = True,
         offload: bool = False,
         reserve_bytes: int = 0,
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
-        context: ContextGroup | None = None,
+        processor: object = None,
+        context: Any = None,
     ) -> None:
+        if not temperature > 0:
+            raise ConfigError(f"temperature={temperature} must be positive.")
+        self.model, self.attention, self.processor = model, attention, processor
+        self.hold, self.temperature = hold, temperature
         self.offload, self.reserve_bytes = offload, reserve_bytes
-        self._host_memory = HostMemory() if offload else None
-        self._mesh = mesh_of(self.model)
-        self._context = None if context is None else ContextWalk(self.lm, context, self._mesh)
-        self._batch_group: tuple[Any, str] | None = None  # of the ranks that compute a batch together
+        self.budget = Budget(max_tokens)
+        self.lm = split_model(model)
+        choose(attention, self.lm.device.type)  # raises for an unknown name
+        self._implementations: dict[Any, str] = {}  # by type of device and dtype
+        warn_of_untested_torch()
+        self.router_loss_rule: Any = None
+        if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
+            rule_of = feature("router_loss").router_loss_rule
+            self.router_loss_rule = rule_of(self.lm.base, wants_aux=router_aux_loss, z_coefficient=router_z_coefficient)
+        self._checks = StepChecks(model, has_probes=check)
+        self._images: Any = None
+        # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
+        self._mesh = mesh_of(model)
+        self._lockstep: Any = None
+        self._context = None if context is None else feature("context").ContextWalk(self.lm, context, self._mesh)
+        self._host_memory = feature("host_memory").HostMemory() if offload else None
+        self._batch_group: tuple[Any, str] | None = None
         if self._mesh is not None:
             if self._mesh.tensor.size() > 1:
                 self._batch_group = self._mesh.tensor.get_group(), "tp_size"
             if self._mesh.needs_lockstep:
-                self._mesh.refuse_held_passes(self.hold)
+                self._mesh.refuse_held_passes(hold)
                 self.hold = "never"
         elif context is not None:
             self._batch_group = context.group, "context_size"
         if self._batch_group is not None:
             self.budget.fix("(tp_size, context_size)")
-        self.router_loss_rule = router_loss_rule(
-            base_model(self.model), wants_aux=router_aux_loss, z_coefficient=router_z_coefficient
-        )
-        divided_by = "mesh" if self._mesh is not None else None if context is None else "context"
-        self.images = EngineImages(self.lm.model, self.processor, divided_by)
-        self._checks = StepChecks(self.model, has_probes=check)
-        self._lockstep: Lockstep | None = None
 
     def __repr__(self) -> str:
         return f"TreeEngine({type(self.model).__name__}, max_tokens={self.max_tokens}, attention={self.attention!r})"
@@ -156,8 +137,12 @@ class TreeEngine:
 
     @property
     def implementation(self) -> str:
-        """The attention implementation that runs on the model's device."""
-        return choose(self.attention, self.lm.device.type)
+        """The attention implementation that runs on the model's device, in its dtype."""
+        kind = self.lm.device.type
+        key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
+        if key not in self._implementations:
+            self._implementations[key] = choose(self.attention, *key)
+        return self._implementations[key]
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -165,16 +150,27 @@ class TreeEngine:
         size = 1 if self._batch_group is None else distributed.get_world_size(self._batch_group[0])
         return ranks.own() // size, ranks.count() // size
 
+    @property
+    def images(self) -> Any:
+        """The images of its forests (`nn.vision.EngineImages`)."""
+        if self._images is None:
+            divided_by = "mesh" if self._mesh is not None else None if self._context is None else "context"
+            self._images = feature("images").EngineImages(self.lm.model, self.processor, divided_by)
+        return self._images
+
     def plan(self, forests: Forests) -> Plan:
         """The plan that `step` would run; measures the budget first if it is `auto`."""
-        ready = as_prepared(forests)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if not self.budget.is_measured:
             forest = ready.joined
             self.check(forest)
-            new_walk = partial(self.new_walk, images=[MeetsImages()] if len(forest.images) else [])
-            self.budget.measure(self.lm, forest, new_walk, hold=self.hold, reserve_bytes=self.reserve_bytes)
+            new_walk = partial(self.new_walk, images=[MeetsImages()] if forest.has_images else [])
+            options = {"hold": self.hold, "reserve_bytes": self.reserve_bytes}
+            feature("budget").measure(self.budget, self.lm, forest, new_walk, **options)
         settings = self._plan_settings(ready.joined)
-        plan = settings.plan(ready.joined) if ready.plan is None or ready.settings != settings else ready.plan
+        is_current = ready.plan is not None and ready.settings == settings
+        plan = ready.plan if is_current else self._planned(ready.joined, settings)
+        assert plan is not None
         if self._batch_group is not None:
             check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
@@ -190,13 +186,24 @@ class TreeEngine:
             PlanError: see `treewise.plan`.
         """
         forest = one_forest(forests)
-        is_known = self.budget.is_measured and self.images.can_plan(forest)
+        is_known = self.budget.is_measured and (not forest.has_images or self.images.can_plan(forest))
         settings = self._plan_settings(forest) if is_known else None
-        plan = None if settings is None else settings.plan(forest)
+        plan = None if settings is None else self._planned(forest, settings)
         return PreparedForest(forest, settings, plan, objective, None if objective is None else objective.terms(forest))
 
+    @staticmethod
+    def _planned(forest: Forest, settings: PlanSettings) -> Plan:
+        """The plan of a forest; depends on the forest and these settings alone."""
+        most = settings.max_tokens
+        if most is None or forest.num_tokens <= most:
+            return Plan.whole(forest, most)
+        if settings.costs is not None:
+            return settings.costs.plan(forest, most, hold=settings.hold)
+        return (fastest_plan if settings.is_measured else make_plan)(forest, most, hold=settings.hold)
+
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, self.images.costs_of(forest))
+        costs = self.images.costs_of(forest) if forest.has_images else None
+        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -206,7 +213,7 @@ class TreeEngine:
         objective: Objective | LossFunction | None = None,
         *,
         denominator: float | None = None,
-        router_counts: RouterCounts | None = None,
+        router_counts: Any = None,
         trained_only: bool = False,
     ) -> StepOutput:
         """Forward and backward; gradients are added into `.grad`. Hooks on parameters' gradients run once, in the end.
@@ -226,80 +233,80 @@ class TreeEngine:
             UnsupportedModelError: active dropout, or a model that fails the probe.
         """
         refuse_no_gradients(self.model)
-        loss: Objective | LossFunction = checked_objective(objective)
+        loss: Any = SFT() if objective is None else objective
+        if not isinstance(loss, Objective) or isinstance(loss, type):
+            loss = checked_objective(loss)
         if isinstance(loss, Objective) and trained_only:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
         if not isinstance(loss, Objective) and denominator is not None:
             raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
-        ready = as_prepared(forests)
-
-        def run() -> StepOutput:
-            plan = self.plan(ready)
-            router_loss = self.router_loss(plan, router_counts)
-            if isinstance(loss, Objective):
-                terms = ready.terms if loss is ready.objective else None
-                own_loss = StepLoss(plan.forest, loss, denominator, terms)
-                return self._step_objective(plan, own_loss, router_loss, has_counts=router_counts is not None)
-            walks = self._walks(plan, router_loss)
-            value = backward_of_function(walks, plan, loss, router_loss, trained_only=trained_only)
-            return step_output(plan, float(value), router_loss, has_first_walk=True)
-
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
         self.check(ready.joined)  # with the hooks in their places
-        with hooks_run_once(self.model):
-            return self.budget.run(run, ready.joined.num_tokens, self.model)
+        new_walks = partial(self._new_walks, router_counts=router_counts)
+        new_loss = partial(self._new_loss, loss, ready, denominator, trained_only=trained_only)
+        return take_step(ready, self.model, self.budget, self.plan, new_walks, new_loss)
+
+    def _new_loss(
+        self,
+        loss: Any,
+        ready: PreparedForest,
+        denominator: float | None,
+        forest: Forest,
+        *,
+        trained_only: bool = False,
+    ) -> Any:
+        if not isinstance(loss, Objective):
+            return FunctionLoss(forest, loss, trained_only=trained_only)
+        kind = StepLoss if loss.is_separable(forest) else JointLoss
+        own = kind(forest, loss, denominator, ready.terms if loss is ready.objective else None)
+        if own.terms.tokens is not None:
+            refuse_candidates(self.lm, own.terms.tokens)
+        return own
+
+    def _new_walks(self, plan: Plan, router_counts: Any = None) -> Callable[[], Walk]:
+        """What makes walks over a plan that share their guests: images, and the router losses of a step."""
+        guests = self._guests(plan)
+        if self.router_loss_rule is not None:
+            guests.append(self._router_losses(plan, router_counts))
+        return lambda: Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
+
+    def _router_losses(self, plan: Plan, counts: Any = None) -> Any:
+        add_up = None if self._context is None else self._context.add_up
+        return feature("router_loss").RouterLosses(self.router_loss_rule, plan.forest.multiplicity, counts, add_up)
 
     @torch.no_grad()
     def evaluate(
         self, forests: Forests, objective: Objective | None = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         objective = checked_objective(objective)
-        plan = self.plan(forests)
-        loss, router_loss = StepLoss(plan.forest, objective, denominator), self.router_loss(plan)
-        refuse_candidates(self.lm, loss.terms.tokens)
-        if objective.is_separable(plan.forest):
-            walk = self.new_walk(plan, with_router_logits=router_loss is not None)
-            walk.visit(with_router_loss(loss.of_micro_batch, router_loss))
-            if self._context is not None:
-                loss.add_up(self._context.ranks)
+        self.check(ready.joined)
+        plan = self.plan(ready)
+        loss, walk = self._new_loss(objective, ready, denominator, plan.forest), self._new_walks(plan)()
+        if isinstance(loss, JointLoss):
+            loss.of_terms(tree_values(lambda: walk, [loss.reader])[0])
         else:
-            counting = [] if router_loss is None else [router_loss_reader(router_loss, plan)]
-            loss.of_terms(self.values(plan, [loss.reader, *counting])[0])
-        return step_output(plan, loss, router_loss, has_first_walk=False)
+            walk.visit(loss.of_micro_batch)
+        return loss.output(walk)
 
-    def count_experts(self, forests: Forests) -> RouterCounts:
-        """How often the routers choose each expert on some trees, for a step that is spread over calls or ranks."""
-        ready = as_prepared(forests)
+    def count_experts(self, forests: Forests) -> Any:
+        """How often the routers choose each expert on some trees (`nn.router_loss.RouterCounts`), for a step that is
+        spread over calls or ranks."""
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
+        if self.router_loss_rule is None:
+            raise ConfigError("the engine adds no router loss, so there is nothing to count.")
 
         @torch.no_grad()
-        def run() -> RouterCounts:
+        def counted() -> Any:
             plan = self.plan(ready)
-            router_loss = self.router_loss(plan)
-            if router_loss is None:
-                raise ConfigError("the engine adds no router loss, so there is nothing to count.")
-            self._count_experts(plan, router_loss)
-            return router_loss.counts()
+            losses = self._router_losses(plan)
+            self.new_walk(plan, more=[losses]).visit(lambda _: None)
+            return losses.router_loss.counts()
 
-        return self.budget.run(run, ready.joined.num_tokens, self.model)
-
-    def _step_objective(
-        self, plan: Plan, loss: StepLoss, router_loss: RouterLoss | None, *, has_counts: bool
-    ) -> StepOutput:
-        refuse_candidates(self.lm, loss.terms.tokens)
-        has_first_walk = router_loss is not None and not has_counts
-        if loss.objective.is_separable(plan.forest):
-            walk = self.new_walk(plan, with_router_logits=router_loss is not None, checks=False)
-            if router_loss is not None and has_first_walk and not walk.counts_at_once:
-                self._count_experts(plan, router_loss)
-            walk.train(with_router_loss(loss.of_micro_batch, router_loss))
-            if self._context is not None:
-                loss.add_up(self._context.ranks)
-        else:
-            has_first_walk = True
-            backward_with_routers(self._walks(plan, router_loss), plan, loss.reader, router_loss, loss.of_terms)
-        return step_output(plan, loss, router_loss, has_first_walk=has_first_walk)
+        return with_less_memory(counted, self.budget, ready.joined.num_tokens, self.model)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -349,49 +356,40 @@ class TreeEngine:
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
         return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
 
-    def values(self, plan: Plan, readers: Sequence[Reader], pixels_of: PixelsOf | None = None) -> list[Values]:
+    def values(self, plan: Plan, readers: Sequence[Reader], pixels_of: Any = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
         pixels_of: maps an image to its tensors; None: the engine's processor makes them.
         """
-        reads_routers = any(each.reads_routers for each in readers)
-        images = self.images.guests(self.lm, plan, pixels_of)
-        return tree_values(lambda: self.new_walk(plan, with_router_logits=reads_routers, images=images), readers)
-
-    def _walks(self, plan: Plan, router_loss: RouterLoss | None) -> Callable[[], Walk]:
-        """Walks of a step that takes two, which share the plan's images."""
-        images = self.images.guests(self.lm, plan)
-        return partial(self.new_walk, plan, with_router_logits=router_loss is not None, images=images, checks=False)
+        self.check(plan.forest)
+        guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
+        walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
+        return tree_values(partial(walk, reads_routers=reads_routers), readers)
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
-    def new_walk(
-        self,
-        plan: Plan,
-        *,
-        with_router_logits: bool = False,
-        images: Sequence[Guest] | None = None,
-        checks: bool = True,
-    ) -> Walk:
-        """A walk over a plan, after `check` (`checks=False`: of a step, which checks once).
+    def new_walk(self, plan: Plan, *, images: Sequence[Guest] | None = None, more: Sequence[Guest] = ()) -> Walk:
+        """A walk over a plan, after `check`. images: the plan's; None: made here. more: what joins it, too."""
+        self.check(plan.forest)
+        guests = [*self._guests(plan, images=images), *more]
+        return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
 
-        images: the plan's (`EngineImages.guests`), where several walks share them.
+    def _guests(self, plan: Plan, pixels_of: Any = None, images: Sequence[Guest] | None = None) -> list[Guest]:
+        """What joins every walk over a plan: other ranks, host memory, its images.
 
         Raises:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
                 together.
         """
-        if self.lacks_lockstep:
+        if self._mesh is not None and self.lacks_lockstep:
             raise ConfigError(
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        if checks:
-            self.check(plan.forest)
-        guests: list[Guest] = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
-        guests += self.images.guests(self.lm, plan) if images is None else images
-        impl, temperature = self.implementation, self.temperature
-        return Walk(self.lm, plan, impl, guests, temperature=temperature, with_router_logits=with_router_logits)
+        guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        if images is not None:
+            return [*guests, *images]
+        return [*guests, *self.images.guests(self.lm, plan, pixels_of)] if plan.forest.has_images else guests
 
     def check(self, forest: Forest) -> None:
         """Checks whether model and tokens can be trained, as the first step does.
@@ -401,7 +399,7 @@ class TreeEngine:
             UnsupportedModelError: active dropout, or a model that fails the probe. Gradients are probed where they are
                 enabled.
         """
-        if not is_current(self.lm):
+        if not self.lm.is_current:
             self.lm = split_model(self.model)
         # Where ranks compute together, a forward of one rank alone would wait for the others for ever. Tensors of
         # images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
@@ -430,7 +428,7 @@ class TreeEngine:
         """Whether ranks with different batches exchange tokens, and nothing keeps their passes together yet."""
         return self._mesh is not None and self._mesh.needs_lockstep and self._lockstep is None
 
-    def enable_lockstep(self, exchange: Exchange) -> None:
+    def enable_lockstep(self, exchange: Callable[[str], list[str]]) -> None:
         """Runs every later walk in lockstep with the other ranks.
 
         Required with sharded parameters, whose gathers are collective. A rank calls `drain` when its walks of a step
@@ -439,22 +437,22 @@ class TreeEngine:
 
         exchange: sends this rank's text to all ranks and returns everybody's.
         """
-        lockstep = Lockstep(exchange, lambda plan: Walk(self.lm, plan, self.implementation, [lockstep]))
-        self._lockstep, self.budget.recovers = lockstep, False
+        guests: list[Guest] = []
+        self._lockstep = feature("lockstep").Lockstep(
+            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests)
+        )
+        guests.append(self._lockstep)
+        self.budget.recovers = False
 
     def drain(self) -> None:
         """Runs empty passes until every rank has finished its walks of this step."""
         if self._lockstep is not None:
             self._lockstep.drain()
 
-    def router_loss(self, plan: Plan, counts: RouterCounts | None = None) -> RouterLoss | None:
-        """The router losses of one step on a plan; None if the engine adds none. counts: of the whole step."""
-        rule = self.router_loss_rule
-        add_up = None if self._context is None else self._context.add_up
-        return None if rule is None else RouterLoss(rule, plan.forest.multiplicity, counts, add_up)
 
-    def _count_experts(self, plan: Plan, router_loss: RouterLoss) -> None:
-        """A walk without a graph, which counts the choices of the whole step."""
-        walk = self.new_walk(plan, with_router_logits=True)
-        walk.visit(lambda output: router_loss.part(output.router_logits, output.positions))
-        router_loss.finish_counting()
+def wants_router_losses(config: Any, wants_aux: bool | None) -> bool:
+    """Whether steps add the load-balancing loss of a mixture; None: as the configuration says."""
+    found = getattr(config, "output_router_logits", False) or getattr(
+        config.get_text_config(), "output_router_logits", False
+    )
+    return bool(found if wants_aux is None else wants_aux)

@@ -1,28 +1,33 @@
 """The flat oracle of the probe, `verify` and tests: every trajectory alone, by the model's own forward.
 
-Plain code without trees. SFT is written out from its definition. Any other objective computes its terms on
-trajectories between which nothing is merged, so its own formulas run on flat rows; a function gets the flat log-probs.
-Shared tokens are recognised by the hash of the path to them, so that `weighting` applies.
+Plain code without trees. SFT is written out from its definition, and so are the losses on routers. Any other objective
+computes its terms on trajectories between which nothing is merged, so its own formulas run on flat rows; a function
+gets the flat log-probs. Shared tokens are recognised by the hash of the path to them, so that `weighting` applies.
 
-Letters: V vocabulary, L tokens of one trajectory, P terms of one trajectory, N trajectories.
+Letters: V vocabulary, L tokens of one trajectory, P terms of one trajectory, N trajectories, E experts, R rows of all
+routers.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from treewise.engine.vision import flat_images
+from treewise.base.features import feature
+from treewise.base.progress import tell_progress
 from treewise.errors import ConfigError
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory, number_rollouts
+
+if TYPE_CHECKING:
+    from treewise.nn.router_loss import RouterLossRule
 
 Loss = Callable[[list[torch.Tensor]], torch.Tensor]
 Values = dict[str, torch.Tensor]
@@ -40,32 +45,47 @@ class FlatTerms:
 
 @dataclass(frozen=True, slots=True)
 class FlatRun:
-    """The loss; the sum of the sizes of its terms, which may cancel; and the log-probs of each trajectory's own tokens
-    ([L - 1] float64 on the host)."""
+    """The loss; the sum of the sizes of its terms, which may cancel; the log-probs of each trajectory's own tokens
+    ([L - 1] float64 on the host); and the gradients of the loss by these ([L - 1] on the device), where it depends on
+    nothing else, else None."""
 
     loss: float
     size: float
     logprobs: list[torch.Tensor]
+    slopes: list[torch.Tensor] | None
 
 
 class FlatLoss:
-    """A loss on trajectories that are computed one after the other. processor: the model's, for images.
+    """A loss on trajectories that are computed one after the other.
+
+    processor: the model's, for images. temperature: divides the logits. routers: the losses on routers that are added;
+    None: none. trees: [N] the tree of each trajectory, where equal prefixes of two trees count apart; None: they count
+    together.
 
     Raises:
         ConfigError: an objective that has no flat form, or neither an objective nor a function.
     """
 
     def __init__(
-        self, trajectories: Sequence[Trajectory], objective: Objective | Loss, processor: object = None
+        self,
+        trajectories: Sequence[Trajectory],
+        objective: Objective | Loss,
+        processor: object = None,
+        *,
+        temperature: float = 1.0,
+        routers: "RouterLossRule | None" = None,
+        trees: Sequence[int] | None = None,
     ) -> None:
         self.items, self.objective, self.processor = list(trajectories), objective, processor
+        self.temperature, self.routers = temperature, routers
+        trees = [0] * len(self.items) if trees is None else trees
         if isinstance(objective, SFT):
-            weights = flat_weights(self.items, objective)
+            weights = flat_weights(self.items, objective, trees)
             pairs = zip(self.items, weights, strict=True)
             self.terms = [replace(_every_token(item), streams={"weights": weight[1:]}) for item, weight in pairs]
             self.denominator, self.is_separable = 1.0, True
         elif isinstance(objective, Objective):
-            self.terms, self.denominator, self.is_separable = _objective_terms(self.items, objective)
+            self.terms, self.denominator, self.is_separable = _objective_terms(self.items, objective, trees)
         elif callable(objective):
             self.terms, self.denominator, self.is_separable = [_every_token(each) for each in self.items], 1.0, False
         else:
@@ -75,41 +95,61 @@ class FlatLoss:
         """Adds the gradients into `.grad`, where they are enabled and the loss has some.
 
         One pass over the trajectories, or two where the loss is not a sum over tokens: values of all of them, then each
-        once more with the loss's gradients on its values.
+        once more with the loss's gradients on its values. The losses on routers count in a pass before.
         """
-        if self.is_separable:
-            loss = size = 0.0
-            logprobs_N = []
-            for index in self._indices:
-                values, logprobs = self._values(model, device, index)
+        slopes: list[Values] | None = None
+        loss = size = 0.0
+        routers = None if self.routers is None else _FlatRouters(self.routers)
+        if routers is not None or not self.is_separable:
+            with torch.no_grad():
+                values_N = [self._values(model, device, index, routers)[0] for index in self._rows("flat forward")]
+            if not self.is_separable:
+                loss, size, slopes = self._slopes(values_N)
+            if routers is not None:
+                routers.is_counted = True
+        logprobs_N, own_slopes = [], []
+        for index in self._rows("flat training"):
+            values, logprobs, router_loss = self._values(model, device, index, routers)
+            if values["log_probs"].requires_grad:
+                values["log_probs"].retain_grad()
+            if slopes is None:
                 losses = self._losses(values, [self.terms[index]])
-                if losses.requires_grad:
-                    losses.sum().backward()
                 loss, size = loss + losses.sum().item(), size + losses.abs().sum().item()
-                logprobs_N.append(logprobs)
-            return FlatRun(loss, size, logprobs_N)
-        with torch.no_grad():
-            values_N = [self._values(model, device, index)[0] for index in self._indices]
-        loss, size, slopes = self._slopes(values_N)
-        logprobs_N = []
-        for index in self._indices:
-            again, logprobs = self._values(model, device, index)
-            torch.stack([(again[name] * slope).sum() for name, slope in slopes[index].items()]).sum().backward()
+                total = losses.sum()
+            else:
+                total = torch.stack([(values[name] * slope).sum() for name, slope in slopes[index].items()]).sum()
+            if router_loss is not None:
+                loss, size = loss + router_loss.item(), size + router_loss.item()
+                total = total + router_loss.to(total)
+            if total.requires_grad:
+                total.backward()
             logprobs_N.append(logprobs)
-        return FlatRun(loss, size, logprobs_N)
+            own_slopes.append(self._own_slopes(index, values["log_probs"].grad))
+        found = [each for each in own_slopes if each is not None]
+        return FlatRun(loss, size, logprobs_N, found if len(found) == len(self.items) else None)
 
     def warm_up(self, model: nn.Module, device: torch.device) -> None:
-        """Forward and backward of the longest trajectory, to touch the memory that the timed run uses."""
-        longest = max(self._indices, key=lambda index: len(self.items[index]))
-        self._values(model, device, longest)[0]["log_probs"].sum().backward()
+        """Forward and backward of the shortest trajectory, so that the timed run does not load kernels."""
+        shortest = min(range(len(self.items)), key=lambda index: len(self.items[index]))
+        self._values(model, device, shortest)[0]["log_probs"].sum().backward()
 
-    @property
-    def _indices(self) -> range:
-        return range(len(self.items))
+    def _rows(self, what: str) -> Iterator[int]:
+        """The indices of the trajectories; tells whoever listens how many tokens are done."""
+        done, total = 0, sum(map(len, self.items))
+        for index, item in enumerate(self.items):
+            tell_progress(what, done, total)
+            yield index
+            done += len(item)
+        tell_progress(what, done, total)
 
-    def _values(self, model: nn.Module, device: torch.device, index: int) -> tuple[Values, torch.Tensor]:
-        """[P] values of a trajectory's terms by name, and the [L - 1] log-probs of its own tokens without a graph."""
-        logits_LV, lse_L, ids = flat_logits(model, self.items[index], self.processor, device)
+    def _values(
+        self, model: nn.Module, device: torch.device, index: int, routers: "_FlatRouters | None" = None
+    ) -> tuple[Values, torch.Tensor, torch.Tensor | None]:
+        """[P] values of a trajectory's terms by name, the [L - 1] log-probs of its own tokens without a graph, and its
+        part of the losses on routers."""
+        logits_LV, lse_L, ids, router_logits = flat_logits(
+            model, self.items[index], self.processor, device, self.temperature, with_routers=routers is not None
+        )
         logprobs = (logits_LV.detach().gather(1, ids[1:, None])[:, 0] - lse_L.detach()).double().cpu()
         row = torch.tensor(self.terms[index].row, device=device)
         token = torch.tensor(self.terms[index].token, dtype=torch.long, device=device)
@@ -117,7 +157,19 @@ class FlatLoss:
         if isinstance(self.objective, Objective) and "entropy" in self.objective.outputs:
             probabilities = torch.exp(logits_LV - lse_L[:, None])
             values["entropy"] = (lse_L - (probabilities * logits_LV).sum(-1))[row]
-        return values, logprobs
+        return values, logprobs, None if routers is None else routers.part(router_logits)
+
+    def _own_slopes(self, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """[L - 1] gradients by a trajectory's own log-probs; None where the loss depends on more than these.
+
+        grad: [P] by those of its terms.
+        """
+        terms, ids = self.terms[index], self.items[index].token_ids
+        has_more = isinstance(self.objective, Objective) and tuple(self.objective.outputs) != ("log_probs",)
+        if grad is None or has_more or self.routers is not None or (terms.token != ids[terms.row + 1]).any():
+            return None
+        own = torch.zeros(len(ids) - 1, dtype=grad.dtype, device=grad.device)
+        return own.index_add_(0, torch.tensor(terms.row, device=grad.device), grad)
 
     def _losses(self, values: Values, terms: Sequence[FlatTerms]) -> torch.Tensor:
         """The objective's token losses, by its denominator."""
@@ -144,25 +196,64 @@ class FlatLoss:
         return loss.item(), size.item(), [{name: next(slopes) for name in each} for each in leaves]
 
 
+class _FlatRouters:
+    """The losses on the routers of a mixture of experts over all flat rows as one batch.
+
+    `E * sum_e (choices_e / R) * (probability_e / R)` (Fedus et al. 2022, arXiv:2101.03961, equations 4 to 6), and the
+    mean square of the log-sum-exp (Zoph et al. 2022, arXiv:2202.08906, equation 5), each with its factor.
+    """
+
+    def __init__(self, rule: "RouterLossRule") -> None:
+        self.rule, self.is_counted = rule, False
+        self._choices: torch.Tensor | float = 0.0  # [E]
+        self._num_rows = 0
+
+    def part(self, router_logits: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Counts the rows of one trajectory ([.., E] of each layer); once all are counted, its part of the losses."""
+        logits_RE = torch.cat([each.reshape(-1, each.shape[-1]) for each in router_logits])
+        logits_RE = logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32))
+        probability_RE = logits_RE.softmax(-1)
+        if not self.is_counted:
+            chosen = probability_RE.topk(self.rule.num_chosen, dim=-1).indices
+            self._choices = self._choices + chosen.reshape(-1).bincount(minlength=logits_RE.shape[-1])
+            self._num_rows += len(logits_RE)
+            return None
+        balance = logits_RE.shape[-1] * (self._choices * probability_RE.sum(0)).sum() / self._num_rows**2
+        square = logits_RE.logsumexp(-1).square().sum() / self._num_rows
+        return self.rule.aux_coefficient * balance + self.rule.z_coefficient * square
+
+
 def flat_logits(
-    model: nn.Module, item: Trajectory, processor: object, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[L - 1, V] logits by the model's own forward, in float32 or wider, log-sum-exps, and the tokens."""
+    model: nn.Module,
+    item: Trajectory,
+    processor: object,
+    device: torch.device,
+    temperature: float = 1.0,
+    *,
+    with_routers: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+    """[L - 1, V] logits by the model's own forward, in float32 or wider, log-sum-exps, the tokens, and those of the
+    routers of each layer, where asked for."""
     ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
-    seen = flat_images(model, processor, item, ids)
-    logits_LV = model(input_ids=ids[None], use_cache=False, **seen).logits[0, :-1]
-    logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    seen = feature("images").flat_images(model, processor, item, ids) if item.images else {}
+    asked = {"output_router_logits": True} if with_routers else {}
+    output = model(input_ids=ids[None], use_cache=False, **asked, **seen)
+    logits_LV = output.logits[0, :-1]
+    logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32)) / temperature
     # Not log_softmax: on CPU in float32 it is biased for large vocabularies (torch 2.13: 5e-6 at 150,000 tokens,
     # where logsumexp is at 4e-8), which alone put SmolLM2's flat gradient 5e-5 away from float64, 3e-6 without it.
-    return logits_LV, torch.logsumexp(logits_LV, dim=-1), ids
+    return logits_LV, torch.logsumexp(logits_LV, dim=-1), ids, output.router_logits if with_routers else ()
 
 
-def flat_weights(trajectories: Sequence[Trajectory], objective: SFT) -> list[np.ndarray]:
+def flat_weights(
+    trajectories: Sequence[Trajectory], objective: SFT, trees: Sequence[int] | None = None
+) -> list[np.ndarray]:
     """The weight of each token's negative log-prob in the flat loss ([L] float64 per trajectory).
 
     Written from the definition of the objective, without a tree.
     """
-    weights = _counted_weights(trajectories, objective.weighting)
+    trees = [0] * len(trajectories) if trees is None else trees
+    weights = _counted_weights(trajectories, objective.weighting, trees)
     rollouts = number_rollouts(trajectories)
     if objective.normalization == "trajectory_mean":
         return [weight / weight.sum() / len(weights) for weight in weights]
@@ -183,7 +274,9 @@ def _every_token(item: Trajectory) -> FlatTerms:
     return FlatTerms(np.arange(len(item) - 1), item.token_ids[1:], {})
 
 
-def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[list[FlatTerms], float, bool]:
+def _objective_terms(
+    items: list[Trajectory], objective: Objective, trees: Sequence[int]
+) -> tuple[list[FlatTerms], float, bool]:
     """Terms by trajectory, denominator, and whether the loss is a sum over tokens: computed by the objective itself, on
     trajectories with nothing merged."""
     unknown = set(objective.outputs) - {"log_probs", "entropy"}
@@ -192,7 +285,7 @@ def _objective_terms(items: list[Trajectory], objective: Objective) -> tuple[lis
     plain: Any = objective
     weighting = getattr(objective, "weighting", "per_trajectory")
     if weighting != "per_trajectory":
-        weights = _counted_weights(items, weighting)
+        weights = _counted_weights(items, weighting, trees)
         items = [replace(item, loss_weights=weight) for item, weight in zip(items, weights, strict=True)]
         plain = replace(plain, weighting="per_trajectory")
     _refuse_joint_tokens(items, objective)
@@ -225,7 +318,7 @@ def _refuse_joint_tokens(items: Sequence[Trajectory], objective: object) -> None
         seen |= trained
 
 
-def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list[np.ndarray]:
+def _counted_weights(trajectories: Sequence[Trajectory], weighting: str, trees: Sequence[int]) -> list[np.ndarray]:
     """[L] float64 loss weights of each trajectory, divided by how many train the token, by `weighting`."""
     weights = [np.asarray(item.loss_weights, dtype=np.float64) for item in trajectories]
     if weighting == "per_trajectory":
@@ -233,8 +326,8 @@ def _counted_weights(trajectories: Sequence[Trajectory], weighting: str) -> list
     rollouts = number_rollouts(trajectories)
     of_rollout = rollouts if weighting == "per_rollout" else np.zeros_like(rollouts)
     keys = [
-        [(rollout, key) for key in _prefix_keys(item)]
-        for rollout, item in zip(of_rollout.tolist(), trajectories, strict=True)
+        [(rollout, tree, key) for key in _prefix_keys(item)]
+        for rollout, tree, item in zip(of_rollout.tolist(), trees, trajectories, strict=True)
     ]
     trains = Counter(
         key for each, weight in zip(keys, weights, strict=True) for key, w in zip(each, weight, strict=True) if w

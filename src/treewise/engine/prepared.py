@@ -1,15 +1,55 @@
-"""What a step computes on the host before the model runs: a forest's plan, and the terms of its loss.
+"""What a step is given and what it returns: a budget, a forest with its plan and the terms of its loss; its output.
 
-None of it depends on the weights, so it may be computed for the next batch while the present one is on the device.
+Plan and terms do not depend on the weights, so they may be computed for the next batch while the present one is on the
+device.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from treewise.nn.flops import FlopModel
-from treewise.objectives import Objective
-from treewise.objectives.protocol import Terms
-from treewise.planning.planner import Plan, fastest_plan, plan
-from treewise.tree.forest import Forest, one_forest
+import numpy as np
+
+from treewise.errors import ConfigError, num
+from treewise.objectives.protocol import Objective, Terms
+from treewise.planning.plans import Plan
+from treewise.tree.forest import Forest
+
+if TYPE_CHECKING:
+    from treewise.nn.flops import FlopModel
+
+AUTO = "auto"
+
+
+class Budget:
+    """Tokens that may hold activations at a time.
+
+    setting: a number, None (no limit) or `auto` (from the free memory, measured at the first step). tokens: at present;
+    None: no limit, or not measured yet. recovers: whether a step that runs out of memory may run again with half.
+
+    Raises:
+        ConfigError: another setting.
+    """
+
+    def __init__(self, setting: int | str | None) -> None:
+        is_number = isinstance(setting, int | np.integer) and not isinstance(setting, bool)
+        if not (setting is None or setting == AUTO or (is_number and int(setting) > 0)):
+            raise ConfigError(f"max_tokens={setting!r}; give a positive number of tokens, None, or 'auto'.")
+        self.setting = setting
+        self.tokens: int | None = int(setting) if isinstance(setting, int | np.integer) else None
+        self.is_measured = setting != AUTO
+        self.recovers = True
+
+    def fix(self, settings: str) -> None:
+        """Raises `ConfigError` for `auto`: ranks that compute a batch together (by these settings) all need the budget
+        of the others, and none may run a step again.
+        """
+        if self.setting == AUTO:
+            raise ConfigError(
+                "max_tokens='auto' measures the free memory of each rank, and ranks that compute a batch together "
+                f"{settings} need one budget; give max_tokens a number, or None."
+            )
+        self.recovers = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +63,7 @@ class PlanSettings:
     max_tokens: int | None
     is_measured: bool
     hold: str
-    costs: FlopModel | None = field(default=None, compare=False)
-
-    def plan(self, forest: Forest) -> Plan:
-        """The plan of a forest; depends on the forest and these settings alone."""
-        if self.costs is not None:
-            return self.costs.plan(forest, self.max_tokens, hold=self.hold)
-        if self.is_measured:
-            return fastest_plan(forest, self.max_tokens, hold=self.hold)
-        return plan(forest, self.max_tokens, hold=self.hold)
+    costs: "FlopModel | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +84,28 @@ class PreparedForest:
         return self.joined
 
 
-def as_prepared(forests: object) -> PreparedForest:
-    """A prepared forest as it is, anything else (see `one_forest`) with nothing computed yet."""
-    return forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step computed.
+
+    loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
+    the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
+    num_computed_tokens: forwards of tokens, recomputed ones included. routing: statistics of the routers, where `loss`
+    holds a router loss.
+    """
+
+    loss: float
+    num_trained_tokens: int
+    num_tree_tokens: int
+    num_flat_tokens: int
+    num_computed_tokens: int
+    num_micro_batches: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+    routing: Any = None
+
+    def __repr__(self) -> str:
+        counts = [num(self.num_trained_tokens, "trained token"), num(self.num_tree_tokens, "tree token")]
+        counts += num(self.num_flat_tokens, "flat token"), num(self.num_micro_batches, "micro-batch", "micro-batches")
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"StepOutput(loss {self.loss:.6g}, {', '.join(counts)}{metrics})"

@@ -27,25 +27,23 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from treewise.base.features import feature
+from treewise.base.shapes import Float
 from treewise.engine.flat import FlatLoss
-from treewise.engine.guest import Guest, HostMemory
-from treewise.engine.probed_rows import ProbedRows, probed_rows
-from treewise.engine.scoring import StepLoss
-from treewise.engine.vision import ForestVision, processed_by
-from treewise.engine.walk import MicroBatchOutput, Walk
+from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
+from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
-from treewise.nn.compilation import uncompiled
-from treewise.nn.device import is_out_of_memory
+from treewise.nn.compiler_errors import compiler_failure
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.gradients import hooks_run_once
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, adapter_parameters
-from treewise.nn.recurrent import kinds_of
-from treewise.objectives import SFT
-from treewise.planning.planner import Plan
+from treewise.nn.guest import Guest, MicroBatchOutput
+from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.wrapped import adapter_parameters, stirred, uncompiled
+from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
-from treewise.shapes import Float
+from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -63,9 +61,6 @@ _LOW, _LOW_EXPERTS, _UNREACHED = 0.2, 0.5, 1e-6  # of the whole gradient
 _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
 _TREE_SCALE = -0.5  # of two walks, whose gradients flat ones are added to
-# On parameters of adapters: of their own size; where that is zero, by the factor of their layer: at LoRA's 32 of rank 1
-# more makes a tiny model a function of the adapter alone, which rounding moves by 1e-3.
-_NOISE = 0.05
 
 
 def probe(
@@ -105,6 +100,17 @@ def probe(
     gradients.check(spread, is_exact=flat.is_exact)
 
 
+def check_router_losses(lm: DecoderAndHead, rule: Any, forest: Forest) -> None:
+    """Compares the load-balancing loss that steps add with that of the model's own forward. rule: None: none is added.
+
+    Raises:
+        UnsupportedModelError: it is another one.
+    """
+    if rule is not None and rule.aux_coefficient:
+        token_ids = to_device(text_ids(forest)[:12], lm.device, torch.long)
+        feature("router_loss").check_router_loss(lm.model, rule, token_ids)
+
+
 # -- parameters for the moment ----------------------------------------------------------------------------------------
 
 
@@ -125,7 +131,7 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             if id(parameter) not in made:
                 data = parameter.detach()
                 if id(parameter) in adapters:
-                    data = _stirred(data, len(made), _NOISE / max(adapters[id(parameter)], 1.0))
+                    data = stirred(data, len(made), adapters[id(parameter)])
                 made[id(parameter)] = names[path] = nn.Parameter(data)
                 for hook in (parameter._backward_hooks or {}).values():  # they are part of its gradient
                     names[path].register_hook(hook)
@@ -136,17 +142,6 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     finally:
         for module, _, name, parameter in slots:
             setattr(module, name, parameter)
-
-
-def _stirred(data: Tensor, seed: int, least: float) -> Tensor:
-    if isinstance(data, DTensor):  # parts of an adapter may have any noise; whole ones have the same on all ranks
-        part = _stirred(data.to_local(), seed, least)
-        mesh, places = data.device_mesh, data.placements
-        return DTensor.from_local(part, mesh, places, run_check=False, shape=data.shape, stride=data.stride())
-    generator = torch.Generator(data.device).manual_seed(seed)
-    noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=torch.float32)
-    size = data.float().square().mean().sqrt().nan_to_num()
-    return (data.float() + noise * torch.where(size > 0, _NOISE * size, least)).to(data.dtype)
 
 
 @contextmanager
@@ -195,7 +190,7 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
     hook = lm.decoder.register_forward_hook(observe)
     try:
         with (
-            _failing_as(f"{type(lm.model).__name__} does not run on {what}"),
+            _failing_as(lm, f"{type(lm.model).__name__} does not run on {what}"),
             torch.autocast(device, entered[0], enabled=is_given),
             uncompiled(lm.model),
         ):
@@ -211,18 +206,27 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
             if wrong:
                 count = num(len(wrong), "parameter")
                 why = f"weights of {', '.join(wrong[:3])} are not finite ({count} in all); it diverged."
-            raise UnsupportedModelError(f"{type(lm.model).__name__} gives {what} that are not finite: {why}")
+            error = UnsupportedModelError(f"{type(lm.model).__name__} gives {what} that are not finite: {why}")
+            error.is_finite = False
+            raise error
     has_fewer_bits = device == "cuda" and torch.backends.cuda.matmul.fp32_precision in ("tf32", "bf16")
     return _Flat(run.logprobs, hidden, entered[-1], is_wide and entered[-1] is None and not has_fewer_bits)
 
 
 @contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    """Inside, errors of a model's own code are `UnsupportedModelError`."""
+def _failing_as(lm: DecoderAndHead, what: str) -> Iterator[None]:
+    """Inside, errors of a model's own code are `UnsupportedModelError`; so are those of compilers, as what they are."""
     try:
         yield
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         if isinstance(error, TreewiseError) or is_out_of_memory(error):
+            raise
+        name, dtype = type(lm.decoder).__name__, str(lm.decoder.dtype).removeprefix("torch.")
+        size = getattr(lm.decoder.config, "head_dim", None)
+        heads = "" if size is None else f", heads of {size}"
+        if failure := compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device):
+            raise failure from error
+        if not isinstance(error, AttributeError | RuntimeError | TypeError | ValueError):
             raise
         raise UnsupportedModelError(f"{what}: {type(error).__name__}: {error}. {SUPPORTED_MODELS}") from error
 
@@ -234,24 +238,25 @@ def _on_tree(
 
     trains: half of the gradients is subtracted from `.grad`.
     """
-    tree, guests = plan.forest, list[Guest]([HostMemory()] if offload else [])
+    tree, guests = plan.forest, list[Guest]([feature("host_memory").HostMemory()] if offload else [])
     loss = StepLoss(tree, SFT(), None)
     hidden: list[tuple[np.ndarray, Tensor]] = []
     logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
 
     def minus_half(output: MicroBatchOutput) -> Tensor | None:
         hidden.append((output.positions, output.hidden.detach()))
-        entries = loss.reader.read(output)
+        entries = loss.score(output)
         if entries is None:
             return None
         at = loss.terms.positions[entries[0]]
         logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
         return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
 
-    with _failing_as(f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
+    with _failing_as(lm, f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):
-            pixels = processed_by(processor, "TreeEngine(model, processor=...)")
-            guests.append(ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
+            images = feature("images")
+            pixels = images.processed_by(processor, "TreeEngine(model, processor=...)")
+            guests.append(images.ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
         walk = Walk(lm, plan, impl, guests)
         (walk.train if trains else walk.visit)(minus_half)
     order = np.argsort(np.concatenate([positions for positions, _ in hidden]))
@@ -282,8 +287,9 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
         tokens = torch.as_tensor(ids, dtype=torch.long, device=lm.device).expand(copies, -1)
         return lm.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0]
 
-    has_scans = bool({*kinds_of(lm.decoder).values()} - {_WITHOUT_SCAN})
-    with uncompiled(lm.model), _failing_as(f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
+    kinds = feature("recurrent").kinds_of(lm.decoder) if lm.is_recurrent else {}
+    has_scans = bool({*kinds.values()} - {_WITHOUT_SCAN})
+    with uncompiled(lm.model), _failing_as(lm, f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
         alone = [hidden(ids) for ids in (rows.texts if is_exact else [rows.text])]
         if is_exact:
             hook = lm.decoder.get_input_embeddings().register_forward_hook(moved)
@@ -293,7 +299,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
             finally:
                 hook.remove()
         batched = hidden(rows.text, 3)
-    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(rows.text)])), impl).whole_output().hidden
+    chain = Walk(lm, make_plan(Forest.from_trajectories([Trajectory(rows.text)])), impl).forward(0).hidden
     return max(_gaps(alone[0], each).median().item() for each in (batched, chain))
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from treewise.nn.model import DecoderAndHead, base_model
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.model_checks import length_limit
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -90,7 +91,7 @@ class _Tokens:
     def __init__(self, lm: DecoderAndHead, forest: Forest, count: int, *, with_image: bool) -> None:
         special = {n for name, n in vars(base_model(lm.model).config).items() if name.endswith(("_id", "_index"))}
         self._special = {each for each in special if isinstance(each, int)}
-        self._limit = min(lm.head().num_tokens, lm.decoder.get_input_embeddings().weight.shape[0])
+        self._limit = min(lm.num_embeddings, lm.num_logits)
         self.image = _smallest_image(forest) if with_image else None
         text = text_ids(forest)
         if self.image is not None:

@@ -22,17 +22,17 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treewise.engine.guest import MeetsImages
-from treewise.engine.scoring import token_reader, with_router_loss
-from treewise.engine.walk import LossOf, MicroBatchOutput, Walk
-from treewise.nn.device import has_data, part_of_torch
+from treewise.engine.step import LossOf, Walk
+from treewise.engine.values import token_reader
+from treewise.nn.device import part_of_torch
 from treewise.nn.flops import FlopModel, gateway_bytes
+from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
-from treewise.nn.model import split_model
+from treewise.nn.model import mixes_in_order, split_model
 from treewise.nn.model_flops import flop_model
-from treewise.nn.recurrent import kinds_of
 from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.nn.tensors import has_data
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 from treewise.tree.forest import Forest
 
 _grouped_mm = part_of_torch("ops.aten._grouped_mm.default")
@@ -120,7 +120,7 @@ def step_memory(
     """
     costs = flop_model(model)
     dtype = autocast or next(model.parameters()).dtype
-    fullest = _fullest(plan, costs, dtype, has_states=bool(kinds_of(model)))
+    fullest = _fullest(plan, costs, dtype, has_states=mixes_in_order(model))
     asks_for_autocast = autocast is not None or _adapts_parameters(model)
     with _as_on(device_type, "cpu" if asks_for_autocast else "meta", autocast):
         twin = without_data(model, claims_cpu=asks_for_autocast)
@@ -128,10 +128,11 @@ def step_memory(
         by_rows = nullcontext()
         if not plan.is_whole and device_type == "cpu":
             by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
-        guests = [MeetsImages()] if len(plan.forest.images) else ()
-        walk = Walk(lm, fullest, "cascade", guests, with_router_logits=router_loss is not None)
+        guests = list[Guest]([MeetsImages()] if plan.forest.has_images else [])
+        guests += [] if router_loss is None else [_CountedRouters(router_loss, plan.forest)]
+        walk = Walk(lm, fullest, "cascade", guests)
         with by_rows, LiveBytes(twin) as live:
-            loss_of, kept = _loss(plan.forest, router_loss, outputs, measured), [0]
+            loss_of, kept = _loss(plan.forest, outputs, measured), [0]
 
             def of_micro_batch(output: MicroBatchOutput) -> torch.Tensor | None:
                 kept[0] = live.now
@@ -169,8 +170,21 @@ def _adapts_parameters(model: nn.Module) -> bool:
     return any(getattr(each, "target_parameters", None) for each in getattr(model, "peft_config", {}).values())
 
 
-def _loss(forest: Forest, rule: RouterLossRule | None, outputs: tuple[str, ...], measured: tuple[str, ...]) -> LossOf:
-    """A loss on the values of trained tokens; with that of the routers, whose choices the step has counted."""
+class _CountedRouters(Guest):
+    """The losses of routers, whose choices the step has counted."""
+
+    reads_routers = True
+
+    def __init__(self, rule: RouterLossRule, forest: Forest) -> None:
+        self._rule, self._multiplicity = rule, forest.multiplicity
+
+    def loss(self, output: MicroBatchOutput) -> torch.Tensor:
+        counts = RouterCounts(np.ones(output.router_logits[0].shape[-1]), 1.0)
+        return RouterLoss(self._rule, self._multiplicity, counts).part(output.router_logits, output.positions)
+
+
+def _loss(forest: Forest, outputs: tuple[str, ...], measured: tuple[str, ...]) -> LossOf:
+    """A loss on the values of trained tokens."""
     reader = token_reader(forest, forest.token_weights() > 0, outputs)
 
     def of_outputs(output: MicroBatchOutput) -> torch.Tensor | None:
@@ -179,12 +193,7 @@ def _loss(forest: Forest, rule: RouterLossRule | None, outputs: tuple[str, ...],
             return None
         return torch.stack([each.sum() for name, each in entries[1].items() if name not in measured]).sum()
 
-    def with_routers(output: MicroBatchOutput) -> torch.Tensor | None:
-        assert rule is not None
-        counts = RouterCounts(np.ones(output.router_logits[0].shape[-1]), 1.0)
-        return with_router_loss(of_outputs, RouterLoss(rule, forest.multiplicity, counts))(output)
-
-    return of_outputs if rule is None else with_routers
+    return of_outputs
 
 
 def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype, *, has_states: bool = False) -> Plan:

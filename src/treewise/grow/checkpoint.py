@@ -20,6 +20,7 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError
 from treewise.trainer.checkpoint.store import flush_file, flush_folder
 
@@ -46,8 +47,8 @@ class SmallCheckpoint:
     def __init__(self, folder: Path) -> None:
         files = [folder / SINGLE]
         if (folder / INDEX).is_file():
-            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({folder / Path(name).name for name in weight_map.values()})
+            names = read_own(folder / INDEX, _shard_names, "save the model again")
+            files = sorted({folder / name for name in names})
         self.folder, self.files = folder, files
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         self._file_of: dict[str, Path] = {}
@@ -85,6 +86,10 @@ class SmallCheckpoint:
                 while chunk := content.read(1 << 22):
                     digest.update(chunk)
         return digest.hexdigest()
+
+
+def _shard_names(index: bytes) -> set[str]:
+    return {Path(name).name for name in json.loads(index)["weight_map"].values()}
 
 
 @contextmanager

@@ -17,17 +17,18 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
-from treewise.distributed.mesh import mesh_of
-from treewise.engine.differentiable import Entries, Reader
+from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
-from treewise.engine.scoring import router_loss_of, router_loss_reader
-from treewise.engine.walk import MicroBatchOutput
+from treewise.engine.step import Entries
+from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.integrations.batch_forest import NotShareable, Rows
-from treewise.nn.device import to_device
+from treewise.integrations.router_reader import router_loss_of, router_loss_reader
+from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import refuse_dropout
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
-from treewise.planning.planner import Plan
+from treewise.nn.tensors import to_device
+from treewise.planning.plans import Plan
 
 logger = logging.getLogger("treewise")
 

@@ -27,7 +27,7 @@ from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
 from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, as_numpy, fields_in_rows
 from treewise.integrations.verl_batches import relatives_together
-from treewise.nn.model import base_model
+from treewise.nn.wrapped import base_model
 
 logger = logging.getLogger("treewise")
 

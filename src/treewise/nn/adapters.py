@@ -1,24 +1,29 @@
 """Adapters (PEFT): new ones, and folders of saved ones, which stand for their base model with the adapters on it."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
     from transformers import PreTrainedModel
 
-ADAPTERS = "adapter_config.json"  # in a folder of adapters
+ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # in a folder of adapters
 DEMO_MODEL = "smollm2-demo"
 MAX_REASON = 300  # characters of an error of transformers; some list every model
+logger = logging.getLogger("treewise")
 
 
 def adapted(
@@ -27,8 +32,12 @@ def adapted(
     """The model with new adapters: settings of `peft.LoraConfig`, or such an object. base: the model's name, which is
     saved with them and by which it is found again.
 
+    In settings, `target_modules: q_proj` is a name, as a list of one is; `all-linear` and texts with other characters
+    than those of names are what they are in peft, the second regular expressions.
+
     Raises:
-        ConfigError: settings that peft does not take for this model, or a model that has adapters.
+        ConfigError: settings that peft does not take for this model, a name that no module has, or a model that has
+            adapters.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"adapters need the peft package: {pip_install('peft')}.")
@@ -40,17 +49,59 @@ def adapted(
             "into the weights first (peft's merge_and_unload, then save_pretrained)."
         )
 
+    there = _module_names(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            settings = LoraConfig(**{"task_type": "CAUSAL_LM", **lora}) if isinstance(lora, Mapping) else lora
+            settings: Any = lora
+            if isinstance(lora, Mapping):
+                own = copy.deepcopy(dict(lora))  # peft writes into its lists
+                settings = LoraConfig(**{"task_type": "CAUSAL_LM", **own, **_listed_names(lora)})
+                _refuse_unknown_names(model, settings)
             model = get_peft_model(model, settings)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"lora: {' '.join(str(error).split())[:MAX_REASON]}") from error
+        if isinstance(error, ConfigError):
+            raise
+        found = f" {there}" if re.search("target.modules|No modules", str(error), re.IGNORECASE) else ""
+        raise ConfigError(f"lora: {' '.join(str(error).split())[:MAX_REASON]}{found}") from error
     if base is not None:
         for each in model.peft_config.values():
             each.base_model_name_or_path = base
     return model
+
+
+_NAMES = ("target_modules", "exclude_modules")  # a text is a regular expression in peft, and a list holds names
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*(\s*,\s*[\w-]+(\.[\w-]+)*)*")
+
+
+def _listed_names(lora: "Mapping[str, Any]") -> dict[str, list[str]]:
+    """Settings whose text is a name, or several with commas between them, as lists."""
+    texts = {key: lora[key].strip() for key in _NAMES if isinstance(lora.get(key), str)}
+    return {
+        key: [name.strip() for name in text.split(",")]
+        for key, text in texts.items()
+        if text != "all-linear" and _NAME.fullmatch(text)
+    }
+
+
+def _refuse_unknown_names(model: "PreTrainedModel", settings: "LoraConfig") -> None:
+    """Raises `ConfigError` for names that no module has; peft leaves out all but the last."""
+    paths = [path for path, _ in model.named_modules()]
+    for key in ("target_modules", "modules_to_save"):
+        names = getattr(settings, key)
+        unknown = [
+            name
+            for name in sorted(names if isinstance(names, list | set | tuple) else ())
+            if not any(path == name or path.endswith(f".{name}") for path in paths)
+        ]
+        if unknown:
+            raise ConfigError(f"lora.{key}: no module is called {', '.join(unknown)}. {_module_names(model)}")
+
+
+def _module_names(model: "PreTrainedModel") -> str:
+    """The modules with weights, by the last parts of their paths, as a sentence."""
+    names = dict.fromkeys(path.rpartition(".")[2] for path, each in model.named_modules() if hasattr(each, "weight"))
+    return f"There are {', '.join(names)}."
 
 
 def adapter_folder(name: str) -> Path | None:
@@ -63,10 +114,7 @@ def adapter_folder(name: str) -> Path | None:
 def base_of(adapters: Path) -> Iterator[str]:
     """The name of the model that adapters were trained on; errors of what is loaded inside say how to give it."""
     file = adapters / ADAPTERS
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())[:MAX_REASON]}") from None
+    settings = read_own(file, json.loads, "save the adapters again")
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base.strip():
         raise ConfigError(f"{file}: no base_model_name_or_path; write the folder or name of the base model there.")
@@ -109,7 +157,7 @@ def adapter_config(adapters: Path) -> "PeftConfig":
 
 
 def with_saved(model: "PreTrainedModel", adapters: Path) -> "PreTrainedModel":
-    """The model with the adapters of a folder, trainable.
+    """The model with the adapters of a folder, trainable; with as many tokens as they were saved with.
 
     Raises:
         ConfigError: peft is missing; adapters that are pickled, incomplete, or of another model.
@@ -118,18 +166,126 @@ def with_saved(model: "PreTrainedModel", adapters: Path) -> "PreTrainedModel":
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    weights = adapters / "adapter_model.safetensors"
+    weights = adapters / ADAPTER_WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"{adapters}: no {weights.name}; adapters are read from safetensors alone.")
     with named_errors(str(adapters), "adapters of its base model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(model, str(adapters), is_trainable=True, config=config)
         with safe_open(weights, framework="pt") as stored:
             found = set(stored.keys())
+        _resize(model, adapters)
+        model = PeftModel.from_pretrained(model, str(adapters), is_trainable=True, config=config)
     lacking = sorted(set(get_peft_model_state_dict(model, save_embedding_layers=False)) - found)
     if lacking:
         raise ConfigError(f"{weights}: {len(lacking):,} weights of the adapters are not there, the first {lacking[0]}.")
+    known = set(get_peft_model_state_dict(model, save_embedding_layers=True))
+    odd = sorted(name for name in found - known if "lora_" in name)
+    if odd:  # a name in target_modules was changed, say
+        raise ConfigError(f"{weights}: {len(odd):,} weights that {ADAPTERS} has no place for, the first {odd[0]}.")
     return model
+
+
+_WITHIN_TABLE = {"base_layer", "original_module", "modules_to_save", "token_adapter", "weight"}  # parts of names
+
+
+def saved_tables(model: "PreTrainedModel", shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Rows of the model's tables of tokens, embeddings and head, that are whole among saved adapters, by module.
+
+    Where a vocabulary was resized, peft saves the tables with the adapters.
+
+    shapes: of saved tensors, by name.
+    """
+    found = {}
+    for key, shape in shapes.items():
+        for name in tables_of(model):
+            before, is_there, rest = key.partition(f"{name}.")
+            if is_there and before in ("", "base_model.model.") and set(rest.split(".")) <= _WITHIN_TABLE:
+                found[name] = int(shape[0])
+    return found
+
+
+def tables_of(model: "PreTrainedModel") -> dict[str, Any]:
+    """The modules of the embeddings and the head, by path."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {path: module for path, module in model.named_modules() if any(module is each for each in tables)}
+
+
+def parted_table(model: "PreTrainedModel") -> str | None:
+    """The path of a table of tokens that shares its weights with the other, and whose adapters the other has not.
+
+    Weights with such adapters merged into them are another model: both tables get what one was trained to be, or, where
+    a copy was trained whole, it is lost as soon as the weights are tied again.
+    """
+    from treewise.nn.wrapped import innermost
+
+    tables = tables_of(model)
+    if len(tables) < 2 or len({id(innermost(each).weight) for each in tables.values()}) > 1:
+        return None
+    adapters = {path: _adapter_of(each) for path, each in tables.items()}
+    if len(set(adapters.values())) == 1:
+        return None
+    return next(path for path, adapter in adapters.items() if adapter is not None)
+
+
+def warn_of_parted_tables(model: Any) -> None:
+    """Logs that the adapters of a model cannot be merged, where they cannot."""
+    path = parted_table(model.get_base_model()) if hasattr(model, "peft_config") else None
+    if path is not None:
+        logger.warning(
+            "%s has adapters of its own, and shares its weights with the other table of tokens (tie_word_embeddings): "
+            "they train and load as they are, but merged into the weights (peft's merge_and_unload) they would give "
+            "another model. modules_to_save: [embed_tokens] with ensure_weight_tying trains both as one.",
+            path,
+        )
+
+
+def _adapter_of(table: Any) -> int | None:
+    """What stands for the active adapters of a table: equal where they are the same; None without any."""
+    if getattr(table, "disable_adapters", False) or getattr(table, "merged", False):
+        return None
+    tokens = getattr(table, "token_adapter", table)
+    if hasattr(tokens, "trainable_tokens_delta"):
+        return id(tokens.trainable_tokens_delta)
+    if hasattr(table, "modules_to_save"):
+        return hash(tuple(id(copy.weight) for copy in table.modules_to_save.values()))
+    return id(table) if hasattr(table, "base_layer") else None
+
+
+def num_saved_tokens(model: "PreTrainedModel", adapters: Path) -> int | None:
+    """Tokens of the tables that a folder of adapters holds; None where it holds none. Of a model without data, too."""
+    rows = saved_tables(model, _saved_shapes(adapters))
+    return next(iter(rows.values()), None)
+
+
+def _saved_shapes(adapters: Path) -> dict[str, list[int]]:
+    from safetensors import safe_open
+
+    weights = adapters / ADAPTER_WEIGHTS
+    if not weights.is_file():  # said where they are loaded
+        return {}
+    with named_errors(str(adapters), "adapters"), safe_open(weights, framework="pt") as stored:
+        return {key: stored.get_slice(key).get_shape() for key in stored.keys()}  # noqa: SIM118 (no mapping)
+
+
+def _resize(model: "PreTrainedModel", adapters: Path) -> None:
+    """Gives a base model as many tokens as its adapters were saved with, whose rows they hold.
+
+    Raises:
+        ConfigError: they lack the rows of one of the tables.
+    """
+    rows, before = saved_tables(model, _saved_shapes(adapters)), model.get_input_embeddings().weight.shape[0]
+    num_tokens = next(iter(rows.values()), before)
+    if num_tokens == before:
+        return
+    model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    tables = tables_of(model)
+    held = {id(tables[path].weight) for path in rows}
+    for path, table in tables.items():
+        if id(table.weight) not in held:
+            raise ConfigError(
+                f"{adapters}: they were trained with {num_tokens:,} tokens, the base model has {before:,}, and they do "
+                f"not hold {path}. Resize and save the base model, and name it in {ADAPTERS}."
+            )
 
 
 @contextmanager

@@ -5,15 +5,15 @@ layer is compiled once for all lengths, and layers of one class share their code
 of hybrids are left out of the graphs (`torch.compiler.disable`).
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.wrapped import base_model
 
 # Graphs of one function: with and without gradients, trained and evaluated, of one token and of more, under autocast,
 # layers that differ. torch's 8 would leave the rest uncompiled.
@@ -79,15 +79,3 @@ def decoder_layers(lm: DecoderAndHead, names: tuple[str, ...] | None = None) -> 
             layers.append(module)
             below |= set(module.modules())
     return layers
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether modules of a model are compiled in place."""
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside, compiled layers of a model run as they were written: rows of other kinds would be compiled, too."""
-    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
-        yield

@@ -1,4 +1,4 @@
-"""What depends on the device at hand: copies to it, free and kept memory, a clock, the autocast state."""
+"""What depends on the machine at hand: its devices, free and kept memory, a clock, its rate of products."""
 
 import ctypes
 import logging
@@ -7,13 +7,11 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -26,8 +24,6 @@ _NO_LIMIT = 2**62
 # Parameters of glibc's mallopt (malloc.h): no memory is mapped for a large tensor alone, none is returned to the
 # system, and the heap grows by 64 MiB at a time.
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2
-# Of torch on a CPU, of libraries that allocate their own workspace on a GPU, and of CUDA itself (pinned memory, too).
-_FAILED_ALLOCATIONS = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 # How many compiled kernels oneDNN keeps, and torch's bridge to it: 1,024 each by default.
 _KERNEL_CACHES, _KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 64
 # Of the products by which a device's rate is measured.
@@ -35,6 +31,21 @@ MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
 NUM_PRODUCTS, MOST_SECONDS = 6, 0.3
 _RESERVED = ("reserved", "active", "inactive_split")  # names of torch.cuda.memory_stats
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
+
+
+@contextmanager
+def without_accelerates_fsdp() -> Iterator[None]:
+    """Inside, `accelerate launch --use_fsdp` decides nothing about how models are loaded or wrapped: what it asks for
+    is a setting of treewise (`sharded`), which shards by units that trees run through.
+    """
+    asked = os.environ.get("ACCELERATE_USE_FSDP")
+    if asked is not None:
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = asked
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -58,36 +69,6 @@ def chosen_device(name: str | None) -> torch.device:
         if (device.index or 0) >= count:
             raise ConfigError(f"--device is {name!r}, and there are {count} GPUs here, numbered from 0.")
     return device
-
-
-def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The array as a tensor of the device, in its own dtype where none is given.
-
-    A plain copy from ordinary memory to a GPU waits until everything queued before it has run. From pinned memory it is
-    queued like a kernel, so the host lays out the next micro-batch while the device still computes this one; torch's
-    cache of pinned memory keeps the source until the copy is done. Arrays that cannot be written to, such as those of
-    memory-mapped data, are copied: a tensor can be.
-    """
-    array = array if array.flags.writeable else array.copy()
-    tensor = torch.as_tensor(array, dtype=dtype, device="cpu")  # whatever the default device
-    if device.type != "cuda":
-        return tensor.to(device, non_blocking=True)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, contiguous. From a GPU it is queued like a kernel, into pinned memory: until the host has
-    waited for the device, only copies that are queued after it may read it (`.to(device, non_blocking=True)` of
-    contiguous rows of it; what copies them on the host first would read what is not there yet).
-    """
-    is_pinned = torch.cuda.is_available() and not tensor.is_sparse
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=is_pinned)
-    return kept.copy_(tensor.detach(), non_blocking=is_pinned)
-
-
-def has_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, not a shape alone: its storage is on `meta`, wherever it claims to be."""
-    return tensor.untyped_storage().device.type != "meta"
 
 
 def part_of_torch(path: str) -> Any:
@@ -125,15 +106,17 @@ def warn_of_untested_torch() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on a device.
 
-    On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused. The
-    unused rest of a piece in use is a fragment, for which a step need not have a tensor. On the CPU: available memory,
+    On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused, within
+    the process's part of the memory (`torch.cuda.set_per_process_memory_fraction`). The unused rest of a piece in use
+    is a fragment, for which a step need not have a tensor. On the CPU: available memory,
     or what the limit of the container (cgroup v2) leaves if that is less.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
         reserved, used, fragments = (stats.get(f"{each}_bytes.all.current", 0) for each in _RESERVED)
-        return int(free + reserved - used - fragments)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+        return max(0, int(min(free, allowed) + reserved - used - fragments))
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 
@@ -158,19 +141,6 @@ def keep_few_kernels() -> None:
     """
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, str(_KEPT_KERNELS))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that an allocation failed, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILED_ALLOCATIONS)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of the autocast that is enabled on a type of device; None without, and for tensors without data."""
-    is_enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if is_enabled else None
 
 
 def synchronized_clock(device: torch.device) -> float:
@@ -218,26 +188,6 @@ def half_precision_times(kind: str, dtype: torch.dtype = torch.bfloat16) -> floa
     """Seconds of a matrix product in half precision over those in float32; None where one of them is not known."""
     half, plain = matmul_flops(kind, dtype), matmul_flops(kind, torch.float32)
     return plain / half if half and plain else None
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The caller's autocast state, kept so that a backward that runs later computes in the dtypes of the forward."""
-
-    device_type: str
-    dtype: torch.dtype
-    is_enabled: bool
-
-    @classmethod
-    def now(cls, device_type: str) -> "Autocast":
-        """The state of the current thread."""
-        return cls(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """The kept state inside."""
-        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled):
-            yield
 
 
 def _cgroup_room() -> int:

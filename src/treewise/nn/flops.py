@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treewise.planning.partition import ATTENTION_BACKWARD
-from treewise.planning.planner import Plan
 from treewise.planning.planner import plan as make_plan
+from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 
 PerRow = tuple[float, float]  # a, b of FLOPs `a * R + b * R**2`
@@ -105,6 +105,8 @@ class FlopModel:
     def flat(self, forest: Forest) -> float:
         """One forward and backward of every trajectory alone."""
         step = self._step(forest.num_flat_tokens, flat_head_rows(forest), forest.path_lengths)
+        if not forest.has_images:
+            return step
         return step + self._images(forest, forest.multiplicity[forest.images.start])
 
     def leaf(self, forest: Forest) -> float:
@@ -127,6 +129,8 @@ class FlopModel:
         first = forest.segments.depth
         last = first + forest.segments.lengths
         step = self._step(forest.num_tokens, tree_head_rows(forest), last, first)
+        if not forest.has_images:
+            return step
         return step + self._images(forest, forest.images.is_first_place)
 
     def of_tokens(self, depth: np.ndarray) -> np.ndarray:
@@ -198,7 +202,7 @@ class FlopModel:
 
     def _images(self, forest: Forest, times: np.ndarray) -> float:
         """Forward and backward of the images of a forest, each so often ([I] integers)."""
-        if self.vision is None or not len(forest.images):
+        if self.vision is None or not forest.has_images:
             return 0.0
         return float((self.vision.step(self.vision.rows_of(forest)) * times).sum())
 
@@ -231,7 +235,7 @@ def flat_head_rows(forest: Forest) -> int:
     """Trained tokens of all trajectories: each is predicted by a row of its own."""
     if forest.tree_streams:
         return int(forest.multiplicity[forest.token_weights() > 0].sum())
-    return sum(item.num_trained_tokens for item in forest.trajectories)
+    return int(np.count_nonzero(forest.flat_stream("loss_weights")))
 
 
 def tree_head_rows(forest: Forest) -> int:

@@ -126,8 +126,11 @@ class _Hooked:
 
 
 def _hooked(model: nn.Module) -> list[_Hooked]:
-    found = (_Hooked(name, each, *_hooks_of(each)) for name, each in model.named_parameters())
-    return [each for each in found if each.on_tensor or each.on_grad]
+    return [
+        _Hooked(name, each, *_hooks_of(each))
+        for name, each in model.named_parameters()
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+    ]
 
 
 def _hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
@@ -158,6 +161,9 @@ def hooks_run_once(model: nn.Module, *, scale: float = 1.0) -> Iterator[None]:
 
     scale: of the gradients that come inside, which hooks see without it.
     """
+    if not _hooked(model):
+        yield
+        return
     with hooks_suspended(model) as hooked:
         before = {each.name: each.parameter.grad for each in hooked}
         clear_gradients(each.parameter for each in hooked)
@@ -214,6 +220,26 @@ class _Spared:
         grad, (earlier, version) = argument.grad, self.before or (None, 0)
         is_as_before = grad is earlier and (grad is None or grad._version == version)
         return None if is_as_before else self.hook(argument)
+
+
+@contextmanager
+def sparse_embedding_gradients(module: Any) -> Iterator[None]:
+    """On a CPU, each micro-batch's gradient of the input embedding has the rows of its tokens, not the vocabulary's.
+
+    `.grad` itself stays dense. Embeddings of another kind (adapters, shards) stay as they are.
+    """
+    weight: Any = module.weight if isinstance(module, nn.Embedding) else None
+    is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu"
+    if not is_plain or module.sparse or not weight.requires_grad:
+        yield
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    module.sparse = True
+    try:
+        yield
+    finally:
+        module.sparse = False
 
 
 def refuse_hooks(model: nn.Module, why: str, *, on_any_gradient: bool = False) -> None:

@@ -4,7 +4,7 @@ A fork has one hidden row and several targets: its row is projected once. Rows w
 projected at all. The backward is written by hand. It takes the logits of the last chunk over from the forward if no
 other call came between (see `LogitsSlot`), and projects the other chunks again, so memory stays at `chunk x
 vocabulary`. A head that is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead,
-again in the backward.
+again in the backward (`nn.module_head`).
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
+from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
-from treewise.nn.device import autocast_dtype, to_device
 from treewise.nn.tensor_parallel import VocabularyShard
-from treewise.shapes import Context, Float, Int
+from treewise.nn.tensors import autocast_dtype, to_device
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
@@ -36,7 +36,7 @@ MAX_PRODUCT = {"cpu": 2**22, "cuda": 2**27}
 # adds the terms of the vocabulary one by one. Of 49,152 in float32 that is 5.8e-6 off where four rows are 5e-7.
 _MIN_ROWS = 4
 
-_Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
+Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,50 +72,38 @@ class Head:
         bias = None if self.bias is None else self.bias.detach().requires_grad_(self.bias.requires_grad)
         return replace(self, weight=weight, bias=bias, gradients=HeadGradients(self))
 
+    def edge_values(
+        self, hidden: torch.Tensor, edge_row: torch.Tensor, target: torch.Tensor, bounds: list[Bounds], *, entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """See `AnyHead`."""
+        how = bounds, entropy
+        log_probs_E, entropy_R = _EdgeValues.apply(hidden, self.weight, self.bias, edge_row, target, self, how)
+        return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if entropy else {})
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
-        raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        logits = _finish(raw.to(torch.promote_types(raw.dtype, torch.float32)), self)[0]
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])
+        logits = _logits(rows, self.weight, self.bias, wide, self)[0].reshape(*hidden.shape[:-1], -1)
         return logits if self.shard is None else self.shard.gathered(logits)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleHead:
-    """As `Head`, for a layer whose forward is more than a product with one weight: adapters, quantised layers, hooks.
-
-    module: projects rows ([R, M] to [R, V]); its gradients come by autograd. num_tokens: V.
-    """
-
-    module: nn.Module
-    num_tokens: int
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
+class AnyHead(Protocol):
+    """What maps hidden rows to logits: a `Head`, or one whose forward is more than a product (`ModuleHead`)."""
 
     @property
-    def num_local_tokens(self) -> int:
-        """Logits of a row on this rank: V."""
-        return self.num_tokens
-
+    def num_tokens(self) -> int: ...
     @property
-    def gradients(self) -> None:
-        """Autograd accumulates: such a head trains few parameters, if any."""
-        return None
-
-    def collecting(self) -> "ModuleHead":
-        """Itself."""
-        return self
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[.., V] in float32 or wider, from hidden rows [.., M]."""
-        raw = self.module(hidden.to(getattr(self.module, "weight", hidden).dtype))
-        logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits / self.temperature
-
-
-AnyHead = Head | ModuleHead
+    def num_local_tokens(self) -> int: ...
+    @property
+    def gradients(self) -> "HeadGradients | None": ...
+    def collecting(self) -> "AnyHead": ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def edge_values(
+        self, hidden: torch.Tensor, edge_row: torch.Tensor, target: torch.Tensor, bounds: list[Bounds], *, entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """Of the rows that are projected ([R, M]), in chunks; edge_row: [E] int64, the row of each edge."""
+        ...
 
 
 class HeadGradients:
@@ -153,30 +141,23 @@ class LogitsSlot:
     """
 
     def __init__(self) -> None:
-        self._latest: weakref.ref[_KeptLogits] | None = None
+        self._latest: weakref.ref[KeptLogits] | None = None
 
-    def clear(self) -> None:
-        """Frees what is held."""
+    def keep(self, logits: torch.Tensor | None) -> "KeptLogits":
+        """Frees what is held; the result, which the caller owns, is held next. logits: None: nothing is."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.logits = None
-
-    def keep(self, logits: torch.Tensor) -> "_KeptLogits":
-        """For the backward of the caller, which owns the result."""
-        self.clear()
-        kept = _KeptLogits(logits)
+        kept = KeptLogits(logits)
         self._latest = weakref.ref(kept)
         return kept
 
 
-class _KeptLogits:
-    def __init__(self, logits: torch.Tensor | None) -> None:
-        self.logits = logits
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class KeptLogits:
+    """logits: [R, V], which the backward may overwrite; None where they are gone."""
 
-    def take(self) -> torch.Tensor | None:
-        """[R, V], which the caller may overwrite; None where they are gone."""
-        logits, self.logits = self.logits, None
-        return logits
+    logits: torch.Tensor | None
 
 
 def edge_values(
@@ -214,43 +195,10 @@ def edge_values(
     num_rows, chunk = int(row_E[-1]) + 1, max(1, max_logits // head.num_local_tokens)
     row_bounds = [0, *range((num_rows - 1) % chunk + 1, num_rows + 1, chunk)]
     edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
-    bounds: list[_Bounds] = list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))
+    bounds: list[Bounds] = list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))
     edge_row = to_device(row_E, hidden.device)
     projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
-    with_entropy = "entropy" in outputs
-    if isinstance(head, ModuleHead):
-        return _module_values(projected, head, edge_row, target, bounds, with_entropy=with_entropy)
-    how = bounds, with_entropy
-    log_probs_E, entropy_R = _EdgeValues.apply(projected, head.weight, head.bias, edge_row, target, head, how)
-    return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if with_entropy else {})
-
-
-def _module_values(
-    hidden: torch.Tensor,
-    head: ModuleHead,
-    edge_row: torch.Tensor,
-    target: torch.Tensor,
-    bounds: list[_Bounds],
-    *,
-    with_entropy: bool,
-) -> dict[str, torch.Tensor]:
-    """`edge_values` through a head's own forward, each chunk of which is computed again in the backward."""
-
-    def values(rows: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head.logits(_padded(rows))[: len(rows)]
-        lse = torch.logsumexp(logits, dim=1)
-        entropy = lse - (torch.exp(logits - lse[:, None]) * logits).sum(1) if with_entropy else lse
-        return logits[row, token] - lse[row], entropy[row]
-
-    chunks = [
-        checkpoint(
-            values, hidden[start:end], edge_row[low:high] - start, target[low:high],
-            use_reentrant=False, preserve_rng_state=False,
-        )
-        for (start, end), (low, high) in bounds
-    ]  # fmt: skip
-    log_probs, entropy = (torch.cat(each) for each in zip(*chunks, strict=True))
-    return {"log_probs": log_probs} | ({"entropy": entropy} if with_entropy else {})
+    return head.edge_values(projected, edge_row, target, bounds, entropy="entropy" in outputs)
 
 
 class _EdgeValues(torch.autograd.Function):
@@ -263,7 +211,7 @@ class _EdgeValues(torch.autograd.Function):
         edge_row: torch.Tensor,
         target: torch.Tensor,
         head: Head,
-        how: tuple[list[_Bounds], bool],  # and whether entropies are wanted
+        how: tuple[list[Bounds], bool],  # and whether entropies are wanted
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bounds, with_entropy = how
         dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
@@ -274,9 +222,9 @@ class _EdgeValues(torch.autograd.Function):
         mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
         cast_weight = weight.to(dtype)
         column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
-        head.slot.clear()
+        head.slot.keep(None)
         for (start, end), (low, high) in bounds:
-            logits, _ = _finish(_project(hidden[start:end], cast_weight, bias, wide), head)
+            logits, _ = _logits(hidden[start:end], cast_weight, bias, wide, head)
             lse_R[start:end] = _over_rows(partial(torch.logsumexp, dim=1), logits)
             target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
@@ -291,7 +239,7 @@ class _EdgeValues(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
         ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
         has_backward = head.softcap is None and any(ctx.needs_input_grad)
-        ctx.kept = head.slot.keep(logits) if has_backward else None
+        ctx.kept = head.slot.keep(logits) if has_backward else KeptLogits(None)
         ctx.set_materialize_grads(False)
         return log_probs_E, entropy_R
 
@@ -314,12 +262,13 @@ class _EdgeValues(torch.autograd.Function):
         gradients = ctx.head.gradients or HeadGradients(ctx.head)
         weight_grad = gradients.sum("weight", wide) if ctx.needs_input_grad[1] else None
         bias_grad = gradients.sum("bias", wide) if bias is not None and ctx.needs_input_grad[2] else None
-        kept = None if ctx.kept is None else ctx.kept.take()
+        kept, ctx.kept.logits = ctx.kept.logits, None
+        factor = ctx.head.scale / ctx.head.temperature
         for (start, end), (low, high) in reversed(ctx.bounds):
             if kept is None:
-                logits, slope = _finish(_project(hidden[start:end], cast_weight, bias, wide), ctx.head, with_slope=True)
-            else:
-                logits, slope, kept = kept, _slope(ctx.head), None
+                logits, slope = _logits(hidden[start:end], cast_weight, bias, wide, ctx.head, with_slope=True)
+            else:  # of a head without a softcap
+                logits, slope, kept = kept, None if factor == 1.0 else factor, None
             grad = torch.sub(logits, lse[start:end, None], out=logits if entropy_grad is None else None).exp_()
             if entropy_grad is not None:
                 surprise = lse[start:end, None] - logits - entropy[start:end, None]
@@ -333,7 +282,7 @@ class _EdgeValues(torch.autograd.Function):
             del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
             grad = grad.to(dtype)
             if hidden_grad is not None:
-                hidden_grad[start:end] = (_padded(grad) @ cast_weight)[: len(grad)]
+                hidden_grad[start:end] = (padded(grad) @ cast_weight)[: len(grad)]
             if weight_grad is not None:
                 _add_product(weight_grad, grad, hidden[start:end])
             if bias_grad is not None:
@@ -349,14 +298,7 @@ class _EdgeValues(torch.autograd.Function):
         return hidden_grad, *cast, None, None, None, None
 
 
-def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
-    logits = torch.mm(hidden, weight.t())
-    if bias is not None:
-        logits += bias.to(logits.dtype)
-    return logits.to(wide)
-
-
-def _padded(rows: torch.Tensor) -> torch.Tensor:
+def padded(rows: torch.Tensor) -> torch.Tensor:
     """With rows of zeros, where there are too few for an accurate product."""
     missing = _MIN_ROWS - len(rows)
     return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
@@ -378,28 +320,32 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
         total[start : start + size] += grad[:, start : start + size].t() @ hidden
 
 
-def _finish(
-    logits: torch.Tensor, head: Head, with_slope: bool = False
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    wide: torch.dtype,
+    head: Head,
+    with_slope: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Scale, softcap and temperature in place on [R, V], and the derivative of the result by the projection.
+    """[R, V] logits of hidden rows [R, M] in dtype `wide`, and their derivative by the projection.
 
     The derivative is None for 1 everywhere; with a softcap it is computed only on demand (`with_slope`).
     """
+    logits = torch.mm(hidden, weight.t())
+    if bias is not None:
+        logits += bias.to(logits.dtype)
+    logits = logits.to(wide)
     if head.scale != 1.0:
         logits *= head.scale
-    slope: torch.Tensor | float | None = _slope(head)
+    factor = head.scale / head.temperature
+    slope: torch.Tensor | float | None = None if head.softcap is not None or factor == 1.0 else factor
     if head.softcap is not None:
         logits /= head.softcap
         logits.tanh_()
         if with_slope:
-            slope = logits.square().neg_().add_(1).mul_(head.scale / head.temperature)
+            slope = logits.square().neg_().add_(1).mul_(factor)
         logits *= head.softcap
     if head.temperature != 1.0:
         logits /= head.temperature
     return logits, slope
-
-
-def _slope(head: Head) -> float | None:
-    """The derivative of a logit by its projection where no softcap bends it; None for 1."""
-    factor = head.scale / head.temperature
-    return None if head.softcap is not None or factor == 1.0 else factor

@@ -1,7 +1,7 @@
 """What a model by name costs, counted once: building it takes seconds, though nothing but its shapes is read."""
 
 import hashlib
-import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import treewise
-from treewise.nn.adapters import ADAPTERS, adapter_folder
+from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.errors import ConfigError
+from treewise.nn.adapters import ADAPTER_WEIGHTS, ADAPTERS, adapter_folder
 from treewise.nn.flops import NO_FLOPS, FlopModel, LayerReach, VisionCosts
 from treewise.nn.load_model import load_shapes, locate, place_in_cache
+
+logger = logging.getLogger("treewise")
 
 _COUNTED_BY = ("torch", "transformers", "peft")
 _COUNTING = ("flops.py", "model_flops.py", "vision/costs.py")  # beside this file
@@ -28,18 +32,20 @@ def load_costs(name: str, gguf_file: str | None = None, lora: Mapping[str, Any] 
     """
     facts = _facts(name, gguf_file, lora)
     kept = None if facts is None else place_in_cache("costs", facts).with_suffix(".json")
-    if kept is not None:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: counted again below
-            return _read(json.loads(kept.read_text(encoding="utf-8")))
+    if kept is not None and kept.exists():
+        try:
+            return read_own(kept, lambda data: _read(unsealed(data)), "the model's costs are counted again")
+        except ConfigError as error:
+            logger.warning("%s", error)
     from treewise.nn.model_flops import flop_model  # imports transformers' models
 
     costs = flop_model(load_shapes(name, gguf_file, lora=None if lora is None else dict(lora)))
     if kept is not None and (costs.vision is None or costs.vision.linear != NO_FLOPS):  # else a warning each time
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=kept.parent, prefix=".write-", delete=False) as file:
-                json.dump(asdict(costs), file)
-            os.replace(file.name, kept)
+            with tempfile.TemporaryDirectory(prefix=".write-", dir=kept.parent) as made:
+                (Path(made) / kept.name).write_text(sealed(asdict(costs)), encoding="utf-8")
+                os.replace(Path(made) / kept.name, kept)
     return costs
 
 
@@ -56,8 +62,16 @@ def _facts(name: str, gguf_file: str | None, lora: Mapping[str, Any] | None) -> 
     adapters = adapter_folder(name)
     counting = [_digest(Path(__file__).parent / each) for each in _COUNTING]
     own = [treewise.__version__, *map(_version, _COUNTED_BY), *counting]
-    saved = None if adapters is None else _digest(adapters / ADAPTERS)
+    saved = None if adapters is None else [_digest(adapters / ADAPTERS), _header(adapters / ADAPTER_WEIGHTS)]
     return [own, source, saved, None if lora is None else dict(lora)]
+
+
+def _header(file: Path) -> str | None:
+    """The names and shapes in a file of safetensors, among which are tables of a resized vocabulary."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return hashlib.sha256(stream.read(int.from_bytes(stream.read(8), "little"))).hexdigest()
 
 
 def _digest(file: Path) -> str:

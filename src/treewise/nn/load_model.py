@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.base.progress import busy_with
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
@@ -30,6 +33,7 @@ from treewise.nn.adapters import (
     adapter_folder,
     base_of,
     named_errors,
+    num_saved_tokens,
     with_saved,
 )
 
@@ -45,6 +49,7 @@ _COUNTS = ("num_attention_heads", "n_head", "num_key_value_heads", "max_position
 _SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys((*_WIDTHS, *_COUNTS), 2**31 - 1)
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # bytes of a value
 logger = logging.getLogger("treewise")
+_SEAL = "treewise.json"  # hashes of the files of a kept folder
 
 
 def load_model(name: str, gguf_file: str | None = None, dtype: str = "float32") -> tuple[Any, Any]:
@@ -77,6 +82,7 @@ def load_weights(
     """
     import torch
 
+    from treewise.nn.device import without_accelerates_fsdp
     from treewise.nn.model_flops import auto_class
 
     if dtype not in (*DTYPES, "auto"):
@@ -107,7 +113,13 @@ def load_weights(
     else:
         load = partial(auto_class(load_config(name, gguf_file)).from_pretrained, trust_remote_code=False)
     # transformers' bar over the tensors of a GGUF file has no switch; it is drawn on stderr.
-    with named_errors(name), _quiet(), nullcontext() if file is None else redirect_stderr(StringIO()):
+    with (
+        busy_with(f"loading {name}"),
+        named_errors(name),
+        _quiet(),
+        without_accelerates_fsdp(),
+        nullcontext() if file is None else redirect_stderr(StringIO()),
+    ):
         model, info = load(folder, **options)
     _check_weights(name, info)
     if bits is None:
@@ -147,11 +159,25 @@ def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
     adapters = adapter_folder(name)
     if adapters is not None:
         with base_of(adapters) as base:
-            return load_config(base)
+            return _with_saved_tokens(load_config(base), adapters)
     folder, gguf_file = locate(name, gguf_file)
     if gguf_file is None and Path(folder).is_dir():
         _check_sizes(Path(folder) / "config.json")
     return _kept(name, folder, gguf_file, AutoConfig, "its configuration")
+
+
+def _with_saved_tokens(config: "PreTrainedConfig", adapters: Path) -> "PreTrainedConfig":
+    """The configuration of a base model, with as many tokens as its adapters were saved with."""
+    import torch
+
+    from treewise.nn.model_flops import auto_class
+
+    with torch.device("meta"):
+        shapes = auto_class(config).from_config(config, trust_remote_code=False)
+    num_tokens = num_saved_tokens(shapes, adapters)
+    if num_tokens is not None:
+        config.get_text_config().vocab_size = num_tokens
+    return config
 
 
 def _check_sizes(file: Path) -> None:
@@ -186,11 +212,18 @@ def _kept(
     facts = [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, kind.__name__]
     kept = place_in_cache("gguf", facts)
     cache = kept.parent
-    with named_errors(str(kept), what):
-        if kept.is_dir():
-            value = kind.from_pretrained(str(kept), trust_remote_code=False)
-            value.name_or_path = folder
-            return value
+    if kept.exists():
+        try:
+            read_own(kept / _SEAL, partial(_check_kept, kept), "the GGUF file is read again")
+        except ConfigError as error:
+            logger.warning("%s", error)
+            with suppress(OSError):
+                shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+        else:
+            with named_errors(str(kept), what):
+                value = kind.from_pretrained(str(kept), trust_remote_code=False)
+                value.name_or_path = folder
+                return value
     with named_errors(name, what), _quiet():
         value = (read or kind.from_pretrained)(folder, trust_remote_code=False, **options)
     with suppress(OSError):
@@ -203,8 +236,18 @@ def _kept(
                 {each.name: each.read_bytes() for each in Path(made, order).iterdir()} for order in ("first", "second")
             )
             if type(again) is type(value) and first == second:
+                hashes = {name: hashlib.sha256(content).hexdigest() for name, content in first.items()}
+                (Path(made) / "first" / _SEAL).write_text(sealed(hashes), encoding="utf-8")
                 os.replace(f"{made}/first", kept)
     return value
+
+
+def _check_kept(folder: Path, seal: bytes) -> None:
+    """Raises `ValueError` where a kept folder does not hold what was written into it, by its seal."""
+    hashes = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in folder.iterdir()}
+    hashes.pop(_SEAL)
+    if unsealed(seal) != hashes:
+        raise ValueError("its files are not those that were written")
 
 
 def place_in_cache(kind: str, facts: Sequence[Any]) -> Path:
@@ -272,7 +315,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         more = {} if config is None else {"tokenizer_type": config.model_type}
         return AutoTokenizer.from_pretrained(folder, **options, **more)
 
-    return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
+    with busy_with(f"loading the tokenizer of {name}"):
+        return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:

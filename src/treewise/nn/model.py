@@ -2,83 +2,44 @@
 
 A model whose architecture cannot follow a tree is rejected by name, before any compute. What names and flags do not
 show, `engine.probe` measures.
-
-Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
 """
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
+from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
-from treewise.nn import recurrent
-from treewise.nn.attention import AttentionName, TreeContext, carry, install, install_legacy_layers
-from treewise.nn.device import to_device
-from treewise.nn.lm_head import AnyHead, Head, LogitsSlot, ModuleHead
-from treewise.nn.tensor_parallel import repair_tensor_parallel, vocabulary_shard
+from treewise.nn.attention import install, install_legacy_layers
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead, parameters_of
+from treewise.nn.wrapped import base_model, unwrap_model
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers that mix no tokens.
 TOKENWISE_LAYERS = {"moe", "mlp"}
 # Names of layers with a recurrence or a convolution, alone or beside attention.
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
-# Adapters of PEFT whose result for a token is not a function of its path, and why.
-_ROW_ADAPTERS = {
-    "ALORA": "acts from the last alora_invocation_tokens of a row on, and a shared token is part of several rows",
-    "LILY": "routes by a mean over all tokens of a row, of which a shared token has several",
-    "POLY": "needs the task_ids of each row",
-    "PVERA": "draws random numbers for each row",
-    "SHADOW": "runs a second model beside the layers, which does not follow a tree",
-    "XLORA": "mixes its adapters by a first pass over each row",
-    "ADAPTION_PROMPT": "adds prompt tokens to the attention of its layers",
+# What only layers with a recurrence or a convolution have: names of parameters and buffers, and classes without such.
+RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
+RECURRENT_CLASSES = {"xLSTMLayer"}
+_WHOLE = (
+    "has a decoder that is a whole language model with a head of its own, of which trees cannot take the decoder alone"
+)
+_QFORMER = "reads every text with an image, by a Q-Former that sees both"
+# Families whose classes and configurations look like those that follow a tree, by `model_type`, and why they do not.
+REFUSED_FAMILIES = {
+    "blip-2": _WHOLE,
+    "blt": "computes on patches of bytes, which another model cuts over a whole row",
+    "doge": "adds a learned mask of its own to that of its attention, which a tree cannot replace",
+    "gemma4_unified_assistant": "continues the hidden rows and keys of another model (shared_kv_states), not tokens",
+    "git": "puts the image's tokens before the text and builds one mask for both, which a tree cannot replace",
+    "idefics": "reads images by cross-attention in layers of its own, which need pixels in every forward",
+    "instructblip": _QFORMER,
+    "instructblipvideo": _QFORMER,
+    "kosmos-2": _WHOLE,
+    "kosmos-2.5": _WHOLE,
+    "molmo2": "asks in its forward which tokens are images (mm_token_type_ids) on text alone, too, as a tree does not",
 }
-SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderAndHead:
-    """The two halves of a causal language model.
-
-    model: without torch.compile and DDP around it, with PEFT. decoder: token ids to hidden rows. output: the layer from
-    hidden rows to logits; `scale` and `softcap` are what the model does to its result (see `lm_head.Head`). logits:
-    kept from a forward to its backward.
-    """
-
-    model: nn.Module
-    decoder: PreTrainedModel
-    output: nn.Module
-    scale: float
-    softcap: float | None
-    logits: LogitsSlot = field(default_factory=LogitsSlot, compare=False)
-
-    def head(self, temperature: float = 1.0) -> AnyHead:
-        """The head with its present weights, adapters included; `temperature` divides the logits."""
-        layer = _active_module(self.output)
-        shard = vocabulary_shard(layer)
-        if shard is not None:
-            bias = None if layer.bias is None else layer.bias.to_local()
-            local = layer.weight.to_local()
-            return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
-        plain = _plain_weight(layer)
-        if plain is None:
-            num_tokens = _num_tokens(self.output)
-            return ModuleHead(self.output, num_tokens, self.scale, self.softcap, temperature)
-        return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids have to be."""
-        embeddings = self.decoder.get_input_embeddings()
-        first = next(embeddings.parameters(), None)  # `weight` of an adapter is computed; FSDP1 has no parameter there
-        return (embeddings.weight if first is None else first).device
 
 
 def split_model(model: nn.Module) -> DecoderAndHead:
@@ -97,6 +58,8 @@ def split_model(model: nn.Module) -> DecoderAndHead:
         hint = " Load it first: AutoModelForCausalLM, of adapters peft.AutoPeftModelForCausalLM, .from_pretrained(...)."
         hint = "" if isinstance(base, nn.Module) else hint
         raise UnsupportedModelError(f"{name} is not a transformers model.{hint} {SUPPORTED_MODELS}")
+    if base.config.model_type in REFUSED_FAMILIES:
+        raise UnsupportedModelError(f"{name} {REFUSED_FAMILIES[base.config.model_type]}. {SUPPORTED_MODELS}")
     if getattr(base.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} has an encoder; only causal language models follow a tree. {SUPPORTED_MODELS}"
@@ -110,145 +73,25 @@ def split_model(model: nn.Module) -> DecoderAndHead:
     _refuse_layers(decoder, name)
     if not install_legacy_layers(decoder) and not decoder._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
-    install(_attention_configs(decoder))
-    recurrent.install(decoder)
-    repair_tensor_parallel(base)
-    return DecoderAndHead(model, decoder, output, _logit_scale(base.config), _softcap(base.config))
+    configs = _attention_configs(decoder)
+    install(configs)
+    is_recurrent = mixes_in_order(decoder)
+    if is_recurrent:
+        feature("recurrent").install(decoder)
+    if any(isinstance(each, DTensor) for each in base.parameters()):
+        feature("tensor_parallel").repair_tensor_parallel(base)
+    scale, softcap = _logit_scale(base.config), _softcap(base.config)
+    parameters = parameters_of(type(decoder))
+    return DecoderAndHead(model, base, decoder, output, scale, softcap, configs, is_recurrent, parameters)
 
 
-def is_current(lm: DecoderAndHead) -> bool:
-    """Whether the model still has the head and the attention that it had when it was split.
-
-    A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
-    """
-    base: Any = base_model(lm.model)
-    is_installed = all(isinstance(each._attn_implementation, AttentionName) for each in _attention_configs(lm.decoder))
-    return is_installed and base.get_output_embeddings() is lm.output
-
-
-def run_decoder(
-    lm: DecoderAndHead,
-    token_ids: np.ndarray,
-    depth: np.ndarray,
-    context: TreeContext,
-    *,
-    with_router_logits: bool = False,
-    inside: tuple[PreTrainedModel, dict[str, Any]] | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Forward of one micro-batch: [T, M] hidden rows, and the router logits of each layer with a router ([T, E]).
-
-    token_ids, depth: [T] integers. with_router_logits: without it the second result is empty. inside: a part of the
-    model that calls the decoder, and further arguments of it (images).
-
-    Raises:
-        UnsupportedModelError: router logits of a model that returns none.
-    """
-    device = lm.device
-    module, further = (lm.decoder, {}) if inside is None else inside
-    arguments: dict[str, Any] = {"treewise": context} if takes_any_argument(module) else {}
-    if "position_ids" in _parameters_of(type(module)):  # others have no attention, so no positions
-        arguments["position_ids"] = to_device(depth, device, torch.long)[None]
-    if "attention_mask" in _parameters_of(type(module)):
-        arguments["attention_mask"] = context.empty_mask(device, lm.decoder.dtype)
-    if with_router_logits:
-        arguments["output_router_logits"] = True
-    input_ids = to_device(token_ids, device, torch.long)[None]
-    with _carried_input(lm) if context.carried.from_input else nullcontext():
-        output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
-    context.is_done = True
-    return output.last_hidden_state[0], _router_logits(lm, output) if with_router_logits else ()
-
-
-@contextmanager
-def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
-    """Inside, input rows require gradients: reentrant checkpoints and sharded layers look at nothing else."""
-    embedding = lm.decoder.get_input_embeddings()
-    hook = embedding.register_forward_hook(lambda _module, _inputs, rows: carry(rows)[0])
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tensor, ...]:
-    layers = getattr(output, "router_logits", None) or ()
-    logits = tuple(each.reshape(-1, each.shape[-1]) for each in layers if isinstance(each, torch.Tensor))
-    if not logits:
-        raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
-            "output_router_logits=False."
-        )
-    return logits
-
-
-def _parameters_of(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(kind.forward).parameters)
-
-
-def takes_any_argument(module: nn.Module) -> bool:
-    """Whether a module's forward takes keyword arguments that it does not name."""
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in _parameters_of(type(module)).values())
-
-
-def unwrap_model(model: Any) -> Any:
-    """The model inside torch.compile and DistributedDataParallel, with PEFT's adapters.
-
-    Trees change shape at every step, and the engine calls the decoder, so neither wrapper would help.
-    """
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif "_orig_mod" in getattr(model, "_modules", ()):  # a torch.compile'd module holds the original there
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Whether PEFT's adapters are around a model."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def adapter_parameters(model: nn.Module) -> dict[int, float]:
-    """Ids of parameters of modules within adapter layers, apart from the layers that these adapt; each with the largest
-    factor of its layer's result (LoRA's alpha over rank; 1 where there is none)."""
-    layers: list[Any] = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
-    adapted = {
-        id(parameter)
-        for layer in layers
-        if isinstance(getattr(layer, "base_layer", None), nn.Module) and not hasattr(layer.base_layer, "base_layer")
-        for parameter in layer.base_layer.parameters()
-    }
-    factors = [max(map(abs, dict(getattr(layer, "scaling", {})).values()), default=1.0) for layer in layers]
-    found = {
-        id(each): factor
-        for layer, factor in zip(layers, factors, strict=True)
-        for each in layer.parameters()
-        if each.is_floating_point()
-    }
-    return {key: factor for key, factor in found.items() if key not in adapted}
-
-
-def base_model(model: Any) -> nn.Module:
-    """The transformers model inside torch.compile, DistributedDataParallel and PEFT.
-
-    Raises:
-        UnsupportedModelError: an adapter that learns a prompt, or whose result for a token depends on its whole row.
-    """
-    model = unwrap_model(model)
-    if not is_peft(model):
-        return model
-    for adapter, config in model.peft_config.items():
-        if getattr(config, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                f"adapter {adapter!r} learns a prompt ({config.peft_type}), which changes every depth; use LoRA."
-            )
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if getattr(config, "alora_invocation_tokens", None) is not None:
-            kind = "ALORA"
-        if kind in _ROW_ADAPTERS:
-            raise UnsupportedModelError(f"adapter {adapter!r} ({kind}) {_ROW_ADAPTERS[kind]}; use LoRA.")
-    return model.get_base_model()
+def mixes_in_order(decoder: nn.Module) -> bool:
+    """Whether a part of the model carries state from token to token, or convolves over them."""
+    for module in decoder.modules():
+        own = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
+        if isinstance(module, nn.Conv1d) or own & RECURRENT_PARAMETERS or type(module).__name__ in RECURRENT_CLASSES:
+            return True
+    return False
 
 
 def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
@@ -268,18 +111,20 @@ def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
 
 def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
     config = decoder.config
-    has_mixers = bool(recurrent.kinds_of(decoder))
+    recurrent = feature("recurrent") if mixes_in_order(decoder) else None
+    has_mixers = recurrent is not None and bool(recurrent.kinds_of(decoder))
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in ATTENTION_LAYERS | TOKENWISE_LAYERS and not (kind in RECURRENT_LAYERS and has_mixers):
             raise UnsupportedModelError(
                 f"{name} layer {index} is a {kind!r} layer, which cannot follow a tree yet. {SUPPORTED_MODELS}"
             )
-    recurrent.refuse_unknown(decoder, name)
+    if recurrent is not None:
+        recurrent.refuse_unknown(decoder, name)
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise UnsupportedModelError(
             f"{name} uses ALiBi, whose bias depends on a token's index in memory. {SUPPORTED_MODELS}"
         )
-    if not has_mixers and "position_ids" not in _parameters_of(type(decoder)):
+    if not has_mixers and "position_ids" not in parameters_of(type(decoder))[0]:
         raise UnsupportedModelError(
             f"{name} takes no position_ids, which trees need for their depths. {SUPPORTED_MODELS}"
         )
@@ -322,65 +167,3 @@ def _softcap(config: PreTrainedConfig) -> float | None:
         return None
     config = config.get_text_config()
     return next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
-
-
-def _active_module(output: Any) -> Any:
-    """The copy of the head that PEFT trains whole (`modules_to_save`), where there is one."""
-    if not (hasattr(output, "modules_to_save") and hasattr(output, "active_adapter")):
-        return output
-    active = output.active_adapter
-    name = active[0] if isinstance(active, list) else active
-    if getattr(output, "disable_adapters", False) or name not in output.modules_to_save:
-        return output.original_module
-    return output.modules_to_save[name]
-
-
-def _plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight ([V, M]) and bias ([V]) of a linear layer, plain LoRA applied; None where the layer is more."""
-    kind = type(output)
-    if (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear"):
-        base = None if _has_hooks(output) else _plain_weight(output.base_layer)
-        return None if base is None else _with_lora(output, *base)
-    is_linear = isinstance(output, nn.Linear) and kind.forward is nn.Linear.forward
-    if not is_linear or _has_hooks(output) or not output.weight.is_floating_point():
-        return None
-    return output.weight, output.bias
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether something may change what the module's own class computes."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def _with_lora(
-    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The weight with the active adapters, in the graph of both; None for variants of LoRA, which add more."""
-    if output.merged:
-        return None if output.disable_adapters else (weight, bias)  # its forward takes merged adapters out again
-    if output.disable_adapters:
-        return weight, bias
-    for adapter in output.active_adapters:
-        if adapter not in output.lora_A:
-            continue
-        low, high = output.lora_A[adapter], output.lora_B[adapter]
-        if adapter in output.lora_variant or high.bias is not None:
-            return None
-        weight = weight + (high.weight @ low.weight).to(weight.dtype) * output.scaling[adapter]
-    return weight, bias
-
-
-def _num_tokens(output: Any) -> int:
-    """V of a head that is not a plain linear layer.
-
-    Raises:
-        UnsupportedModelError: it does not have a number of outputs.
-    """
-    num_tokens = getattr(output, "out_features", None)
-    if num_tokens is None and hasattr(output, "get_base_layer"):
-        num_tokens = getattr(output.get_base_layer(), "out_features", None)
-    if not isinstance(num_tokens, int):
-        raise UnsupportedModelError(
-            f"the head is a {type(output).__name__} without out_features, not a linear layer. {SUPPORTED_MODELS}"
-        )
-    return num_tokens

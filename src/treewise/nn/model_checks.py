@@ -10,10 +10,11 @@ import numpy as np
 from torch import nn
 
 from treewise.errors import DataError, UnsupportedModelError
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
-_NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names
+NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
@@ -61,7 +62,7 @@ def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name, module, "p", module.p
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and value > 0 and ("dropout" in attribute or attribute.endswith(_NOISE)):
+            if isinstance(value, float) and value > 0 and ("dropout" in attribute or attribute.endswith(NOISE)):
                 yield name, module, attribute, value
 
 
@@ -71,7 +72,7 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
     Raises:
         DataError: with the largest token id and its tree position.
     """
-    limit = _vocabulary_size(lm)
+    limit = min(lm.num_embeddings, lm.num_logits)
     largest = int(forest.token_ids.max())
     if largest >= limit:
         position = int(forest.token_ids.argmax())
@@ -83,7 +84,7 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
 
 def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray | None) -> None:
     """Raises `DataError` if a candidate token of a teacher ([P] integers; None: no teacher) has no logit."""
-    limit, largest = _vocabulary_size(lm), -1 if token_ids is None else int(token_ids.max())
+    limit, largest = min(lm.num_embeddings, lm.num_logits), -1 if token_ids is None else int(token_ids.max())
     if largest >= limit:
         raise DataError(
             f"teacher_ids hold token {largest}, which is beyond the model's {limit} tokens; a teacher with another "
@@ -149,9 +150,3 @@ def length_limit(model: nn.Module) -> tuple[int, str] | None:
             if limit is not None:
                 found.append((int(limit), str(kind)))
     return min(found, default=None)
-
-
-def _vocabulary_size(lm: DecoderAndHead) -> int:
-    """Tokens that have both an embedding and a logit."""
-    num_embeddings: int = lm.decoder.get_input_embeddings().weight.shape[0]
-    return min(num_embeddings, getattr(lm.output, "out_features", num_embeddings))

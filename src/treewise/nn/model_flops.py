@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from treewise.base.features import feature
 from treewise.nn.flops import FlopModel, LayerReach
-from treewise.nn.vision.costs import vision_costs
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
@@ -67,7 +67,7 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
         gateway_values=gateway_values(config),
         activation_values=round(activations) + VALUES_PER_NORM * norms,
-        vision=vision_costs(model, ACTIVATIONS_PER_LINEAR),
+        vision=None if config is model.config else feature("images").vision_costs(model, ACTIVATIONS_PER_LINEAR),
         vocabulary=embedding.weight.shape[0],
     )
 

@@ -20,7 +20,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
-from treewise.nn.device import to_device
+from treewise.nn.guest import Guest, MicroBatchOutput
+from treewise.nn.tensors import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,37 @@ class RouterLoss:
     def _weights(self, logits: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         return to_device(self.multiplicity[positions], logits.device, wide)
+
+
+class RouterLosses(Guest):
+    """The router losses of a step, added by its walks. counts: of the whole step, where these trees are a part."""
+
+    reads_routers = True
+
+    def __init__(
+        self,
+        rule: RouterLossRule,
+        multiplicity: np.ndarray,
+        counts: RouterCounts | None = None,
+        add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.router_loss = RouterLoss(rule, multiplicity, counts, add_up)
+
+    @property
+    def needs_visit(self) -> bool:  # type: ignore[override]
+        return self.router_loss.step_counts is None and not self.router_loss.is_counted
+
+    def loss(self, output: MicroBatchOutput) -> torch.Tensor:
+        return self.router_loss.part(output.router_logits, output.positions)
+
+    def end_visit(self) -> None:
+        self.router_loss.finish_counting()
+
+    def added_loss(self) -> float:
+        return float(self.router_loss.total())
+
+    def report(self) -> RoutingReport:
+        return self.router_loss.report()
 
 
 def router_loss_rule(

@@ -4,6 +4,7 @@
 for another release of transformers.
 """
 
+import hashlib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+
+from treewise.base.own_files import CHECKSUM, read_own
 
 # What the tests of a release run with; pyproject.toml admits later ones, too.
 TESTED_TORCH = ">=2.11,<2.14"
@@ -51,17 +54,35 @@ class CapabilityTable:
 
     @classmethod
     def load(cls, path: Path | None = None) -> "CapabilityTable":
-        """The table in a file; without one, the table of this release of treewise."""
-        source = resources.files("treewise.nn") / FILE if path is None else path
-        stored = json.loads(source.read_text(encoding="utf-8"))
-        rows = (Capability(**{**row, "layers": tuple(row.get("layers", ()))}) for row in stored["rows"])
-        return cls(stored["transformers"], tuple(rows))
+        """The table in a file; without one, the table of this release of treewise.
+
+        Raises:
+            ConfigError: the file cannot be read, or is not what was saved.
+        """
+        if path is not None:
+            return read_own(path, cls._read, "write it again (make models)")
+        with resources.as_file(resources.files("treewise.nn") / FILE) as own:
+            return read_own(own, cls._read, "install treewise again")
 
     def save(self, path: Path) -> None:
-        """Writes the table as JSON, one family a line; empty fields are left out."""
+        """Writes the table."""
+        path.write_text(self.text(), encoding="utf-8")
+
+    def text(self) -> str:
+        """The table as JSON, one family a line; empty fields are left out."""
         rows = [json.dumps({key: each for key, each in asdict(row).items() if each}) for row in self.rows]
-        head = json.dumps(self.transformers)
-        path.write_text(f'{{"transformers": {head}, "rows": [\n' + ",\n".join(rows) + "\n]}\n", encoding="utf-8")
+        lines = ",\n".join(rows)
+        head = {"transformers": self.transformers, CHECKSUM: hashlib.sha256(lines.encode()).hexdigest()}
+        return f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def _read(cls, data: bytes) -> "CapabilityTable":
+        stored = json.loads(data)
+        rows = (Capability(**{**row, "layers": tuple(row.get("layers", ()))}) for row in stored["rows"])
+        table = cls(stored["transformers"], tuple(rows))
+        if table.text().encode() != data:
+            raise ValueError("its checksum differs")
+        return table
 
     def find(self, family: str) -> Capability | None:
         """The row of a `model_type`."""

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
 
+from treewise.base.shapes import Context
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
-from treewise.shapes import Context
 
 AXIS = "tp"  # transformers' name of the axis of tensor parallelism
 _MODULE = "transformers.distributed.tensor_parallel"
@@ -111,16 +113,22 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     return None
 
 
+def require_meshes() -> None:
+    """Raises `ConfigError` for a transformers before 5.23: its meshes are others, or compute no mixture of experts."""
+    if not hasattr(DistributedConfig, "dp_size"):
+        needed, found = pip_install("transformers>=5.23"), transformers.__version__
+        raise ConfigError(f"meshes (tp_size, ep_size) need {needed}; found {found}.")
+
+
 def key_heads_per_rank(plan: Any, num_heads: int, num_ranks: int) -> int | None:
     """Heads of keys of each rank under a plan of transformers; None where ranks cannot share them evenly.
 
     Raises:
-        ConfigError: a transformers before 5.20, whose meshes are others.
+        ConfigError: a transformers whose meshes are others.
     """
-    try:
-        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
-    except ImportError:
-        raise ConfigError(f"meshes (tp, ep) need {pip_install('transformers>=5.20')}.") from None
+    require_meshes()
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
     heads: int | None = get_kv_heads_per_rank(plan, num_heads, num_ranks)
     return heads
 

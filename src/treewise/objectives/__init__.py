@@ -5,34 +5,6 @@ losses, as it would for flat trajectories. Restoring is a gather, and the transp
 restoration (Tree Training, arXiv 2511.00413), so what is exact on flat trajectories is exact on trees.
 """
 
-from treewise.objectives.distillation import Distillation
-from treewise.objectives.normalization import NORMALIZATIONS
-from treewise.objectives.policy_gradient import PolicyGradient, logprob_gap
-from treewise.objectives.preference import DPO, IPO, KTO, with_mismatched
-from treewise.objectives.protocol import Objective, Terms
-from treewise.objectives.registry import CISPO, DAPO, GRPO, GSPO, PPO, REINFORCE, DrGRPO, objective_named
-from treewise.objectives.sft import SFT
-from treewise.tree.forest import WEIGHTINGS
+import lazy_loader
 
-__all__ = [
-    "CISPO",
-    "DAPO",
-    "DPO",
-    "Distillation",
-    "DrGRPO",
-    "GRPO",
-    "GSPO",
-    "IPO",
-    "KTO",
-    "NORMALIZATIONS",
-    "Objective",
-    "PPO",
-    "PolicyGradient",
-    "REINFORCE",
-    "SFT",
-    "Terms",
-    "WEIGHTINGS",
-    "logprob_gap",
-    "objective_named",
-    "with_mismatched",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

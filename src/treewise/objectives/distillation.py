@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.errors import DataError, check_choice
-from treewise.objectives.normalization import check_settings, denominator, normalized_weights
 from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.shapes import Float
+from treewise.objectives.sft import check_settings, denominator, normalized_weights
 from treewise.tree.forest import Forest
 
 TAILS = ("ignore", "bucket", "renormalize")

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError, DataError, check_choice
-from treewise.objectives.normalization import (
+from treewise.objectives.protocol import Streams, Terms, Values
+from treewise.objectives.sft import (
     check_settings,
     denominator,
     normalized_weights,
     require_whole_rollouts,
     rollout_of_tokens,
 )
-from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.shapes import Float, Int
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -107,7 +107,7 @@ class PolicyGradient:
         weighting: `per_trajectory`: a shared token counts once for every trajectory that trains it, with that
             trajectory's advantage, as flat training does; `once`: the mean of these terms; `per_rollout`: the sum over
             rollouts of the mean over each rollout's rows.
-        normalization, constant: see `treewise.objectives.normalization`.
+        normalization, constant: see `treewise.objectives.sft`.
         measure_entropy: report the entropy although no bonus needs it.
         usual_advantages: how rewards become advantages where rows have none and nothing else is chosen: a name of
             `treewise rl --advantages`. The objectives of papers carry the one that they were published with; None: one

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from treewise.base.shapes import Float
 from treewise.errors import ConfigError, DataError, check_choice, num
-from treewise.objectives.normalization import require_whole_rollouts, rollout_of_tokens
 from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.shapes import Float
+from treewise.objectives.sft import require_whole_rollouts, rollout_of_tokens
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -35,6 +35,11 @@ class _OfWholeRollouts:
     @property
     def outputs(self) -> tuple[str, ...]:
         return ("log_probs",)
+
+    @property
+    def is_on_preferences(self) -> bool:
+        """Whether data are compared with a reference, or with mismatched completions, before they are trained."""
+        return True
 
     @property
     def needs_whole_groups(self) -> bool:

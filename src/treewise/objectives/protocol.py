@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from treewise.shapes import Float, Shaped
+from treewise.base.shapes import Float, Shaped
 from treewise.tree.forest import Forest
 
 # [P] each, by name: what the model computes (`Objective.outputs`), and what trajectories carry (`Terms.streams`).

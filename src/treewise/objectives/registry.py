@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-import torch
-
 from treewise.errors import ConfigError, check_setting_types, did_you_mean
 from treewise.objectives.distillation import Distillation
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.preference import DPO, IPO, KTO
-from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
 
 
@@ -134,28 +131,12 @@ OBJECTIVES: Mapping[str, type[Named]] = {
 PREFERENCES = ("dpo", "ipo", "kto")
 
 
-def checked_objective(objective: object) -> Any:
-    """The objective, `SFT()` for None.
-
-    Raises:
-        ConfigError: one that was not called (`tw.GRPO`), or is given by its name alone, or is no function either.
-    """
+def refuse_uncalled(objective: object) -> None:
+    """Raises `ConfigError` for an objective that was not called (`tw.GRPO`), or is given by its name alone."""
     named = OBJECTIVES.get(objective.lower()) if isinstance(objective, str) else None
     if found := named or next((each for each in OBJECTIVES.values() if objective is each), None):
         given = repr(objective) if named else f"{found.__name__} without brackets"
         raise ConfigError(f"the objective is {given}; call it, with its settings inside: tw.{found.__name__}().")
-    if objective is None:
-        return SFT()
-    if isinstance(objective, type) or not (isinstance(objective, Objective) or callable(objective)):
-        raise ConfigError(f"objective is {described(objective)}; give tw.SFT(), another objective, or a function.")
-    return objective
-
-
-def described(value: object) -> str:
-    """A value in a message: a tensor by its shape, a class by its name, else its type."""
-    if isinstance(value, torch.Tensor):
-        return f"one of shape {list(value.shape)}"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 class MissingSettingError(ConfigError):

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.errors import DataError, check_choice
 from treewise.objectives.protocol import Streams, Terms, Values
-from treewise.shapes import Float
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.prefix_merge import concatenated_ranges

@@ -5,10 +5,11 @@ draws them as HTML. Nothing is printed here.
 """
 
 from treewise.report.analysis.facts import inspect_forests
-from treewise.report.analysis.plan_facts import BudgetMemory, report_budgets, report_plan
+from treewise.report.analysis.plan_facts import BudgetMemory, fit_of, report_budgets, report_plan
 from treewise.report.analysis.run_log import RunReport, read_run
 from treewise.report.terminal import (
     budgets_view,
+    fit_view,
     inspect_view,
     mesh_view,
     plan_view,
@@ -17,5 +18,15 @@ from treewise.report.terminal import (
     verification_view,
 )
 
-__all__ = ["BudgetMemory", "RunReport", "budgets_view", "inspect_forests", "inspect_view", "mesh_view", "plan_view"]
+__all__ = [
+    "BudgetMemory",
+    "RunReport",
+    "budgets_view",
+    "fit_of",
+    "fit_view",
+    "inspect_forests",
+    "inspect_view",
+    "mesh_view",
+    "plan_view",
+]
 __all__ += ["read_run", "report_budgets", "report_plan", "run_view", "verdict_view", "verification_view"]

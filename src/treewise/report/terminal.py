@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from treewise.errors import bytes_as_text, num
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts
-from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, PlanReport
+from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, GpuFit, PlanReport
 from treewise.report.analysis.run_log import RunReport
 
 if TYPE_CHECKING:  # with torch, which takes seconds to import
@@ -30,10 +30,37 @@ BEST_TREES = "best trees, by leaf ratio (ratios are flat / tree)"
 MAX_PLACE = 300  # characters of an example of a finding: a group, or where a record stands and what is wrong with it
 
 
-def inspect_view(report: InspectReport) -> RenderableType:
-    """Totals, the best trees, and what looks wrong."""
-    total = report.total
-    facts = _facts_table("what the data holds")
+def inspect_view(report: InspectReport, lines: Sequence[str] = (), note: str = "") -> RenderableType:
+    """The verdict, the ratios behind it, what the data holds, the best trees, and what looks wrong.
+
+    lines: of the verdict. note: beside the counts.
+    """
+    parts: list[RenderableType] = [verdict_view(lines), _ratios_table(report), _counts_table(report)]
+    if note:
+        parts.append(Text(f"{note}\n"))
+    parts.append(_BestTrees(report))
+    if report.findings:
+        parts.append(_findings_table(report.findings))
+    return Group(*parts)
+
+
+def _ratios_table(report: InspectReport) -> Table:
+    total, ratios = report.total, _facts_table("how much less the trees are")
+    ratios.add_row("share ratio", f"{total.share_ratio:.2f}  tokens, one row per call / tree")
+    ratios.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  tokens, turns merged / tree")
+    if total.flop_bound is None or total.leaf_flop_bound is None:
+        ratios.add_row("FLOP bound", "name a --model")
+    else:
+        ratios.add_row(
+            "FLOP bound", escape(f"{total.flop_bound:.2f}  FLOPs of {report.model}, one row per call / tree")
+        )
+        ratios.add_row("leaf FLOP bound", f"{total.leaf_flop_bound:.2f}  FLOPs, turns merged / tree")
+    ratios.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, one row per call / tree")
+    return ratios
+
+
+def _counts_table(report: InspectReport) -> Table:
+    total, facts = report.total, _facts_table("what the data holds")
     facts.add_row("files, records", f"{report.num_files:,}, {report.num_records:,}")
     facts.add_row("trees", f"{len(report.trees):,}")
     facts.add_row("trajectories", f"{total.num_trajectories:,} ({total.num_leaves:,} not contained in another)")
@@ -42,23 +69,16 @@ def inspect_view(report: InspectReport) -> RenderableType:
     if total.num_images:
         flat = f"{total.num_flat_image_tokens:,} flat, {total.num_images:,} distinct images in their trees"
         facts.add_row("of these, of images", f"{total.num_image_tokens:,} ({flat})")
-    facts.add_row("share ratio", f"{total.share_ratio:.2f}  every trajectory alone / tree")
-    facts.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  those not contained in another / tree")
-    facts.add_row("row ratio", f"{total.row_ratio:.2f}  one row per conversation / tree")
-    facts.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, flat / tree")
-    if total.flop_bound is not None and total.leaf_flop_bound is not None:
-        bound = f"{total.flop_bound:.2f}, against leaves {total.leaf_flop_bound:.2f}  for {report.model}"
-        facts.add_row("FLOP bound", escape(bound))
     facts.add_row("longest path, forks", f"{total.max_depth:,} tokens, {total.num_forks:,} forks")
-    parts: list[RenderableType] = [facts, _BestTrees(report)]
-    if report.findings:
-        parts.append(_findings_table(report.findings))
-    return Group(*parts)
+    return facts
 
 
 def verdict_view(lines: Sequence[str]) -> RenderableType:
-    """The three lines of `verdict`."""
-    return Text("\n".join(lines), style="bold")
+    """The lines of a verdict, the first of which says yes or no."""
+    if not lines:
+        return Group()
+    first, *others = lines
+    return Group(Text(first, style="bold"), *map(Text, others), "")
 
 
 def short_name(name: str, limit: int = MAX_NAME) -> str:
@@ -84,7 +104,7 @@ class _BestTrees:
         self.names = [short_name(tree.name) for tree in report.best_trees]
         self.headings = ["trajectories", "flat tokens", "tree", "share", "leaf", "pair"]
         if report.total.flop_bound is not None:
-            self.headings.append("FLOPs")
+            self.headings.append("FLOP bound")
         self.rows = [_numbers(tree) for tree in report.best_trees]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -134,7 +154,7 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
     if report.relative_time is None or report.relative_leaf_time is None:
         return Group(description, Text("name a --model for bytes and time", style="dim"))
     table = _facts_table(f"predicted for {report.model} in {report.dtype} (from shapes; not measured)")
-    table.add_row("weights, gradients, AdamW", bytes_as_text(report.bytes_weights))
+    table.add_row("weights, gradients, optimizer", bytes_as_text(report.bytes_weights))
     live, read = f"{report.peak_live_tokens:,}", f"{report.peak_gateway_tokens:,}"
     if report.bytes_peak is None:
         table.add_row("peak memory", "--memory predicts it, in seconds")
@@ -165,13 +185,29 @@ def _add_memory(table: Table, report: PlanReport, live: str, read: str) -> None:
 def budgets_view(budgets: Sequence[BudgetMemory]) -> RenderableType:
     """What each budget would cost."""
     has_memory = budgets[0].bytes_step is not None
-    title = "peak of a step beside weights, gradients, AdamW" if has_memory else "budgets"
+    title = "peak of a step beside weights, gradients, optimizer" if has_memory else "budgets"
     table = _table(title, "budget", "micro-batches", "recomputed", *(["peak"] if has_memory else []))
     for each in budgets:
         budget = "none" if each.max_tokens is None else f"{each.max_tokens:,}"
         peak = [bytes_as_text(each.bytes_step)] if has_memory else []
         table.add_row(budget, f"{each.num_micro_batches:,}", f"{each.recomputed_share:.0%}", *peak)
     return table
+
+
+def fit_view(fit: GpuFit) -> RenderableType:
+    """Whether a step fits into one GPU, and what to do where it does not."""
+    part, size = f"{USABLE:.0%} of {bytes_as_text(fit.gpu_bytes)}", bytes_as_text(fit.bytes_peak)
+    if fit.fits:
+        return Text(f"one GPU: {size} fit into {part}")
+    if fit.bytes_weights > USABLE * fit.gpu_bytes:
+        advice = (
+            f"{bytes_as_text(fit.bytes_weights)} of it without any token: lora, an optim of 8 bits, or --mesh fsdp=N"
+        )
+    elif fit.max_tokens is not None:
+        advice = f"it would at a budget of {fit.max_tokens:,}"
+    else:
+        advice = "lower --max_tokens, or activation_checkpointing"
+    return Text(f"one GPU: {size} do not fit into {part}; {advice}", style="red")
 
 
 def mesh_view(report: "MeshReport", live_tokens: int, gateway_tokens: int) -> RenderableType:

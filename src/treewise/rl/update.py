@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -28,10 +28,12 @@ from safetensors.numpy import save_file
 
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
+from treewise.base.own_files import damage
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.trainer.inputs import with_logprobs
+from treewise.rl.tasks.rewards import MAX_FAILED, RewardTally, too_many_failed
+from treewise.trainer.references import with_logprobs
 from treewise.tree.trajectory import Trajectory, number_rollouts
 
 logger = logging.getLogger("treewise")
@@ -73,6 +75,7 @@ class Update:
     Attributes:
         trees: the trajectories of each tree.
         method: how rewards became advantages; None for objectives without advantages.
+        rewards: how many rollouts there were, and how many were set aside because they have no reward.
         report: of the advantages; None where they were given.
         num_dropped: groups without variance that were left out.
         old, ref: where old and reference log-probs come from: `given`, `policy`, `sampler`, `reference`, or None (not
@@ -82,6 +85,7 @@ class Update:
 
     trees: Trees
     method: str | None = None
+    rewards: RewardTally = field(default_factory=RewardTally)
     report: AdvantageReport | None = None
     num_dropped: int = 0
     old: str | None = None
@@ -105,24 +109,33 @@ def credited(
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
     drop_flat_groups: bool = False,
+    max_failed: float = MAX_FAILED,
     may_be_empty: bool = False,
 ) -> Update:
-    """All rollouts with their advantages, where the objective takes any.
+    """All rollouts with their advantages, where the objective takes any. Where these follow from rewards, rollouts
+    without one are set aside (`judged`).
 
     Parameters:
         method: of `ADVANTAGES`, or `given`; None for the rows' own advantages where they have
             some, else the method that the objective carries.
         settings: of the method.
         drop_flat_groups: leave out groups whose rewards are all equal, and groups of one rollout without advantage.
+        max_failed: the share of rollouts that may have no reward.
         may_be_empty: whether no group may be left, or every advantage may be zero.
 
     Raises:
         ConfigError: an unknown method or setting; every advantage is zero.
-        DataError: rows without a reward, a group, or given advantages.
+        DataError: rows without a group, or given advantages; too many rollouts without a reward.
     """
     method = method_of(objective, method, trees)
     if method is None:
         return Update(trees)
+    rewards = RewardTally()
+    if method != GIVEN:
+        trees, rewards = judged(trees)
+        found = too_many_failed(rewards, max_failed)
+        if found is not None:
+            raise DataError(f"{found} Give each rollout `reward`, a number, or raise max_failed if that is meant.")
     trees, report = credit(trees, method, settings or {})
     dropped: tuple[Any, ...] = ()
     if drop_flat_groups and report is not None:
@@ -133,7 +146,32 @@ def credited(
         trees = [tree for tree in left if tree]
     if not may_be_empty and not any(_acts(item) for tree in trees for item in tree):
         raise ConfigError(_nothing_to_learn(method, report))
-    return Update(trees, method, report, num_dropped=len(dropped))
+    return Update(trees, method, rewards, report, num_dropped=len(dropped))
+
+
+def judged(trees: Trees) -> tuple[Trees, RewardTally]:
+    """The rollouts that have a reward, and how many were set aside: one without takes no part in baselines, advantages
+    or the update, whether its reward failed now or is missing in a record.
+
+    Raises:
+        DataError: no rollout has a reward.
+    """
+    items = [item for tree in trees for item in tree]
+    if not items:
+        return trees, RewardTally()
+    rollout_of = number_rollouts(items)
+    has_reward = np.zeros(int(rollout_of.max()) + 1, dtype=bool)
+    np.logical_or.at(has_reward, rollout_of, [item.reward is not None for item in items])
+    tally = RewardTally(len(has_reward), int((~has_reward).sum()))
+    if not tally.num_failed:
+        return trees, tally
+    is_kept = has_reward[rollout_of]
+    first = items[int(np.argmin(is_kept))]
+    tally.first = first.source or f"rollout {first.rollout} of group {first.group}"
+    if not is_kept.any():
+        raise DataError(f"{tally.first}: no reward in any row. Give each rollout `reward`, a number.")
+    left = [[item for item, keeps in tree if keeps] for tree in _as_trees([*zip(items, is_kept, strict=True)], trees)]
+    return [tree for tree in left if tree], tally
 
 
 def method_of(objective: Objective, method: str | None, trees: Sequence[list[Trajectory]] = ()) -> str | None:
@@ -202,7 +240,7 @@ def _nothing_to_learn(method: str, report: AdvantageReport | None) -> str:
     )
 
 
-def _as_trees(items: Sequence[Trajectory], like: Trees) -> Trees:
+def _as_trees(items: Sequence[Any], like: Trees) -> list[list[Any]]:
     source = iter(items)
     return [[next(source) for _ in tree] for tree in like]
 
@@ -338,7 +376,8 @@ def save_scores(folder: Path, update: Update, facts: Sequence[object]) -> None:
     arrays = {name: np.concatenate([getattr(item, name) for item in items]) for name in update.computed_streams}
     part = folder / f".{SCORES}.part"
     try:
-        save_file(arrays, part, metadata={**_metadata(update, facts), _DIGEST: _digest(arrays)})
+        metadata = _metadata(update, facts)
+        save_file(arrays, part, metadata={**metadata, _DIGEST: _digest(arrays, metadata)})
         os.replace(part, folder / SCORES)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / SCORES}: the log-probs cannot be written ({error}).") from error
@@ -348,17 +387,17 @@ def load_scores(folder: Path, update: Update, facts: Sequence[object]) -> Update
     """The update with the log-probs that the run began with; None where none of this data and models are saved, or a
     file that is damaged, which is a warning.
     """
-    if not update.computed_streams or not (folder / SCORES).is_file():
+    if not update.computed_streams or not (folder / SCORES).exists():
         return None
     try:
         with safe_open(folder / SCORES, "numpy") as file:
             metadata = dict(file.metadata() or {})
             digest = metadata.pop(_DIGEST, None)
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        if digest != _digest(arrays):
+        if digest != _digest(arrays, metadata):
             raise SafetensorError("its checksum differs")
-    except (SafetensorError, OSError) as error:
-        logger.warning("%s is damaged (%s): the log-probs are computed again", folder / SCORES, error)
+    except Exception as error:  # of whatever a damaged file makes safetensors raise
+        logger.warning("%s: damaged (%s): the log-probs are computed again", folder / SCORES, damage(error))
         return None
     if metadata != _metadata(update, facts):
         return None
@@ -371,8 +410,8 @@ def load_scores(folder: Path, update: Update, facts: Sequence[object]) -> Update
     return replace(update, trees=[[filled(item) for item in tree] for tree in update.trees])
 
 
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
+def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
@@ -397,6 +436,9 @@ def describe(update: Update, objective: str, reference: str) -> str:
         num_rollouts = int(number_rollouts(items).max()) + 1
         counts = f"{num_rollouts:,} in {num(groups, 'group')}, {num(len(items), 'row')}"
         lines.append(("rollouts", counts))
+        rewards = update.rewards
+        if rewards.num_failed:
+            lines.append(("without a reward", f"{rewards.num_failed:,} set aside (first: {rewards.first})"))
         lines.append(("advantages", update.method if report is None else report.method))
         lines.append(("rows with an advantage", f"{sum(map(_acts, items)):,} of {len(items):,}"))
     if report is not None:

@@ -2,10 +2,14 @@
 
 A request that changes a model is answered at once with a future, whose id follows from the model and the sequence
 number; the client then asks for the future until it is there (at most `WAIT_SECONDS` at a time).
+
+The SDK counts the requests of a model, those that are refused too, and sends the next one with the next number. So
+every refusal of a request that names a model and a number takes that number (`_occupied`).
 """
 
 import asyncio
 import hmac
+import logging
 import secrets
 import time
 import uuid
@@ -17,7 +21,7 @@ from typing import Any
 
 import orjson
 import uvicorn
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -30,18 +34,22 @@ from tinker import types
 
 from treewise.errors import DataError, TreewiseError
 from treewise.nn.adapter_slots import Shape
+from treewise.serve.bodies import Bodies, BodyRefusedError, named_in
 from treewise.serve.catalog import Catalog, json_of, lora_facts
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work
+from treewise.serve.journal import FAILED, REFUSED, Journal, Work, digest_of
 from treewise.serve.settings import LOOPBACK, ServeSettings
-from treewise.serve.store import Place, Store
+from treewise.serve.store import KINDS, Place, Store
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import UNPUBLISHED, read_call
-from treewise.serve.worker import JSON, QueueFullError, Worker
+from treewise.serve.worker import CALLS, JSON, PATIENCE_SECONDS, QueueFullError, Worker
 from treewise.trainer.run_context import RunLock
 
+logger = logging.getLogger("treewise")
 WAIT_SECONDS = 20.0
 MAX_SEQ = 1 << 53
 MAX_RUNS = 10**6  # of a session
+CHANGES = (*CALLS, *KINDS, "optim_step", "load_weights")  # requests that have a model's sequence number
+_ERRORS = (HTTPException, ClientDisconnect, TreewiseError, KeyError, ValueError)  # what is answered, see `_refused`
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -52,8 +60,9 @@ class Api(Catalog):
     """
 
     def __init__(self, store: Store) -> None:
-        super().__init__(Worker(store, self.on_answers))
-        self.settings = self.worker.settings
+        self.settings = store.model.settings
+        self.bodies = Bodies(self.settings)
+        super().__init__(Worker(store, self.on_answers, self.bodies.uploaded))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answered = asyncio.Event()  # a new one after each time that something was
 
@@ -75,10 +84,11 @@ class Api(Catalog):
             self.worker.start()
             yield
             await run_in_threadpool(self.worker.stop)
+            self.journal.close()
 
         hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
         guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-        answers: Any = dict.fromkeys((HTTPException, ClientDisconnect, TreewiseError, KeyError, ValueError), _refused)
+        answers: Any = dict.fromkeys(_ERRORS, _refused)
         every = [Route("/", _page), *self._routes()]
         return Starlette(routes=every, lifespan=lifespan, middleware=[guard], exception_handlers=answers)
 
@@ -134,50 +144,69 @@ class Api(Catalog):
 
     def _guarded(self, handler: Any, kind: Any) -> Any:
         async def guarded(request: Request) -> Response:
-            self._check_key(request)
-            request.state.body = await self._body(request)
-            asked = kind.model_validate(json_of(request)) if kind else None
-            answer = await handler(request, asked) if callable(handler) else handler
-            return answer if isinstance(answer, Response) else _json(answer)
+            refusal = self._check_head(request)
+            try:
+                async with self.bodies.read(request, request.state.key, refusal) as request.state.body:
+                    asked = kind.model_validate(json_of(request)) if kind else None
+                    answer = await handler(request, asked) if callable(handler) else handler
+                    return answer if isinstance(answer, Response) else _json(answer)
+            except _ERRORS as error:
+                if (future := await self._occupied(request, error)) is not None:
+                    return _json(future)
+                raise
 
         return guarded
 
-    def _check_key(self, request: Request) -> None:
-        """Every client sends a key, which pages of other origins cannot; a server with a token wants the token. A key
-        in a URL, which any page can send, only fetches files.
+    async def _occupied(self, request: Request, error: Exception) -> dict[str, Any] | None:
+        """Takes the number of a model's request that is refused for good. A call that is too large is answered with a
+        future that failed: where a part of a call is refused outright, the SDK never sends the first, and waits for it.
         """
-        in_url = request.query_params.get("key", "") if "file" in request.path_params else ""
-        key = request.headers.get("x-api-key") or in_url
-        if not key or (self.settings.token and not hmac.compare_digest(key.encode(), self.settings.token.encode())):
-            raise HTTPException(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
+        kind, (status, text) = request.url.path.rpartition("/")[2], _said(error)
+        if kind not in CHANGES or status in (408, 409, 429) or status >= 500:  # the SDK sends these again
+            return None
+        name = named_in(error.ends if isinstance(error, BodyRefusedError) else getattr(request.state, "body", b""))
+        if name is None or not 0 < name[1] < MAX_SEQ or not self.is_own(request, name[0]):
+            return None
+        if self.journal.get("model", name[0]) is None:
+            return None
+        is_call = kind in CALLS and status == 413
+        work = Work(f"{name[0]}:{name[1]}", *name, kind)
+        await run_in_threadpool(self.worker.refuse, work, text, None if is_call else status, _patience(request, kind))
+        return {"request_id": work.id, "model_id": work.owner} if is_call else None
 
-    async def _body(self, request: Request) -> bytes:
+    def _check_head(self, request: Request) -> HTTPException | None:
+        """The refusal of a request by its head. Every client sends a key, which pages of other origins cannot; a server
+        with a token wants the token. A link that is signed fetches its file without one.
+        """
+        key = request.headers.get("x-api-key", "")
+        request.state.key = digest_of(key)
+        is_right = bool(key) and hmac.compare_digest(key.encode(), (self.settings.token or key).encode())
+        if not is_right and not ("file" in request.path_params and "signature" in request.query_params):
+            return HTTPException(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise HTTPException(415, "compressed requests are not taken.")
-        body, limit = bytearray(), self.settings.max_request_mb << 20
-        async for part in request.stream():  # what is too large is read to its end, or its sender would not hear why
-            body += part[: limit + 1 - len(body)]
-        if len(body) > limit:
-            raise HTTPException(413, f"the request is larger than {self.settings.max_request_mb} MB (max_request_mb).")
-        return bytes(body)
+            return HTTPException(415, "compressed requests are not taken.")
+        return None
 
-    async def _submit(self, owner: str, seq: int | None, kind: str, body: bytes) -> dict[str, Any]:
+    async def _submit(
+        self, owner: str, seq: int | None, kind: str, body: bytes, patience: float = PATIENCE_SECONDS
+    ) -> dict[str, Any]:
         """A future."""
         if seq is None or not (kind in ("create", "sample") or seq > 0) or not 0 <= seq < MAX_SEQ:
             raise DataError(f"seq_id must be 1 to {MAX_SEQ - 1}.")
         name = f"{owner}:{seq}"
-        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), body)
+        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), body, patience)
         return {"request_id": name, "model_id": owner}
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    async def create_session(self, _: Request, asked: Any) -> object:
+    async def create_session(self, request: Request, asked: Any) -> object:
         session = str(uuid.uuid4())
-        self.journal.put("session", session, "", asked.model_dump(mode="json"))
+        self.journal.put("session", session, request.state.key, asked.model_dump(mode="json"))
         return {"session_id": session, "type": "create_session"}
 
-    async def heartbeat(self, _: Request, asked: Any) -> object:
-        if (self.journal.get("session", asked.session_id) or {"finished": True}).get("finished"):
+    async def heartbeat(self, request: Request, asked: Any) -> object:
+        facts = self.journal.get("session", asked.session_id) if self.is_own(request, asked.session_id) else None
+        if facts is None or facts.get("finished"):
             raise HTTPException(410, f"session {asked.session_id} has ended or is unknown.")
         self.beats[asked.session_id] = time.time()
         return {"type": "session_heartbeat"}
@@ -185,7 +214,8 @@ class Api(Catalog):
     async def finish(self, request: Request, _: object) -> object:
         """A client that ends; its runs stay."""
         session = request.path_params["session"]
-        self.journal.put("session", session, "", {**self.facts("session", session), "finished": True})
+        facts = self.facts(request, "session", session)
+        self.journal.put("session", session, request.state.key, {**facts, "finished": True})
         return Response(status_code=204)
 
     async def health(self, *_: object) -> object:
@@ -207,7 +237,7 @@ class Api(Catalog):
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    async def create_model(self, _: Request, asked: Any) -> object:
+    async def create_model(self, request: Request, asked: Any) -> object:
         """A run, with new adapters (or a copy of all weights)."""
         self._check_optimizer(asked.optimizer_config)
         shape, lora, most = Shape(0), asked.lora_config, self.settings.max_rank
@@ -216,7 +246,7 @@ class Api(Catalog):
                 raise DataError(f"lora_config with a rank of 1 to {most} (max_rank) is needed.")
             shape = Shape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
         seed = secrets.randbits(48) if lora is None or lora.seed is None else lora.seed
-        return await self._new_run(asked, {"shape": asdict(shape), "seed": seed, "path": None})
+        return await self._new_run(request, asked, {"shape": asdict(shape), "seed": seed, "path": None})
 
     async def load_weights(self, request: Request, asked: Any) -> object:
         """Into a model, or into a new run."""
@@ -226,13 +256,14 @@ class Api(Catalog):
         if asked.model_id is not None:
             return await self.change(request, asked)
         place = Place.parsed(asked.path)
-        facts = {"shape": asdict(self.store.shape(place)), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
-        return await self._new_run(asked, facts)
+        shape = self.store.shape(place, request.state.key)
+        facts = {"shape": asdict(shape), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
+        return await self._new_run(request, asked, facts)
 
-    async def _new_run(self, asked: Any, facts: dict[str, Any]) -> object:
+    async def _new_run(self, request: Request, asked: Any, facts: dict[str, Any]) -> object:
         self._check_base(asked.base_model)
-        self.facts("session", asked.session_id)
-        if not 0 <= asked.model_seq_id < MAX_RUNS:
+        self.facts(request, "session", asked.session_id)
+        if asked.model_seq_id is None or not 0 <= asked.model_seq_id < MAX_RUNS:
             raise DataError(f"model_seq_id must be 0 to {MAX_RUNS - 1}.")
         name = f"{asked.session_id}:train:{asked.model_seq_id}"
         if self.journal.get("model", name) is None:
@@ -240,8 +271,9 @@ class Api(Catalog):
             self.journal.put("model", name, asked.session_id, facts)
         return await self._submit(name, 0, "create", asked.model_dump_json().encode())
 
-    async def get_info(self, _: Request, asked: Any) -> object:
-        shape, folder = Shape(**self.facts("model", asked.model_id)["shape"]), self.store.runs.parent / "tokenizer"
+    async def get_info(self, request: Request, asked: Any) -> object:
+        facts, folder = self.facts(request, "model", asked.model_id), self.store.runs.parent / "tokenizer"
+        shape = Shape(**facts["shape"])
         tokenizer = str(folder.resolve()) if folder.is_dir() else None  # the SDK on this machine loads it from there
         base, arch = self.store.base_name, str(self.worker.model.base.config.model_type)
         data = {"model_name": base, "tokenizer_id": tokenizer, "arch": arch}
@@ -249,7 +281,7 @@ class Api(Catalog):
         return {"type": "get_info", **named, **lora_facts(shape)}
 
     async def weights_info(self, request: Request, _: object) -> object:
-        shape = self.store.shape(Place.parsed(json_of(request).get("tinker_path")))
+        shape = self.store.shape(Place.parsed(json_of(request).get("tinker_path")), request.state.key)
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
@@ -261,18 +293,18 @@ class Api(Catalog):
             kind = "forward" if asked.forward_only else kind
         else:
             body = asked.model_dump_json().encode()  # with the defaults
-        self.facts("model", asked.model_id)
-        return await self._submit(asked.model_id, asked.seq_id, kind, body)
+        self.facts(request, "model", asked.model_id)
+        return await self._submit(asked.model_id, asked.seq_id, kind, body, _patience(request, kind))
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, _: Request, asked: Any) -> object:
+    async def create_sampling_session(self, request: Request, asked: Any) -> object:
         """Weights to sample from: a checkpoint's, or the base model's."""
-        self.facts("session", asked.session_id)
+        self.facts(request, "session", asked.session_id)
         self._check_base(asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         if asked.model_path is not None:
-            self.store.facts(Place.parsed(asked.model_path))
+            self.store.facts(Place.parsed(asked.model_path), request.state.key)
         facts = {"base_model": self.store.base_name, "model_path": asked.model_path}
         self.journal.put("sampler", name, asked.session_id, facts)
         return {"type": "create_sampling_session", "sampling_session_id": name}
@@ -286,22 +318,23 @@ class Api(Catalog):
             raise DataError(f"sampling_params has fields that this server does not know: {sorted(unknown)}.")
         if asked.sampling_session_id is None:
             raise DataError("sampling_session_id is missing; create_sampling_session gives one.")
-        self.facts("sampler", asked.sampling_session_id)
+        self.facts(request, "sampler", asked.sampling_session_id)
         promised = await self._submit(asked.sampling_session_id, asked.seq_id, "sample", request.state.body)
         names = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": names}
 
-    async def cancel(self, _: Request, asked: Any) -> object:
+    async def cancel(self, request: Request, asked: Any) -> object:
         """Ends a sampling request."""
-        await run_in_threadpool(self.worker.cancel, asked.request_id)
+        if self.is_own(request, asked.request_id):
+            await run_in_threadpool(self.worker.cancel, asked.request_id)
         return Response(status_code=204)
 
-    async def retrieve(self, _: Request, asked: Any) -> object:
+    async def retrieve(self, request: Request, asked: Any) -> object:
         """An answer, or 408 after `WAIT_SECONDS`: ask again."""
         name, ends = asked.request_id, time.monotonic() + WAIT_SECONDS
         while True:
             answered = self._answered  # of what is answered after this look
-            if (found := self.journal.find(name)) is None:
+            if not self.is_own(request, name) or (found := self.journal.find(name)) is None:
                 raise HTTPException(410, f"request {name} is unknown or forgotten.")
             if found.answer is not None:
                 return Response(found.answer, media_type=JSON if found.media in (FAILED, REFUSED) else found.media)
@@ -319,9 +352,35 @@ async def _page(_: Request) -> Response:
 
 async def _refused(_: Request, error: Exception) -> Response:
     """The answer to an error. Of its statuses the SDK sends 408, 409, 429 and 5xx again."""
+    status, text = _said(error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    headers |= {"Connection": "close"} if status == 408 else {}  # the rest of a body may still come
+    return _json({"error": text, "detail": text}, status, headers)
+
+
+def _said(error: Exception) -> tuple[int, str]:
+    """The status and the text of an error."""
     status = 429 if isinstance(error, QueueFullError) else getattr(error, "status_code", 400)
-    text = " ".join(str(getattr(error, "detail", error)).split()) or type(error).__name__
-    return _json({"error": text, "detail": text}, status, {"Retry-After": "1"} if status == 429 else None)
+    text = str(getattr(error, "detail", error))
+    if isinstance(error, ValidationError):
+        found = [each for each in error.errors() if each["type"] != "missing"] or error.errors()
+        text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}{_given(each)}" for each in found[:5])
+    return status, " ".join(text.split()) or type(error).__name__
+
+
+def _given(error: Any) -> str:
+    if error["type"] == "missing":
+        return ""
+    return f", not {error['input']!r:.100}" if error["input"] is not None else ", not null, nor NaN, which is sent so"
+
+
+def _patience(request: Request, kind: str) -> float:
+    """How long requests with lower numbers may be under way, in seconds. The SDK sends a request once those before it
+    were answered or failed for good, and the parts of a call together but for the first, which follows at once.
+    """
+    if not request.headers.get("user-agent", "").startswith("AsyncTinker/"):
+        return PATIENCE_SECONDS
+    return 5.0 if kind in CALLS else 0.0
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -344,6 +403,12 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
     journal = Journal(folder / "journal.sqlite")
+    names = journal.names("session") if settings.token else []
+    if others := sum(journal.key_of(name) != digest_of(settings.token or "") for name in names):
+        logger.warning(
+            "%s: %d sessions and their runs belong to other keys than --token, which reach them without it.",
+            *(folder, others),
+        )
     return Api(Store(folder, served, settings.names[0], journal)).app()
 
 
@@ -356,6 +421,12 @@ def serve(settings: ServeSettings) -> None:
     with RunLock(settings.folder):
         app = make_app(settings)
         config = uvicorn.Config(
-            app, host=settings.host, port=settings.port, access_log=False, timeout_graceful_shutdown=5, ws="none"
+            app,
+            host=settings.host,
+            port=settings.port,
+            access_log=False,
+            limit_concurrency=max(1024, 4 * settings.max_queue),
+            timeout_graceful_shutdown=5,
+            ws="none",
         )
         uvicorn.Server(config).run()  # prints the address

@@ -1,6 +1,10 @@
-"""The routes that list what there is: sessions, runs, checkpoints and their files, and the figures of the page."""
+"""The routes that list what there is: sessions, runs, checkpoints and their files, and the figures of the page.
+
+Each key sees what its own sessions made. What is another's is answered as what is not there.
+"""
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,32 +19,40 @@ from tinker import types
 
 from treewise.errors import DataError
 from treewise.nn.adapter_slots import Shape
-from treewise.serve.store import TYPES, Place, size_of
+from treewise.serve.links import LIFE_SECONDS, Links
+from treewise.serve.store import TYPES, NoCheckpointError, Place, size_of
 from treewise.serve.worker import Worker
 
 
 class Catalog:
     """Handlers of requests that change no model. Each is given the request (its second argument is for others, whose
-    requests have a type), and returns what is sent as JSON, or a response.
+    requests have a type), and returns what is sent as JSON, or a response. `request.state.key` is the digest of the key
+    that asks.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.journal, self.store, self.worker = worker.journal, worker.store, worker
+        self.links = Links(worker.store.runs.parent / "secret")
         self.beats: dict[str, float] = {}  # when each session was last heard of
 
-    def facts(self, kind: str, name: str) -> dict[str, Any]:
-        """What the journal holds of a session, model or sampler. Raises `HTTPException`: 404."""
-        facts = self.journal.get(kind, name)
+    def is_own(self, request: Request, name: str) -> bool:
+        """Whether a session, or what its id begins, belongs to the key that asks."""
+        return bool(request.state.key == self.journal.key_of(name))
+
+    def facts(self, request: Request, kind: str, name: str) -> dict[str, Any]:
+        """What the journal holds of a session, model or sampler of the key that asks. Raises `HTTPException`: 404."""
+        facts = self.journal.get(kind, name) if self.is_own(request, name) else None
         if facts is None:
             raise HTTPException(404, f"no {kind} {name}.")
         return facts
 
     async def sessions(self, request: Request, _: object) -> object:
-        return {"sessions": _page(request, self.journal.names("session"))[0]}
+        return {"sessions": _page(request, self.journal.names("session", request.state.key))[0]}
 
     async def session(self, request: Request, _: object) -> object:
         name = request.path_params["session"]
-        named = {key: self.facts("session", name).get(key) for key in ("user_metadata", "display_name")}
+        facts = self.facts(request, "session", name)
+        named = {key: facts.get(key) for key in ("user_metadata", "display_name")}
         made = {
             "training_run_ids": self.journal.names("model", name),
             "sampler_ids": self.journal.names("sampler", name),
@@ -49,18 +61,18 @@ class Catalog:
 
     async def sampler(self, request: Request, _: object) -> object:
         name = request.path_params["sampler"]
-        facts = self.facts("sampler", name)
+        facts = self.facts(request, "sampler", name)
         return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
 
     async def runs(self, request: Request, _: object) -> object:
-        names, cursor = _page(request, self.journal.names("model"))
-        return {"training_runs": list(map(self._run, names)), "cursor": cursor}
+        names, cursor = _page(request, self.journal.names_of("model", request.state.key))
+        return {"training_runs": [self._run(request, name) for name in names], "cursor": cursor}
 
     async def run(self, request: Request, _: object) -> object:
-        return self._run(request.path_params["run"])
+        return self._run(request, request.path_params["run"])
 
-    def _run(self, name: str) -> types.TrainingRun:
-        facts, places = self.facts("model", name), self.store.places(name)
+    def _run(self, request: Request, name: str) -> types.TrainingRun:
+        facts, places = self.facts(request, "model", name), self.store.places(name)
         last = {place.kind: _checkpoint(place, own) for place, own in places.items()}
         return types.TrainingRun(
             training_run_id=name,
@@ -74,53 +86,76 @@ class Catalog:
         )
 
     async def run_checkpoints(self, request: Request, _: object) -> object:
-        self.facts("model", request.path_params["run"])
+        self.facts(request, "model", request.path_params["run"])
         places = self.store.places(request.path_params["run"])
         return {"checkpoints": [_checkpoint(*item) for item in places.items()]}
 
     async def checkpoints(self, request: Request, _: object) -> object:
-        items, cursor = _page(request, list(self.store.places().items()), 100)
+        runs = self.journal.names_of("model", request.state.key)
+        found = [item for run in runs for item in self.store.places(run).items()]
+        items, cursor = _page(request, sorted(found, key=lambda item: item[1]["time"]), 100)
         return {"checkpoints": [_checkpoint(*item) for item in items], "cursor": cursor}
 
+    def _place(self, request: Request) -> tuple[Place, dict[str, Any]]:
+        """The checkpoint that a path names, and what is written down with it. Raises `NoCheckpointError`."""
+        place = _place(request)
+        return place, self.store.facts(place, request.state.key)
+
     async def delete(self, request: Request, _: object) -> object:
-        await run_in_threadpool(self.store.delete, _place(request))
+        await run_in_threadpool(self.store.delete, self._place(request)[0])
         return Response(status_code=204)
 
     async def set_life(self, request: Request, _: object) -> object:
-        self.store.set_life(_place(request), json_of(request).get("ttl_seconds"))
+        self.store.set_life(self._place(request)[0], json_of(request).get("ttl_seconds"))
         return Response(status_code=204)
 
     async def urls(self, request: Request, _: object) -> object:
-        """Where the files of an export are fetched, by whoever may ask here."""
-        base, key = str(request.url).removesuffix("external_weights_urls"), request.headers.get("x-api-key", "")
-        expires = datetime.fromtimestamp(time.time() + 3600, UTC)
+        """Links to the files of an export, for whoever has them: each to its file as it is now, for an hour."""
+        place, facts = self._place(request)
+        base, now = str(request.url.replace(query="")).removesuffix("external_weights_urls"), time.time()
         return {
-            "urls": {each: f"{base}files/{each}?key={key}" for each in sorted(self._files(request))},
-            "expires": expires,
+            "urls": {
+                each: f"{base}files/{each}?{self.links.made(_named(place, facts, each), now)}" for each in _files(facts)
+            },
+            "expires": datetime.fromtimestamp(int(now) + LIFE_SECONDS, UTC),
         }
 
-    def _files(self, request: Request) -> dict[str, Path]:
-        return {path.name: path for path in self.store.facts(_place(request))["folder"].iterdir() if path.is_file()}
-
     async def file(self, request: Request, _: object) -> object:
-        """One file of a checkpoint, by its plain name."""
-        if (found := self._files(request).get(request.path_params["file"])) is None:
+        """One file of a checkpoint, by its plain name: for its owner, or by a link."""
+        name, link = request.path_params["file"], request.query_params
+        if "signature" in link:
+            facts = self._linked(_place(request), name, link["signature"], link.get("expires", ""))
+        else:
+            _, facts = self._place(request)
+        if (found := _files(facts).get(name)) is None:
             raise HTTPException(404, "no such file in the checkpoint.")
         return FileResponse(found, media_type="application/octet-stream")
 
-    async def status(self, *_: object) -> object:
-        """What the page shows."""
-        names = self.journal.names("model")[:50]
+    def _linked(self, place: Place, name: str, signature: str, expires: str) -> dict[str, Any]:
+        with suppress(NoCheckpointError):
+            facts = self.store.facts(place)
+            if self.links.is_valid(_named(place, facts, name), expires, signature):
+                return facts
+        raise HTTPException(403, "this link is not one of this server, or its hour is over; ask for another.")
+
+    async def status(self, request: Request, _: object) -> object:
+        """What the page shows: of the key that asks, and how busy the server is."""
+        worker, key = self.worker, request.state.key
+        names, (kind, owner) = self.journal.names_of("model", key)[:50], worker.now
+        seen = [session for session, heard in self.beats.items() if time.time() - heard < 60]
         return {
-            **self.worker.figures,
+            **worker.counts(key),
+            "started": worker.started,
+            "seconds": worker.seconds,
+            "now": f"{kind} of {owner if self.is_own(request, owner) else 'another key'}" if kind else "",
             "curves": {name: self.journal.get("curve", name) or [] for name in names},
             "model": self.store.base_name,
-            "share": self.worker.settings.share,
-            "waiting": self.worker.num_waiting,
-            "max_queue": self.worker.settings.max_queue,
+            "share": worker.settings.share,
+            "waiting": worker.num_waiting,
+            "max_queue": worker.settings.max_queue,
             "memory_bytes": psutil.Process().memory_info().rss,
-            "clients": sum(time.time() - seen < 60 for seen in self.beats.values()),
-            "runs": [{"id": name, **self.facts("model", name)} for name in names],
+            "clients": sum(self.is_own(request, session) for session in seen),
+            "runs": [{"id": name, **self.facts(request, "model", name)} for name in names],
         }
 
 
@@ -139,6 +174,15 @@ def lora_facts(shape: Shape) -> dict[str, Any]:
 
 def _place(request: Request) -> Place:
     return Place.parsed("tinker://{run}/{kind}/{name}".format(**request.path_params))
+
+
+def _files(facts: dict[str, Any]) -> dict[str, Path]:
+    return {path.name: path for path in sorted(facts["folder"].iterdir()) if path.is_file()}
+
+
+def _named(place: Place, facts: dict[str, Any], file: str) -> str:
+    """What a link is signed for: a file of a checkpoint, as the request of this id saved it."""
+    return f"{place}/{file} {facts['request']}"
 
 
 def _checkpoint(place: Place, facts: dict[str, Any]) -> types.Checkpoint:

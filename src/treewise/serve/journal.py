@@ -4,28 +4,49 @@ A request is written before it is acknowledged, and its answer before a client s
 (its id follows from session and sequence number) is the same row. After a restart a model goes on from its newest
 snapshot by running the requests since then again, in the groups in which they ran before, so its weights are the same
 bits. SQLite's write-ahead log keeps what was committed when the process is killed.
+
+Every session has an owner, the digest of the API key that made it, and all that its id begins is that owner's: models,
+samplers, requests, checkpoints. Every row has a checksum, which a start compares; SQLite compares those of its log, and
+what it leaves out there is kept and reported (`write_ahead_log.py`).
 """
 
+import hashlib
 import json
+import logging
 import sqlite3
 import threading
 import time
+import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from treewise.errors import ConfigError
+from treewise.serve.write_ahead_log import keep_what_is_lost
 
+logger = logging.getLogger("treewise")
+_VERSION = 2  # of the schema
+_SUMMED = {  # the columns that each table's checksums are of
+    "facts": "kind, id, owner, number, content, created",
+    "requests": "id, owner, seq, kind, body, batch, answer, media, created, answered, begun",
+}
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (kind TEXT, id TEXT, owner TEXT, number INTEGER, content TEXT, created REAL,
-    PRIMARY KEY (kind, id));
-CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, body BLOB, batch INTEGER,
-    answer BLOB, media TEXT, created REAL, answered REAL, begun INTEGER DEFAULT 0);
-CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
-"""
+CREATE TABLE facts (kind TEXT, id TEXT, owner TEXT, number INTEGER, content TEXT, created REAL,
+    checksum INTEGER, PRIMARY KEY (kind, id));
+CREATE TABLE requests (id TEXT PRIMARY KEY, owner TEXT, seq INTEGER, kind TEXT, body BLOB, batch INTEGER,
+    answer BLOB, media TEXT, created REAL, answered REAL, begun INTEGER DEFAULT 0, checksum INTEGER);
+CREATE INDEX by_owner ON requests (owner, seq);
+""" + "".join(
+    f"""CREATE TRIGGER {table}_{when[:6]} AFTER {when} ON {table} BEGIN
+    UPDATE {table} SET checksum = checksum_of({columns}) WHERE rowid = NEW.rowid; END;"""
+    for table, columns in _SUMMED.items()
+    for when in ("INSERT", f"UPDATE OF {columns}")
+)
 KEEP_ANSWERS_SECONDS = 3600.0
 FAILED, REFUSED = "failed", "refused"  # media of answers that are errors: of what ran, and of what never did
+GAP = "gap"  # kind of a row that stands for several numbers, which never came: from that in its id to its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +74,40 @@ class Found(NamedTuple):
 
 
 class Journal:
-    """Opens or makes the file; any thread may call."""
+    """Opens or makes the file; any thread may call.
+
+    Raises:
+        ConfigError: it cannot be read, is of another version, or a row is not what was written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
         try:
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
-        except sqlite3.Error as error:
-            raise ConfigError(f"{path}: the journal cannot be opened ({error}); move it away to begin anew.") from None
+            with ExitStack() as stack:
+                lost = keep_what_is_lost(path)
+                self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                stack.callback(self._db.close)
+                self._check(path)
+                if lost:
+                    logger.warning("%s", lost)
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what is damaged is not found again
+                stack.pop_all()
+        except (sqlite3.Error, OSError, UnicodeError) as error:
+            raise ConfigError(f"{path}: the journal cannot be read ({error}). {_INSTEAD}") from None
+
+    def _check(self, path: Path) -> None:
+        self._db.create_function("checksum_of", -1, _checksum, deterministic=True)
+        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+        if not self._all("SELECT name FROM sqlite_master"):
+            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+        if self._all("PRAGMA user_version") != [(_VERSION,)]:
+            raise ConfigError(f"{path}: the journal is of another version of treewise. {_INSTEAD}")
+        wrong = [str(row[0]) for row in self._all("PRAGMA integrity_check(3)") if row[0] != "ok"]
+        for table, columns in _SUMMED.items():
+            query = f"SELECT id FROM {table} WHERE checksum IS NOT checksum_of({columns}) LIMIT 3"
+            wrong += [f"{table}: {name!r} is not what was written" for (name,) in self._all(query)]
+        if wrong:
+            raise ConfigError(f"{path}: the journal is damaged: {'; '.join(wrong)}. {_INSTEAD}")
 
     def close(self) -> None:
         """Gives the file back."""
@@ -77,7 +123,7 @@ class Journal:
     def put(self, kind: str, name: str, owner: str, content: Any) -> None:
         """Writes what is known of something, in place of what was."""
         row = (kind, name, owner, -1, json.dumps(content), time.time())
-        self._all("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?)", *row)
+        self._all("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, 0)", *row)
 
     def get(self, kind: str, name: str) -> Any:
         """The content; None where there is none of this name."""
@@ -93,6 +139,21 @@ class Journal:
         query = "SELECT id FROM facts WHERE kind = ? AND (? IS NULL OR owner = ?) ORDER BY created DESC, rowid DESC"
         return [row[0] for row in self._all(query, kind, owner, owner)]
 
+    # -- owners -------------------------------------------------------------------------------------------------------
+
+    def key_of(self, name: str) -> str | None:
+        """The digest of the key that owns what has this name: a session, or what its id begins. None: unknown."""
+        query = "SELECT owner FROM facts WHERE kind = 'session' AND id = ?"
+        return next((row[0] for row in self._all(query, name.partition(":")[0])), None)
+
+    def names_of(self, kind: str, key: str) -> list[str]:
+        """Names of a kind that belong to a key's sessions, the newest first."""
+        query = (
+            "SELECT id FROM facts WHERE kind = ? AND owner IN (SELECT id FROM facts WHERE kind = 'session' AND "
+            "owner = ?) ORDER BY created DESC, rowid DESC"
+        )
+        return [row[0] for row in self._all(query, kind, key)]
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, work: Work, body: bytes) -> None:
@@ -100,6 +161,15 @@ class Journal:
         self._all(
             "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, created) VALUES (?, ?, ?, ?, ?, ?)",
             *(work.id, work.owner, work.seq, work.kind, body, time.time()),
+        )
+
+    def refuse(self, work: Work, content: bytes) -> None:
+        """Writes a request that is not to run together with its answer; one that is there stays as it is."""
+        now = time.time()
+        self._all(
+            "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, answer, media, created, answered) "
+            "VALUES (?, ?, ?, ?, x'', ?, ?, ?, ?)",
+            *(work.id, work.owner, work.seq, work.kind, content, REFUSED, now, now),
         )
 
     def find(self, name: str) -> Found | None:
@@ -149,12 +219,39 @@ class Journal:
                 "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND answer IS NOT NULL", (model, seq)
             )
 
+    def last_seq(self, model: str) -> int:
+        """The highest number that a model's requests have here; -1: none."""
+        (found,) = self._all("SELECT MAX(seq) FROM requests WHERE owner = ?", model)
+        return max(-1 if found[0] is None else int(found[0]), self.snapshot_seq(model))
+
     def forget(self) -> None:
-        """Removes old answers, of samples and of what a snapshot holds; clients fetch theirs within seconds."""
+        """Removes old answers, of samples and of what a snapshot holds; clients fetch theirs within seconds. And
+        empties the log, of which one wrong bit loses all that follows it."""
         old = time.time() - KEEP_ANSWERS_SECONDS
         self._all("DELETE FROM requests WHERE (body IS NULL OR kind = 'sample') AND answered < ?", old)
+        self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def snapshot_seq(self, model: str) -> int:
         """Up to which request the newest snapshot goes; -1: none was made."""
         found = self._all("SELECT number FROM facts WHERE kind = 'model' AND id = ?", model)
         return int(found[0][0]) if found else -1
+
+
+_INSTEAD = (
+    "Put back a copy that is whole, or move it and its -wal file away to begin anew: checkpoints stay in runs/, as "
+    "folders of PEFT, but belong to no run then."
+)
+
+
+def digest_of(key: str) -> str:
+    """What stands for an API key in the journal."""
+    return hashlib.sha256(b"treewise serve " + key.encode()).hexdigest()
+
+
+def _checksum(*values: Any) -> int:
+    """Of a row's values, with their types and lengths."""
+    total = 0
+    for value in values:
+        content = value if isinstance(value, bytes) else repr(value).encode()
+        total = zlib.crc32(content, zlib.crc32(b"%d %d " % (isinstance(value, bytes), len(content)), total))
+    return total

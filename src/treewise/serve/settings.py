@@ -44,6 +44,12 @@ class ServeSettings:
     max_rank: Annotated[int, Ge(1), Doc("the largest rank of an adapter")] = 256
     max_queue: Annotated[int, Ge(1), Doc("requests that may wait; further ones are answered with 429")] = 1024
     max_request_mb: Annotated[int, Ge(1), Doc("the largest request, in MB; larger ones are answered with 413")] = 64
+    max_uploads_mb: Annotated[
+        int, Ge(1), Doc("requests that are under way at once, in MB, or one of max_request_mb; further ones: 503")
+    ] = 256
+    max_request_seconds: Annotated[
+        int, Ge(1), Doc("seconds within which a request's body is there; slower ones are answered with 408")
+    ] = 120
     max_sample_tokens: Annotated[int, Ge(1), Doc("the most tokens of one continuation")] = 32768
     snapshot_every: Annotated[int, Ge(1), Doc("optimizer steps between snapshots, from which a restart goes on")] = 10
     keep_samplers: Annotated[int, Ge(1), Doc("unnamed sampler weights kept of each run")] = 16

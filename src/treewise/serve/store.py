@@ -9,6 +9,7 @@ Each is a folder of PEFT (or a whole model with full fine-tuning), which `treewi
 """
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -28,6 +29,7 @@ from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimize
 from treewise.trainer.checkpoint.store import MANIFEST, listed_files, read_manifest
 from treewise.trainer.checkpoint.weights import load_weights
 
+logger = logging.getLogger("treewise")
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 KINDS = {  # what each request saves
     "save_weights": "weights",
@@ -61,8 +63,20 @@ class Place:
         return cls(*found.groups())
 
 
+class NoCheckpointError(DataError):
+    """It is not there, has expired, or is of another key, which are one answer."""
+
+    status_code = 404
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(f"{place}: no such checkpoint.")
+
+
 class Store:
-    """The checkpoints below a folder. The journal has when they expire."""
+    """The checkpoints below a folder. The journal has when they expire, and whose they are.
+
+    lost: models that cannot go on, each with the reason.
+    """
 
     def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: Journal) -> None:
         self.runs, self.model, self.base_name, self.journal = folder / "runs", model, base_name, journal
@@ -70,23 +84,58 @@ class Store:
         for each in self.runs.glob("*/*"):  # what a killed server left
             for inner in [each] if each.name == "snapshots" else each.iterdir():
                 store.recover(inner)
+        self.lost = self._compared()
+
+    def _compared(self) -> dict[str, str]:
+        """Holds the folders of runs against the journal. A line is logged for each run that one of both lacks; returns
+        those that cannot go on. Nothing is removed.
+        """
+        names, lost = self.journal.names("model"), {}
+        for folder in sorted(path for path in self.runs.glob("*") if path.is_dir()):
+            name = folder.name.replace(".", ":")
+            if name not in names or self.journal.key_of(name) is None:
+                found = ", ".join(str(each.parent.relative_to(folder)) for each in sorted(folder.rglob(MANIFEST)))
+                logger.warning(
+                    "%s: the journal has no such run, so no client finds it. Put back a copy of the journal that has "
+                    "it; or read its checkpoints (%s), folders of PEFT, with treewise, PEFT or vLLM.",
+                    *(folder, found or "none"),
+                )
+        for name in names:
+            parent, seq = self._snapshots(name), self.journal.snapshot_seq(name)
+            steps = [store.step_of(each) for each in store.checkpoints(parent) if (each / MANIFEST).is_file()]
+            newest = max(steps, default=-1)
+            if newest > self.journal.last_seq(name):
+                lost[name] = (
+                    f"{name} cannot go on: {parent / f'checkpoint-{newest}'} has its weights after request {newest}, "
+                    f"and the journal lost what came after request {self.journal.last_seq(name)}."
+                )
+            elif seq >= 0 and not (parent / f"checkpoint-{seq}" / MANIFEST).is_file():
+                lost[name] = f"{name} cannot go on: its weights, {parent / f'checkpoint-{seq}'}, are missing."
+            if name in lost:
+                lost[name] += " Put back a copy of what is missing, or go on from a checkpoint in a new run."
+                logger.warning("%s", lost[name])
+        return lost
+
+    def _snapshots(self, run: str) -> Path:
+        return self.runs / run.replace(":", ".") / "snapshots"
 
     def folder(self, place: Place) -> Path:
         """Where it stands."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
-    def facts(self, place: Place) -> dict[str, Any]:
+    def facts(self, place: Place, key: str | None = None) -> dict[str, Any]:
         """What was written down with a checkpoint, its `folder`, and when it `expires`, in seconds since 1970 or None.
-        Raises `DataError` where it is not there or has expired.
+        key: the digest of that which asks; None: the server does. Raises `NoCheckpointError` where it is not there, has
+        expired, or belongs to another key.
         """
         folder, expires = self.folder(place) / "checkpoint-1", self.journal.get("expires", str(place))
-        if not (folder / MANIFEST).is_file() or (expires is not None and expires < time.time()):
-            raise DataError(f"{place}: no such checkpoint.")
+        is_there = (folder / MANIFEST).is_file() and (expires is None or expires >= time.time())
+        if not is_there or key not in (None, self.journal.key_of(place.run)):
+            raise NoCheckpointError(place)
         return {**_facts(folder), "folder": folder, "expires": expires}
 
     def set_life(self, place: Place, seconds: Any) -> None:
         """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
-        self.facts(place)
         self.journal.put("expires", str(place), place.run, _end_of(seconds))
 
     def save(self, place: Place, weights: Weights, facts: dict[str, Any], life: Any = None) -> None:
@@ -104,14 +153,10 @@ class Store:
         for name in self.journal.names("expires"):
             expires = self.journal.get("expires", name)
             if expires is not None and expires < time.time():
-                self._remove(Place.parsed(name))
+                self.delete(Place.parsed(name))
 
     def delete(self, place: Place) -> None:
-        """Raises `DataError` where there is none."""
-        self.facts(place)
-        self._remove(place)
-
-    def _remove(self, place: Place) -> None:
+        """Removes a checkpoint, if it is there."""
         shutil.rmtree(self.folder(place), ignore_errors=True)  # two may do so at once
         self.journal.remove("expires", str(place))
 
@@ -128,16 +173,16 @@ class Store:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, run: str, seq: int, weights: Weights, steps: int) -> None:
+    def snapshot(self, run: str, seq: int, weights: Weights, facts: dict[str, Any]) -> None:
         """The server's own checkpoint of a run after request `seq`; the one before is kept."""
-        folder = self.runs / run.replace(":", ".") / "snapshots"
-        self._write(folder, seq, weights, {"request": f"{run}:{seq}", "steps": steps}, with_optimizer=True)
+        folder = self._snapshots(run)
+        self._write(folder, seq, weights, {"request": f"{run}:{seq}", **facts}, with_optimizer=True)
         store.prune(folder, 2, None)
 
     def restore(self, run: str, seq: int, weights: Weights) -> dict[str, Any]:
         """The weights after request `seq`; returns what was written down with them. Newer snapshots, which the journal
         of a killed server does not have, go: else they would count when old ones are removed."""
-        parent = self.runs / run.replace(":", ".") / "snapshots"
+        parent = self._snapshots(run)
         for each in store.checkpoints(parent):
             if store.step_of(each) > seq:
                 shutil.rmtree(each)
@@ -162,13 +207,13 @@ class Store:
                 save_optimizer(aside, optimizer_state(weights.optimizer, self.model.model))
             store.publish(aside, {"serve": facts})
 
-    def load(self, place: Place, weights: Weights, *, with_optimizer: bool = False) -> None:
-        """Puts the values of a checkpoint into weights of its shape.
+    def load(self, place: Place, weights: Weights, *, with_optimizer: bool = False, key: str | None = None) -> None:
+        """Puts the values of a checkpoint into weights of its shape. key: as in `facts`.
 
         Raises:
             DataError: it is not there, of another shape, or without the optimizer's state. CheckpointError: damaged.
         """
-        folder = self.facts(place)["folder"]
+        folder = self.facts(place, key)["folder"]
         if with_optimizer and place.kind != "weights":
             raise DataError(f"{place} holds no optimizer's state; load a checkpoint of save_state, or weights alone.")
         self._read(folder, weights, with_optimizer=with_optimizer)
@@ -183,9 +228,9 @@ class Store:
         self.load(place, weights)
         return weights
 
-    def shape(self, place: Place) -> Shape:
-        """What the checkpoint's weights are."""
-        return Shape(**self.facts(place)["shape"])
+    def shape(self, place: Place, key: str | None = None) -> Shape:
+        """What the checkpoint's weights are. key: as in `facts`."""
+        return Shape(**self.facts(place, key)["shape"])
 
     def _read(self, folder: Path, weights: Weights, *, with_optimizer: bool) -> dict[str, Any]:
         read_manifest(folder)  # compares every file with its checksum

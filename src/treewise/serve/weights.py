@@ -15,7 +15,7 @@ from tinker import types
 from torch import nn
 
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, NonFiniteError
+from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from treewise.nn.adapter_slots import Shape, Slots, Weights
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
@@ -29,6 +29,10 @@ from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 COUNTS = ("flat_tokens", "tree_tokens", "computed_tokens")  # of a computed forest
+
+
+class WeightsError(NonFiniteError):
+    """Weights with which the model computes what is not a number, whatever the data are."""
 
 
 class ServedModel:
@@ -119,15 +123,21 @@ class ServedModel:
         none.
 
         Raises:
-            NonFiniteError: a loss that is not a number; names the first datum.
+            WeightsError: the model's log-probs are not numbers. NonFiniteError: a loss alone is not; names the first
+                datum.
         """
         items = [Trajectory(row.token_ids, images=row.images) for row in rows]
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)
         with self.using(weights), gradients_set_aside(self.model) if gradients else nullcontext():
-            out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
+            try:
+                out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
+            except UnsupportedModelError as error:  # of the probe, if they are the first weights of this process
+                raise error if error.is_finite else WeightsError(str(error)) from None
             if not math.isfinite(out.loss):
+                if np.isnan(loss.logprobs).any():
+                    raise WeightsError("log-probs are not numbers.")
                 is_wrong = ~np.isfinite(np.add.reduceat(loss.losses, loss.bounds[:-1]))
                 raise NonFiniteError(f"the loss is not a number, first at datum {is_wrong.argmax()} of the forest.")
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}

@@ -2,24 +2,30 @@
 
 Requests of one model run in the order of their sequence numbers. All forward_backward requests of a model that are
 there when the first of them runs are one forest; so are the prompts of all sampling requests of the same weights.
+
+A client counts each request, whatever becomes of it; so does the server. A number that was refused is passed over, and
+so is one that does not come (`GAP`): a client had its error then, and goes on with the next.
 """
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tinker import types
 
-from treewise.errors import ConfigError, DataError, SamplerError, TreewiseError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape, Weights
-from treewise.serve.journal import FAILED, REFUSED, Work
+from treewise.errors import ConfigError, DataError, NonFiniteError, SamplerError, TreewiseError, UnsupportedModelError
+from treewise.nn.adapter_slots import Shape
+from treewise.serve.journal import FAILED, GAP, REFUSED, Work
+from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request
 from treewise.serve.store import KINDS, Place, Store, size_of
-from treewise.serve.weights import COUNTS
+from treewise.serve.turns import Turns
+from treewise.serve.weights import COUNTS, WeightsError
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
 logger = logging.getLogger("treewise")
@@ -27,8 +33,8 @@ JSON = "application/json"
 CALLS = ("forward", "forward_backward")
 MAX_GROUP_SAMPLES = 64  # requests that are drawn together before others get their turn
 CANCELLED = DataError("cancelled by the client.")
-GAP_SECONDS = 600.0  # that requests wait for one with a lower number
-TIDY_SECONDS = 60.0  # between looks for what is old
+PATIENCE_SECONDS = 40.0  # for requests with lower numbers; the SDK waits 30 s at most between two tries
+TIDY_SECONDS, LOOK_SECONDS = 60.0, 2.0  # between looks for what is old, and for what does not come
 _CURVE, _KEPT_SAMPLES, _SHOWN = 2000, 20, 400  # on the page: points of a curve, samples, characters of each
 
 
@@ -36,41 +42,49 @@ class QueueFullError(TreewiseError, BlockingIOError):
     """As many requests wait as the server lets."""
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """A client's model in memory. sums: loss, flat, tree and computed tokens, seconds since its last optimizer step."""
+class RefusedBeforeError(DataError):
+    """The number of a request was refused, with this status."""
 
-    weights: Weights
-    facts: dict[str, Any]
-    steps: int = 0
-    used: float = 0.0
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients wait for an optimizer step."""
-        return any(each.grad is not None for each in self.weights.parameters.values())
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status_code = status
 
 
 class Worker(threading.Thread):
-    """on_answers: called when requests were answered. figures: what the page shows, since the start; `seconds` of work
-    by kind of request.
+    """on_answers: called when requests were answered. uploaded: until when a key's large bodies are under way, as
+    `time.monotonic` counts. seconds: of work, by kind of request. now: the kind and the owner of what runs.
     """
 
-    def __init__(self, store: Store, on_answers: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, on_answers: Callable[[], None], uploaded: Callable[[str], float] = lambda _: 0.0
+    ) -> None:
         super().__init__(name="treewise-serve", daemon=True)
         self.store, self.journal, self.model, self.settings = store, store.journal, store.model, store.model.settings
-        self.on_answers = on_answers
-        self.figures: dict[str, Any] = {"started": time.time(), "seconds": {}, "now": "", "samples": []}
-        self.figures |= dict.fromkeys((*COUNTS, "sampled_tokens", "failures"), 0)
+        self.on_answers, self.uploaded = on_answers, uploaded
+        self.started, self.seconds, self.now = time.time(), dict[str, float](), ("", "")
+        self._counts: dict[str, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._queue: dict[str, Work] = {}  # in the order of arrival; what has its answer waits to run again
-        self._next: dict[str, int] = {}
+        self._turns = Turns(self.journal)
         self._runs: dict[str, Run] = {}
         self._drawn: set[str] = set()  # samples that have begun and were not cancelled
-        self._gaps: dict[str, float] = {}  # since when a model's requests wait for one that did not come
+        self._patience: dict[str, float] = {}  # until when a model waits for lower numbers, once its client sent one
+        self._doubtful: set[str] = set()  # models with a gap where this process first heard of them
+        self._begun = time.monotonic()
         self._is_stopping = self._was_sample = False
-        self._enqueue(self.journal.works())
+        works = self.journal.works()
+        self._turns.add(work for work in works if work.owner not in store.lost)
+        for work in works:
+            if work.owner in store.lost and not work.is_answered:
+                self._fail(work, DataError(store.lost[work.owner]), REFUSED)
+
+    def counts(self, key: str) -> dict[str, Any]:
+        """What was done for an API key since the start, and its last samples; the page shows it."""
+        none = {**dict.fromkeys((*COUNTS, "sampled_tokens", "failures"), 0), "samples": []}
+        return self._counts.get(key, none)
+
+    def _counts_of(self, work: Work) -> dict[str, Any]:
+        key = self.journal.key_of(work.owner) or ""
+        return self._counts.setdefault(key, self.counts(key))
 
     # -- the queue, from any thread -----------------------------------------------------------------------------------
 
@@ -78,34 +92,105 @@ class Worker(threading.Thread):
     def num_waiting(self) -> int:
         """Requests without an answer."""
         with self._changed:
-            return sum(not work.is_answered for work in self._queue.values())
+            return sum(not work.is_answered for work in self._turns.waiting.values())
 
-    def submit(self, work: Work, body: bytes) -> None:
-        """Takes a request; one that was taken before is the same one.
+    def submit(self, work: Work, body: bytes, patience: float = PATIENCE_SECONDS) -> None:
+        """Takes a request; one that was taken before is the same one. One whose turn has passed is answered so.
+
+        patience: how long its model then waits for requests with lower numbers, in seconds; 0: none is under way.
 
         Raises:
-            DataError: its sequence number was used for something else. QueueFullError: too many wait. The request that
-                a model waits for is taken nevertheless, because it lets the others go.
+            DataError: its sequence number was used for something else, or the model cannot go on. RefusedBeforeError:
+                the number was refused. QueueFullError: too many wait. The request that a model waits for is taken
+                nevertheless, because it lets the others go.
         """
         with self._changed:
-            before = self.journal.find(work.id)
-            if before is not None and before.kind != work.kind:
-                raise DataError(f"request {work.id} was {before.kind}, and is {work.kind} now.")
-            if before is not None:
-                return
-            is_next = work.kind != "sample" and work.seq == self._next_of(work.owner)
-            if not is_next and self.num_waiting >= self.settings.max_queue:
-                raise QueueFullError(f"{self.settings.max_queue} requests wait (max_queue); send it again later.")
-            self.journal.add(work, body)
-            self._enqueue([work])
-            self._changed.notify()
+            if work.owner in self.store.lost:
+                raise DataError(self.store.lost[work.owner])
+            if (before := self.journal.find(work.id)) is not None:
+                refusal = json.loads(before.answer or b"{}") if before.media == REFUSED else {}
+                if "status" in refusal:
+                    raise RefusedBeforeError(refusal["error"], refusal["status"])
+                if before.kind not in (work.kind, GAP):
+                    raise DataError(f"request {work.id} was {before.kind}, and is {work.kind} now.")
+            elif work.kind != "sample" and work.seq < self._turns.next_of(work.owner):
+                self._refuse(work, f"the turn of request {work.seq} has passed; the model is at a later one.")
+            else:
+                is_next = work.kind != "sample" and work.seq == self._turns.next_of(work.owner)
+                if is_next:
+                    self._doubtful.discard(work.owner)
+                elif self.num_waiting >= self.settings.max_queue:
+                    raise QueueFullError(f"{self.settings.max_queue} requests wait (max_queue); send it again later.")
+                self._hear(work, patience)
+                self.journal.add(work, body)
+                self._turns.add([work])
+                if not patience:
+                    self._pass_over(work.owner, work.seq)
+                self._changed.notify()
+
+    def refuse(self, work: Work, error: str, status: int | None, patience: float = PATIENCE_SECONDS) -> None:
+        """A request that the door refuses takes its number all the same, so that the next one has its turn. status:
+        with which it was answered, and is when it comes again; None: as a future. One that was taken before stays, and
+        numbers far ahead are not taken.
+        """
+        with self._changed:
+            ahead, is_lost = work.seq - self._turns.next_of(work.owner), work.owner in self.store.lost
+            if not is_lost and self.journal.find(work.id) is None and 0 <= ahead <= self.settings.max_queue:
+                self._hear(work, patience)
+                self._refuse(work, error, status)
+                if not patience:
+                    self._pass_over(work.owner, work.seq)
+                self._changed.notify()
+
+    def _refuse(self, work: Work, error: str, status: int | None = None) -> None:
+        content = {"error": error, "category": types.RequestErrorCategory.User}
+        content |= {} if status is None else {"status": status}
+        self.journal.refuse(work, json.dumps(content).encode())
+        self._turns.add([replace(work, is_answered=True, is_done=True)])
+
+    def _hear(self, work: Work, patience: float) -> None:
+        """Notes that a model's client sends something. Where the first that this process hears leaves a gap, it cannot
+        be known whether requests did not come or were forgotten with the machine's power.
+        """
+        if work.kind != "sample":
+            if work.owner not in self._patience and work.seq > self.journal.last_seq(work.owner) + 1:
+                self._doubtful.add(work.owner)
+            self._patience[work.owner] = time.monotonic() + patience
+
+    def _pass_over(self, owner: str, below: int) -> None:
+        """Lets a model go on without those of its requests below a number that have not come."""
+        gaps = self._turns.gaps(owner, below)
+        for first, last in gaps:
+            text = f"requests {first} to {last} of the model never came, or came after those that followed them."
+            self._refuse(Work(f"{owner}:{first}", owner, last, GAP), text)
+        if gaps and owner in self._doubtful:
+            self._doubtful.discard(owner)
+            error = DataError(
+                f"requests {gaps[0][0]} to {gaps[-1][1]} of {owner}, before this one, are not in the server's journal. "
+                "If they had answers, the server lost them when its machine lost its power, and the weights are those "
+                "before them: go on from a checkpoint (create_training_client_from_state_with_optimizer)."
+            )
+            for work in self._turns.asked_of(owner):
+                self._fail(work, error, REFUSED)
+                self._turns.add([replace(work, is_answered=True, is_done=True)])
+            self.on_answers()
+
+    def _close_gaps(self, now: float) -> None:
+        """For models whose requests wait for one that does not come."""
+        with self._changed:
+            for owner in self._turns.asking():
+                ends = self._patience.get(owner, self._begun + PATIENCE_SECONDS)
+                is_over = now > max(ends, self.uploaded(self.journal.key_of(owner) or ""))
+                if is_over and self._turns.head_of(owner) is None:
+                    self._pass_over(owner, max(work.seq for work in self._turns.asked_of(owner)))
+                    self.on_answers()
 
     def cancel(self, name: str) -> None:
         """Takes a sampling request out of the queue; one that has begun ends at its next token."""
         with self._changed:
             self._drawn.discard(name)
-            is_waiting = name in self._queue and self._queue[name].kind == "sample"
-            work = self._queue.pop(name) if is_waiting else None
+            is_waiting = name in self._turns.waiting and self._turns.waiting[name].kind == "sample"
+            work = self._turns.waiting.pop(name) if is_waiting else None
         if work is not None:
             self._fail(work, CANCELLED)
             self.on_answers()
@@ -117,53 +202,35 @@ class Worker(threading.Thread):
             self._changed.notify()
         self.join()
 
-    def _enqueue(self, works: Sequence[Work]) -> None:
-        self._queue |= {work.id: work for work in works}
-
-    def _next_of(self, owner: str) -> int:
-        if owner not in self._next:
-            self._next[owner] = self.journal.snapshot_seq(owner) + 1
-        return self._next[owner]
-
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until `stop`."""
-        tidied = 0.0
+        tidied = looked = 0.0
         while True:
             if time.monotonic() - tidied > TIDY_SECONDS:
-                self._tidy(time.monotonic())
+                self.journal.forget()
+                self.store.forget()
                 tidied = time.monotonic()
+            if time.monotonic() - looked > LOOK_SECONDS:
+                self._close_gaps(time.monotonic())
+                looked = time.monotonic()
             with self._changed:
                 if not (works := self._take()) and not self._is_stopping:
-                    self.figures["now"] = ""
-                    self._changed.wait(TIDY_SECONDS)
+                    self.now = ("", "")
+                    self._changed.wait(LOOK_SECONDS)
                 if self._is_stopping:
                     break
             if works:
                 begun = time.monotonic()
-                self.figures["now"] = f"{works[0].kind} of {works[0].owner}"
+                self.now = (works[0].kind, works[0].owner)
                 self._begin(works)
-                spent = self.figures["seconds"].get(works[0].kind, 0.0) + time.monotonic() - begun
-                self.figures["seconds"] = {**self.figures["seconds"], works[0].kind: spent}
-            self.on_answers()
+                spent = self.seconds.get(works[0].kind, 0.0) + time.monotonic() - begun
+                self.seconds = {**self.seconds, works[0].kind: spent}
+                self.on_answers()
         for name, run in self._runs.items():
             self._save_snapshot(name, run)
         self.model.close()
-
-    def _tidy(self, now: float) -> None:
-        """Forgets old answers and checkpoints, and fails what waits for a request that does not come."""
-        self.journal.forget()
-        self.store.forget()
-        with self._changed:
-            waiting = [work for work in self._queue.values() if not work.is_answered and work.kind != "sample"]
-            stuck = {work.owner for work in waiting if f"{work.owner}:{self._next_of(work.owner)}" not in self._queue}
-            self._gaps = {name: self._gaps.get(name, now) for name in stuck}
-            works = [work for work in waiting if now - self._gaps.get(work.owner, now) > GAP_SECONDS]
-            self._enqueue([replace(work, is_answered=True, is_done=True) for work in works])
-        for work in works:
-            error = DataError(f"request {self._next_of(work.owner)} of the model, its turn before, never came.")
-            self._fail(work, error, REFUSED)
 
     def _begin(self, works: Sequence[Work]) -> None:
         """One client's failure is no other's: samples that fail together, or ended the process, run one by one. A
@@ -195,10 +262,9 @@ class Worker(threading.Thread):
 
     def _take(self) -> list[Work]:
         """The next group: the oldest request that can run, and those that run with it."""
-        samples = [work for work in self._queue.values() if work.kind == "sample"]
-        asking = [work.owner for work in self._queue.values() if not work.is_answered and work.kind != "sample"]
-        names = [f"{owner}:{self._next_of(owner)}" for owner in dict.fromkeys(asking)]
-        heads = [self._queue[name] for name in names if name in self._queue]
+        turns = self._turns
+        samples = [work for work in turns.waiting.values() if work.kind == "sample"]
+        heads = [head for head in map(turns.head_of, turns.asking()) if head is not None]
         self._was_sample = bool(samples) and (not heads or not self._was_sample)  # they take turns with models
         if self._was_sample:
             paths = {owner: self._path_of(owner) for owner in {work.owner for work in samples}}
@@ -206,15 +272,15 @@ class Worker(threading.Thread):
             self._drawn = {work.id for work in works}
         elif heads:
             works = [head := min(heads, key=self._precedence)]
-            while head.kind in CALLS and (work := self._queue.get(f"{head.owner}:{works[-1].seq + 1}")):
-                if (work.kind, work.batch) != (head.kind, head.batch):
+            while head.kind in CALLS and (work := turns.waiting.get(f"{head.owner}:{works[-1].seq + 1}")):
+                if not work.is_done and (work.kind, work.batch) != (head.kind, head.batch):
                     break
                 works.append(work)
-            self._next[head.owner] = works[-1].seq + 1
+            turns.go_to(head.owner, works[-1].seq + 1)
         else:
             works = []
         for work in works:
-            del self._queue[work.id]
+            del turns.waiting[work.id]
         return works
 
     def _precedence(self, work: Work) -> tuple[bool, float]:
@@ -244,8 +310,8 @@ class Worker(threading.Thread):
             self._save_snapshot(work.owner, run)
 
     def _fail(self, work: Work, error: Exception, media: str = FAILED) -> None:
-        is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError)
-        self.figures["failures"] += 1
+        is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError | NonFiniteError)
+        self._counts_of(work)["failures"] += 1
         text = str(error) or type(error).__name__
         content = {"error": text, "category": types.RequestErrorCategory.User if is_users else "server"}
         self.journal.answer(work.id, media, json.dumps(content).encode())
@@ -262,7 +328,8 @@ class Worker(threading.Thread):
             weights = self.model.new_weights(Shape(**facts["shape"]), facts["seed"])
             run, seq = Run(weights, facts), self.journal.snapshot_seq(name)
             if seq >= 0:
-                run.steps = int(self.store.restore(name, seq, weights)["steps"])
+                saved = self.store.restore(name, seq, weights)
+                run.steps, run.moved = int(saved["steps"]), saved.get("moved", "")
             elif facts["path"]:
                 self.store.load(Place.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
             self._runs[name] = run
@@ -283,15 +350,16 @@ class Worker(threading.Thread):
         """Forgets a model, and runs its requests since the newest snapshot again when it has its turn."""
         with self._changed:
             self._runs.pop(name, None)
-            self._next[name] = self.journal.snapshot_seq(name) + 1
-            self._enqueue(self.journal.works(name))
+            self._turns.go_to(name, self.journal.snapshot_seq(name) + 1)
+            self._turns.add(self.journal.works(name))
 
     def _save_snapshot(self, name: str, run: Run, answer: tuple[str, str, bytes] | None = None) -> None:
         """answer: of the newest request, which is written with the snapshot or not at all."""
-        seq = self._next_of(name) - 1
+        with self._changed:
+            seq = self._turns.next_of(name) - 1
         if run.has_gradients or seq <= self.journal.snapshot_seq(name):
             return
-        self.store.snapshot(name, seq, run.weights, run.steps)
+        self.store.snapshot(name, seq, run.weights, {"steps": run.steps, "moved": run.moved})
         self.journal.snapshot(name, seq, answer)
 
     def _read(self, works: Sequence[Work], read: Callable[[Work, bytes], Any]) -> dict[Work, Any]:
@@ -311,9 +379,13 @@ class Worker(threading.Thread):
             return
         begun, trains = time.monotonic(), works[0].kind == "forward_backward"
         rows = [row for own in calls.values() for row in own]
-        loss, counted = self.model.compute(run.weights, rows, gradients=trains)
+        try:
+            loss, counted = self.model.compute(run.weights, rows, gradients=trains)
+        except WeightsError:
+            raise run.blame(works[0].owner) from None
+        counts = self._counts_of(works[0])
         for name, value in counted.items():
-            self.figures[name] += value
+            counts[name] += value
         if trains:
             new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
             run.sums = [before + each for before, each in zip(run.sums, new, strict=True)]
@@ -328,19 +400,14 @@ class Worker(threading.Thread):
         return {"type": asked.get("type"), "path": asked.get("path"), "model_id": work.owner}
 
     def _optim_step(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
-        if "optimizer_params" in asked:
-            raise DataError(f"optimizer {asked['optimizer_params'].get('type')!r} is not implemented; send AdamParams.")
-        given: dict[str, float | None] = asked["adam_params"]
-        for name, value in given.items():  # what was not finite is None in JSON
-            if value is None or value < 0 or (name.startswith("beta") and value >= 1):
-                raise DataError(f"{name}={value} must be a finite number, at least 0, and below 1 for a beta.")
-        adam = types.AdamParams.model_validate(given)
+        adam = read_adam(asked)
         sums, run.sums = run.sums, [0.0] * 5
-        norm = self.model.optimize(run.weights, adam)
-        run.steps += 1
+        norm = run.optimize(self.model, adam)
         before = self.journal.get("curve", work.owner) or []
         curve = [point for point in before if point[0] < run.steps]  # the others ran before the server was killed
         self.journal.put("curve", work.owner, work.owner, [*curve, [float(run.steps), *sums]][-_CURVE:])
+        if not math.isfinite(run.largest):
+            raise run.blame(work.owner)
         share = {"share_ratio:mean": sums[1] / sums[2]} if sums[2] else {}
         return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share}}
 
@@ -376,8 +443,10 @@ class Worker(threading.Thread):
 
     def _load_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
         place = Place.parsed(asked["path"])
-        self.store.load(place, run.weights, with_optimizer=asked["optimizer"])
+        key = self.journal.key_of(work.owner)
+        self.store.load(place, run.weights, with_optimizer=asked["optimizer"], key=key)
         run.weights.forget(with_moments=not asked["optimizer"])
+        run.moved = ""
         return {"path": str(place), "model_id": work.owner}
 
     # -- samples ------------------------------------------------------------------------------------------------------
@@ -393,13 +462,17 @@ class Worker(threading.Thread):
         path = self._path_of(works[0].owner)
         weights = None if path is None else self.store.weights_of(Place.parsed(path))
         decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
-        found = answers(self.model, weights, list(requests.values()))
+        try:
+            found = answers(self.model, weights, list(requests.values()))
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{path or 'the base model'}: {error}") from None
         for work, (content, drawn) in zip(requests, found, strict=True):
             if work.id not in self._drawn:
                 self._fail(work, CANCELLED)
                 continue
             self.journal.answer(work.id, PROTOBUF, content)
-            self.figures["sampled_tokens"] += sum(each.num_tokens for each in drawn)
+            counts = self._counts_of(work)
+            counts["sampled_tokens"] += sum(each.num_tokens for each in drawn)
             shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
-            self.figures["samples"].append({**shown, "tokens": drawn[0].num_tokens})
-        del self.figures["samples"][:-_KEPT_SAMPLES]
+            counts["samples"].append({**shown, "tokens": drawn[0].num_tokens})
+            del counts["samples"][:-_KEPT_SAMPLES]

@@ -1,7 +1,7 @@
 """For tests of your own: tiny models, random trees, flat training as an oracle, and an assertion that compares them.
 
 Who writes an objective, a recurrent layer or an attention finds here what treewise tests its own with. The strategies
-need hypothesis (`pip install 'hypothesis>=6.100'`); the rest needs nothing more than treewise. docs/testing.md.
+need hypothesis (`pip install 'hypothesis>=6.136'`); the rest needs nothing more than treewise. docs/testing.md.
 """
 
 from importlib import import_module

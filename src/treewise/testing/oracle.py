@@ -54,7 +54,7 @@ class FlatGradients(dict[str, torch.Tensor]):
 
 def flat_logprobs(model: nn.Module, trajectory: Trajectory) -> torch.Tensor:
     """[length - 1] log-probs of every token but the first, with a graph."""
-    logits, lse, ids = flat_logits(model, trajectory, None, next(model.parameters()).device)
+    logits, lse, ids, _ = flat_logits(model, trajectory, None, next(model.parameters()).device)
     return logits.gather(1, ids[1:, None])[:, 0] - lse
 
 
@@ -130,7 +130,7 @@ def assert_equals_flat(
         report = verify(
             model,
             trajectories,
-            budget,
+            [budget],
             attention=attention,
             objective=objective,
             tolerance=tolerance,

@@ -3,8 +3,8 @@
     from treewise.testing.shape_checks import install
     install("treewise.nn", "my_package")        # before these are imported
 
-Only annotations with shapes are checked, `Float[Tensor, "T M"]` of `treewise.shapes`; types of other arguments are the
-business of a type checker.
+Only annotations with shapes are checked, `Float[Tensor, "T M"]` of `treewise.base.shapes`; types of other arguments are
+the business of a type checker.
 """
 
 import sys

@@ -6,24 +6,18 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
+import torch
 from accelerate.utils import DynamoBackend
 from annotated_types import Ge, Gt, Lt
-from torch import accelerator, distributed
 from transformers import TrainingArguments
 
-from treewise.data import RenderOptions
-from treewise.data.io.field_checks import shown
-from treewise.data.io.files import read_text
-from treewise.distributed import watchdog
-from treewise.distributed.fsdp import ShardSettings, shard_settings
-from treewise.distributed.mesh import check_context_size, mesh_config
-from treewise.engine.budget import Budget
+from treewise.base.features import feature
+from treewise.engine.prepared import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
-from treewise.nn.compilation import DEFAULT_BACKEND, check_compilation
-from treewise.objectives import SFT
+from treewise.objectives.sft import SFT
 
 logger = logging.getLogger("treewise")
 
@@ -76,7 +70,7 @@ class TreeTrainingArguments(TrainingArguments):
         weighting: how often a shared trained token counts: `per_trajectory` (once for each trajectory, as in flat
             training), `per_rollout` (once for each rollout) or `once`.
         normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
-            an optimizer step (`treewise.objectives.normalization`).
+            an optimizer step (`treewise.objectives.sft`).
         constant: the divisor of `rollout_sum` and `constant`.
         merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
             loss; has no effect with `weighting="once"`, where a token counts once per tree.
@@ -146,11 +140,17 @@ class TreeTrainingArguments(TrainingArguments):
     adam_beta1: Annotated[float, Ge(0), Lt(1)] = TrainingArguments.adam_beta1
     adam_beta2: Annotated[float, Ge(0), Lt(1)] = TrainingArguments.adam_beta2
 
+    # Of an instance, and no settings, so without annotations.
+    _is_settling = False  # while transformers takes the settings
+    _own_device = cast("torch.device | None", None)
+
     def __new__(cls, *_given: Any, **settings: Any) -> "TreeTrainingArguments":
         """Raises `ConfigError` for a name that is no setting."""
         known = [item.name for item in fields(cls) if item.init]
         for name in settings:
             if name not in known:
+                from treewise.data import RenderOptions
+
                 hint = did_you_mean(name, known)
                 if name in RenderOptions.__dataclass_fields__:
                     hint = f" It is of records: TreeTrainer(..., render={{{name!r}: ...}})."
@@ -180,22 +180,60 @@ class TreeTrainingArguments(TrainingArguments):
         if self.shard_config and not self.sharded:
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
         self.shard_settings()
-        is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if is_launched and not accelerator.is_available():
-            self.use_cpu = True  # else each process would train alone, on all trees, into the same folder
-        if self.use_cpu and is_launched and self.ddp_backend in (None, "gloo") and not distributed.is_initialized():
-            watchdog.start_group(self.ddp_timeout)  # transformers does it, too, but ignores `ddp_timeout`
         self._take_over_compilation()
-        watchdog.begin(self.ddp_timeout)
         is_for_several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
-        if is_for_several and "WORLD_SIZE" not in os.environ and int(self.world_size) == 1:
+        if is_for_several and "WORLD_SIZE" not in os.environ:
             raise ConfigError(  # steps would have fewer trees than requested
                 "accelerate launch was asked for several processes and started one, as it does with --cpu. Start them "
                 "with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (on a CPU, too, "
                 "with use_cpu: true); for one process give --num_processes 1 and unset MASTER_PORT."
             )
-        mesh_config(self.tp_size, self.ep_size, int(self.world_size))
-        check_context_size(self.context_size, int(self.world_size), self.tp_size, self.ep_size)
+        launched = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+        if self.tp_size * self.ep_size != 1:
+            feature("mesh").check_mesh_sizes(self.tp_size, self.ep_size, launched)
+        if self.context_size != 1:
+            feature("context").check_context_size(self.context_size, launched, self.tp_size, self.ep_size)
+
+    # -- processes and the device: asked for when a run begins, not by the settings -----------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process. When it is first asked for, the processes of a run join one another.
+
+        Raises:
+            LostRankError: not all processes came within `ddp_timeout`.
+        """
+        if self._is_settling:
+            return torch.device("cpu")  # transformers asks while it takes the settings, to have it chosen
+        if self._own_device is None:
+            is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+            if is_launched:
+                feature("watchdog").join(self)
+            backend = getattr(self, "ddp_backend", None)
+            if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
+                self.ddp_backend = None
+            self._own_device = super().device
+            self.ddp_backend = backend
+            if is_launched:
+                feature("watchdog").begin(self.ddp_timeout)
+        return self._own_device
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return 1 if self._is_settling else int(super().world_size if self.device else 1)
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        return 0 if self._is_settling else int(super().process_index if self.device else 0)
+
+    @property
+    def local_process_index(self) -> int:
+        """Its rank on this machine."""
+        return 0 if self._is_settling else int(super().local_process_index if self.device else 0)
+
+    # -- what other settings mean here --------------------------------------------------------------------------------
 
     def _is_set(self, name: str) -> bool:
         """Whether a setting, which this version of transformers may lack, has another value than its default."""
@@ -211,11 +249,10 @@ class TreeTrainingArguments(TrainingArguments):
             from_environment = {name: value for name, value in variables.items() if value is not None}
             self.shard_config = {**from_environment, **(self.shard_config or {})}
             self.sharded = True
-            os.environ["ACCELERATE_USE_FSDP"] = "false"
         fsdp: Any = getattr(self, "fsdp", None)
         if fsdp:
             config: Any = getattr(self, "fsdp_config", None)
-            settings = shard_settings(fsdp, config)
+            settings = feature("fsdp").shard_settings(fsdp, config)
             if settings is not None:
                 self.sharded, self.shard_config = True, settings.as_config()
             self.fsdp, self.fsdp_config = None, None
@@ -233,25 +270,28 @@ class TreeTrainingArguments(TrainingArguments):
             backend, mode = launched, mode or (None if given == "default" else given)
         is_compiled = own.torch_compile or backend is not None or mode is not None
         own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
-        backend_of_ranks = own.ddp_backend
-        if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
-            own.ddp_backend = None
         pins_memory = own.dataloader_pin_memory  # put out on a CPU, and a run's own settings would be warned of
-        super().__post_init__()
-        own.ddp_backend, own.dataloader_pin_memory = backend_of_ranks, pins_memory
+        self._is_settling = True
+        try:
+            super().__post_init__()
+        finally:
+            self._is_settling = False
+        own.dataloader_pin_memory = pins_memory
         if not is_compiled:
             return
         own.torch_compile, own.torch_compile_mode = True, mode
-        own.torch_compile_backend = backend or DEFAULT_BACKEND
-        check_compilation(own.torch_compile_backend, mode, known={each.value.lower() for each in DynamoBackend})
+        compilation = feature("compilation")
+        own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
+        known = {each.value.lower() for each in DynamoBackend}
+        compilation.check_compilation(own.torch_compile_backend, mode, known=known)
         spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
         if any(spread.values()):
             names = ", ".join(name for name, is_set in spread.items() if is_set)
             raise ConfigError(f"torch_compile cannot be combined with {names}; leave one of them out.")
 
-    def shard_settings(self) -> ShardSettings | None:
-        """How parameters are sharded; None where they are not."""
-        return shard_settings(self.sharded, self.shard_config)
+    def shard_settings(self) -> Any:
+        """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""
+        return feature("fsdp").shard_settings(self.sharded, self.shard_config) if self.sharded else None
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -315,6 +355,9 @@ def _mapping(name: str, value: Any) -> Any:
     """A setting that is given as JSON text, or by the path of a JSON file, as the mapping that it holds."""
     if not isinstance(value, str):
         return value
+    from treewise.data.io.field_checks import shown
+    from treewise.data.io.files import read_text
+
     try:
         found = json.loads(value if value.lstrip().startswith("{") else read_text(Path(value).expanduser()))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,35 +1,19 @@
-"""What a trainer is given becomes what it computes with: models by name, new adapters, data scored by a reference.
+"""What a trainer is given becomes what it computes with: models by name, new adapters, records as trees."""
 
-The reference of a preference objective scores the data once, before the first step. Without a model of its own it is
-the trained model as it starts, with the adapters that it then has (new ones change nothing).
-"""
-
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from treewise.data import RenderOptions
-from treewise.data.sources import is_raw_data
-from treewise.distributed import ranks
-from treewise.distributed.mesh import mesh_of, take_over
-from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError
-from treewise.nn import load_model
-from treewise.nn.adapters import adapted
-from treewise.objectives import DPO, KTO, Objective, with_mismatched
-from treewise.objectives.registry import checked_objective
+from treewise.base.features import feature
+from treewise.data.raw import is_raw_data
+from treewise.distributed.parts import mesh_of, take_over
+from treewise.errors import ConfigError, num
+from treewise.objectives.protocol import Objective
+from treewise.objectives.sft import SFT, checked_objective
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.data_loader import survey
-from treewise.tree.forest import Forest, forest_of
-from treewise.tree.trajectory import Trajectory
 
 # Arguments of other trainers, which this one does not have.
 _ELSEWHERE = {
@@ -43,15 +27,37 @@ _ELSEWHERE = {
 }
 
 
-class MoreArguments(TypedDict, total=False):
-    """Arguments of `TreeTrainer` that few callers give; its docstring or that of transformers' `Trainer` tells them."""
+def as_trees(
+    name: str,
+    dataset: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    render: Any,
+) -> Any:
+    """A data set of trees, loaded where records are given. Raises `ConfigError` for an empty one, or something else."""
+    if dataset is None:
+        return None
+    if name == "eval_dataset" and isinstance(dataset, dict):
+        return {key: as_trees(f"eval_dataset[{key!r}]", value, tokenizer, render) for key, value in dataset.items()}
+    if is_raw_data(dataset):
+        from treewise.data import load_trees
 
-    reference: PreTrainedModel | str | Path | None
-    peft_config: object
-    render: RenderOptions | Mapping[str, object] | None
-    model_init: Callable[..., PreTrainedModel] | None
-    callbacks: list[TrainerCallback] | None
-    optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None]
+        return load_trees(dataset, tokenizer, options=render)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"{name} is a {type(dataset).__name__}, which has no length and indices; give a list.")
+    if len(dataset) == 0:
+        raise ConfigError(f"{name} is empty.")
+    return dataset
+
+
+def check_preferences(dataset: object, objective: Objective) -> None:
+    """Raises `ConfigError` where SFT would imitate the rejected completions of preference data."""
+    report = getattr(dataset, "report", None)
+    num_preferences = getattr(report, "num_preferences", 0)
+    if report is not None and num_preferences and isinstance(objective, SFT):
+        raise ConfigError(
+            f"{num_preferences:,} of {num(report.num_records, 'record')}: preference pairs or labelled completions; "
+            "SFT would imitate the rejected ones. Give objective dpo, ipo or kto, or data of chosen ones alone."
+        )
 
 
 def check_given(model: object, model_init: object, dataset: object, objective: object, others: Iterable[str]) -> None:
@@ -76,19 +82,19 @@ def check_given(model: object, model_init: object, dataset: object, objective: o
 def loaded(model: object, processor: object, dataset: object, peft_config: object, seed: int) -> tuple[Any, Any]:
     """Model and tokenizer, loaded where they are given by name, and the model with new adapters where asked for."""
     if isinstance(processor, str | Path):
-        processor = load_model.load_processor(str(processor))
+        processor = feature("load_model").load_processor(str(processor))
     is_named = isinstance(model, str | Path)
     name = str(model) if is_named else getattr(getattr(model, "config", None), "_name_or_path", "")
-    model = load_model.load_weights(name) if is_named else model
+    model = feature("load_model").load_weights(name) if is_named else model
     if processor is None and (is_named or (is_raw_data(dataset) and Path(name or "absent").is_dir())):
-        processor = load_model.load_processor(name, required=False)
+        processor = feature("load_model").load_processor(name, required=False)
     if peft_config is not None:
         if not isinstance(peft_config, Mapping) and not hasattr(peft_config, "peft_type"):
             raise ConfigError(f"peft_config is a {type(peft_config).__name__}; give a peft.LoraConfig or a mapping.")
         if model is None:
             raise ConfigError("peft_config needs a model; with model_init let it return one with adapters.")
         set_seed(seed)  # adapters start from random numbers
-        model = adapted(model, peft_config, name or None)
+        model = feature("adapters").adapted(model, peft_config, name or None)
     return model, processor
 
 
@@ -106,101 +112,3 @@ def check_mesh(model: PreTrainedModel | None, args: TreeTrainingArguments) -> No
         )
     if mesh is not None:
         take_over(model)
-
-
-class ScoredTrees(list[list[Trajectory]]):
-    """Trees with the reference's log-probs. The fingerprint is that of the data and the names of what scored it, so a
-    run may be resumed where sums of floats round otherwise.
-    """
-
-    def __init__(self, trees: Sequence[list[Trajectory]], facts: Sequence[object]) -> None:
-        super().__init__(trees)
-        self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-
-def with_references(
-    dataset: Any,
-    objective: Objective | None,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    args: TreeTrainingArguments,
-    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
-) -> object:
-    """The data with `ref_logprobs` where the objective needs them and a row lacks them; else as it is.
-
-    Parameters:
-        model: the trained one, before its first step.
-        reference: a model; None for the trained one.
-    """
-    if not isinstance(objective, DPO | KTO) or isinstance(dataset, ScoredTrees) or dataset is None:
-        return dataset
-    if isinstance(dataset, dict):
-        own = (objective, model, reference, args, processor)
-        return {name: with_references(each, *own) for name, each in dataset.items()}
-    items = [dataset[index] for index in range(len(dataset))]
-    trees = [
-        list(tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories)
-        for tree in items
-    ]
-    scorer = model if reference is None else reference
-
-    def engine() -> TreeEngine:
-        return TreeEngine(
-            scorer.to(args.device), args.max_tokens, args.attention, temperature=args.temperature, processor=processor
-        )
-
-    whole = compared(trees, objective, engine, int(args.per_device_train_batch_size))
-    if whole is trees:
-        return dataset
-    names = [getattr(each.config, "_name_or_path", "") for each in (model, scorer)]
-    dtype = str(next(scorer.parameters()).dtype)
-    return ScoredTrees(whole, [survey(dataset).fingerprint, *names, dtype, repr(objective)])
-
-
-def compared(
-    trees: list[list[Trajectory]], objective: DPO | KTO, engine: Callable[[], TreeEngine], batch_size: int
-) -> list[list[Trajectory]]:
-    """Trees with what an objective on preferences compares them with, where they lack it: KTO's mismatched completions,
-    and `ref_logprobs` by the engine of the reference.
-    """
-    wants_baseline = isinstance(objective, KTO) and objective.baseline == "mismatched"
-    if wants_baseline and all(row.reward is not None for tree in trees for row in tree):
-        trees = with_mismatched(trees)
-    is_scored = all(row.ref_logprobs is not None for tree in trees for row in tree)
-    is_free = getattr(objective, "reference_free", False)
-    return trees if is_scored or is_free else with_logprobs(engine(), trees, "ref_logprobs", batch_size)
-
-
-def with_logprobs(
-    engine: TreeEngine, trees: Sequence[Sequence[Trajectory]], stream: str, batch_size: int
-) -> list[list[Trajectory]]:
-    """Trajectories with a stream of the engine's log-probs. Ranks share the work and all get the whole."""
-
-    def own_part() -> dict[int, list[np.ndarray]]:
-        found = {}
-        first, step = engine.turn
-        own = range(first, len(trees), step)
-        for start in range(0, len(own), batch_size):
-            numbers = own[start : start + batch_size]
-            items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))
-            found.update({number: [getattr(next(items), stream) for _ in trees[number]] for number in numbers})
-        engine.drain()  # sharded: until the others have scored theirs
-        return found
-
-    is_training = engine.model.training
-    engine.model.eval()  # dropout has no place in a measurement
-    try:
-        mesh = mesh_of(engine.model)
-        if mesh is not None and mesh.needs_lockstep:
-            with torch.no_grad():
-                engine.check(Forest.from_trajectories(trees[0]))  # a probe is of one tree on all ranks
-            if engine.lacks_lockstep:
-                engine.enable_lockstep(ranks.gather_texts)
-        parts = ranks.on_every_rank(own_part)
-    finally:
-        engine.model.train(is_training)
-    whole: dict[int, list[Any]] = {number: arrays for part in parts for number, arrays in part.items()}
-    return [
-        [replace(item, **{stream: array}) for item, array in zip(tree, whole[number], strict=True)]
-        for number, tree in enumerate(trees)
-    ]

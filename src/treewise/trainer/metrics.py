@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from treewise.distributed import ranks
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.nn.device import matmul_flops
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
-from treewise.trainer.prepared_batches import PreparedBatch
+from treewise.trainer.batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
@@ -59,10 +59,11 @@ class MetricMeans:
             sums[0] += value * out.weight
             sums[1] += out.weight
 
-    def take(self, sum_over_ranks: Callable[..., list[float]]) -> dict[str, float]:
+    def take(self, sum_over_ranks: Callable[..., list[float]], *, is_alone: bool) -> dict[str, float]:
         """The means over all ranks; resets the sums. Every rank calls this, also one without trees."""
         own, self._sums = self._sums, {}
-        names = sorted({name for names in ranks.on_every_rank(lambda: sorted(own)) for name in names})
+        of_ranks = [sorted(own)] if is_alone else ranks.on_every_rank(lambda: sorted(own))
+        names = sorted({name for names in of_ranks for name in names})
         if not names:
             return {}
         values = sum_over_ranks(*(value for name in names for value in own.get(name, (0.0, 0.0))))

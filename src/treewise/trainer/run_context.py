@@ -13,18 +13,16 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import TrainerCallback, TrainerControl, TrainerState
-from typing_extensions import override
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.distributed.signals import StopSignals
-from treewise.distributed.watchdog import watching
 from treewise.errors import ConfigError, StoppedError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
@@ -52,17 +50,11 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals, *folders: str
             logger.warning("%s", line)
 
     with ExitStack() as stack:
-        stack.enter_context(watching(args.ddp_timeout))
+        if ranks.count() > 1:
+            stack.enter_context(feature("watchdog").watching(args.ddp_timeout))
         ranks.on_first_rank(enter_folder)
         stack.enter_context(signals)
         yield
-
-
-def stop_of_all(signals: StopSignals) -> bool:
-    """Whether any rank has received a signal to stop; all ranks call this at the same step; then all hold it."""
-    numbers = ranks.on_every_rank(lambda: signals.received)
-    signals.received = next((number for number in numbers if number is not None), None)
-    return signals.received is not None
 
 
 def stopped_error(signals: StopSignals, what: str) -> StoppedError:
@@ -71,22 +63,6 @@ def stopped_error(signals: StopSignals, what: str) -> StoppedError:
     error = StoppedError(f"{signal.Signals(number).name}: {what}")
     error.exit_code = 128 + number
     return error
-
-
-class StepEnd(TrainerCallback):
-    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
-
-    def __init__(self, signals: StopSignals, end_step: Callable[[], None]) -> None:
-        self._signals, self._end_step = signals, end_step
-
-    @override
-    def on_step_end(
-        self, args: TreeTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._end_step()
-        if stop_of_all(self._signals):
-            control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
 
 
 # -- the lock of a run's folder ----------------------------------------------------------------------------------------
@@ -115,6 +91,17 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def check(self) -> None:
+        """Raises `ConfigError` while another process holds the folder; takes and writes nothing."""
+        if self.folder in self._held:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # said by what takes or uses it
+            descriptor = os.open(self.folder / NAME, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                self._lock(descriptor)
+            finally:
+                os.close(descriptor)
 
     def take(self) -> None:
         """Raises `ConfigError`, naming the process, while another one holds the folder."""
@@ -175,7 +162,7 @@ class RunLock:
 
     def _lock(self, descriptor: int) -> None:
         holder: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             read = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
             holder = read if isinstance(read, dict) else {}
         if fcntl is not None:
@@ -186,7 +173,9 @@ class RunLock:
                 raise ConfigError(self._in_use(holder)) from None
             except OSError:
                 pass  # a file system without locks
-        if holder and (holder.get("host") != socket.gethostname() or psutil.pid_exists(int(holder.get("pid") or 0))):
+        pid = holder.get("pid")
+        is_there = isinstance(pid, int) and psutil.pid_exists(pid)
+        if holder and (holder.get("host") != socket.gethostname() or is_there):
             raise ConfigError(
                 f"{self._in_use(holder)} If that run is gone, remove {self.folder / NAME}: this file "
                 "system has no locks."

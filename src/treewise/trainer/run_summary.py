@@ -8,11 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treewise.engine.budget import AUTO
+from treewise.engine.prepared import AUTO
 from treewise.errors import num
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.data_loader import DataFacts, collate, make_sampler
+from treewise.trainer.batches import collate, make_sampler
+from treewise.trainer.survey import DataFacts
 
 logger = logging.getLogger("treewise")
 

@@ -4,15 +4,15 @@
     outs = [runner.train_batch(batch) for batch in batches]
     norm = runner.end_step()            # gradients are summed over ranks, clipped, and finite or cleared
 
-Data-parallel ranks each compute their trees and add their gradients up once per optimizer step. The model is wrapped
-by DistributedDataParallel, which copies rank 0's parameters to all ranks. DDP's gradient hooks never fire, because the
-engine calls the decoder directly; gradients are all-reduced here instead. Sharded parameters are gathered around the
-walks of a batch.
+What several processes, or sharded parameters, add to it stands in `trainer.many_ranks`; one process has none of it.
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -23,29 +23,28 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from treewise.base.features import feature
+from treewise.base.progress import begin_work, listeners
 from treewise.distributed import ranks
-from treewise.distributed.ends import Ends
-from treewise.distributed.fsdp import ShardSettings, gradient_norm, reshard, shard
-from treewise.distributed.mesh import context_group, mesh_of, sum_gradients
-from treewise.engine.budget import AUTO
+from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
-from treewise.engine.prepared import PreparedForest
-from treewise.engine.scoring import StepOutput
-from treewise.errors import DataError, OutOfMemoryError
-from treewise.nn.compilation import DEFAULT_BACKEND, compile_layers
-from treewise.nn.device import is_out_of_memory
+from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
+from treewise.errors import DataError, NonFiniteError, num
 from treewise.nn.gradients import clear_gradients, refuse_hooks
-from treewise.nn.router_loss import RouterCounts
-from treewise.objectives import KTO, Objective
-from treewise.objectives.normalization import fixed_denominator
-from treewise.objectives.preference import MismatchedScores
+from treewise.objectives.protocol import Objective
+from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import NonFiniteGuard, nonfinite_trajectories, sources
-from treewise.trainer.prepared_batches import PreparedBatch
+from treewise.trainer.nonfinite import nonfinite_trajectories, sources, write_rows
 from treewise.tree.forest import Forest
 
+logger = logging.getLogger("treewise")
+
 T = TypeVar("T")
+
+_HISTORY = 50  # norms whose median a spike is compared with
+_FEWEST_NORMS = 10
 
 
 class StepRunner:
@@ -61,6 +60,7 @@ class StepRunner:
     Attributes:
         guard: decides whether the optimizer may apply a gradient.
         means: of the objective's metrics over the batches that were trained since they were taken.
+        ranks: the other processes of the run (`ManyRanks`); None of a lone one that has the whole model.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class StepRunner:
         self._first_tree, self._autocast = first_tree, autocast
         self._max_tokens = args.max_tokens
         self._reserve_bytes, self._processor = reserve_bytes, processor
-        self._ends: Ends | None = None  # of a sharded model
         rows_file = f"nonfinite.rank{args.process_index}.jsonl" if args.world_size > 1 else "nonfinite.jsonl"
         limits = (args.nonfinite, args.max_skipped_steps, args.spike_factor)
         self.guard = NonFiniteGuard(*limits, Path(args.output_dir) / rows_file)
@@ -87,19 +86,18 @@ class StepRunner:
         self._step, self._denominator, self._is_finite = 0, 1.0, True
         self._step_objective = objective
         self._forests: list[Forest] = []
-        self._router_counts: RouterCounts | None = None
-        self.mesh = mesh_of(model)
-        self.context = context_group(args.context_size, args.device.type)
-        self._is_in_lockstep = False
+        self._router_counts: Any = None
+        self.ranks: Any = None
+        if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
+            self.ranks = feature("many_ranks").ManyRanks(model, args)
         self.engine = self._new_engine()
         if args.torch_compile:
-            compile_layers(self.engine.lm, args.torch_compile_backend or DEFAULT_BACKEND, args.torch_compile_mode)
-
-    @property
-    def is_sharded(self) -> bool:
-        return self._ends is not None
+            compilation = feature("compilation")
+            backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
+            compilation.compile_layers(self.engine.lm, backend, args.torch_compile_mode)
 
     def _new_engine(self) -> TreeEngine:
+        is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
         engine = TreeEngine(
             self.model,
             self._max_tokens,
@@ -108,11 +106,11 @@ class StepRunner:
             offload=self.args.offload,
             router_z_coefficient=self.args.router_z_coefficient,
             reserve_bytes=self._reserve_bytes,
-            check=not self._is_in_lockstep,  # was probed on all ranks at once
+            check=not is_in_lockstep,  # was probed on all ranks at once
             processor=self._processor,
-            context=self.context,
+            context=None if self.ranks is None else self.ranks.context,
         )
-        if self._is_in_lockstep:
+        if is_in_lockstep:
             engine.enable_lockstep(ranks.gather_texts)
         return engine
 
@@ -122,54 +120,32 @@ class StepRunner:
             self._max_tokens = max_tokens
             self.engine = self._new_engine()
 
-    # -- ranks --------------------------------------------------------------------------------------------------------
+    # -- before the first step --------------------------------------------------------------------------------------
 
-    def shard(self, settings: ShardSettings) -> None:
-        """Shards the model over all ranks, and measures the budget if it is to be measured."""
-        first = self._first_tree()
-        self._enter_lockstep(first)  # with the whole model
-        dtype = torch.bfloat16 if self.args.bf16 else None
-        self._ends = shard(self.model, self.engine.lm, self.args.device, settings, dtype)
-        self.engine = self._new_engine()
-        with self._batch(trains=False), self._autocast():
-            self.engine.plan(first)
-        self._take_least_budget()
-
-    def prepare_mesh(self) -> None:
-        """Before the first batch of a model whose experts are spread over ranks with batches of their own."""
-        if self.mesh is not None and self.mesh.needs_lockstep and not self._is_in_lockstep:
-            self._enter_lockstep(self._first_tree())
+    def spread(self, settings: Any) -> None:
+        """Before the optimizer is made: shards the model over all ranks, if asked for (`ShardSettings`), and measures
+        the budget if it is to be measured; ranks that exchange the tokens of experts run the same passes from now on.
+        """
+        if self.ranks is None:
+            return
+        if settings is not None and not self.ranks.is_sharded:
+            first = self._first_tree()
+            self.ranks.enter_lockstep(self.engine, first)  # with the whole model
+            self.ranks.shard(self.engine, settings)
+            self.engine = self._new_engine()
+            with self._batch(trains=False), self._autocast():
+                self.engine.plan(first)
+            self.ranks.take_least_budget(self.engine)
+        if self.ranks.needs_lockstep:
+            self.ranks.enter_lockstep(self.engine, self._first_tree())
             self.engine = self._new_engine()
 
-    def _enter_lockstep(self, first: Forest) -> None:
-        """Checks the model on all ranks at once; from now on they run the same passes."""
-        self.engine.check(first)
-        self._is_in_lockstep = True
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether no process has the whole model, so that gradients and norms are those of parts."""
-        return self.is_sharded or self.mesh is not None
-
-    def sum_over_batches(self, *values: float) -> list[float]:
-        """The sum of each value over the ranks; those that compute one batch together count once."""
-        return ranks.sum_over(self.args.device, *(value if self._is_first_of_batch else 0.0 for value in values))
-
-    @property
-    def _is_first_of_batch(self) -> bool:
-        """Whether this rank speaks for those that compute its batch."""
-        if self.context is not None:
-            return self.context.index == 0
-        return self.mesh is None or self.mesh.is_first_of_batch
-
-    def sum_gradients(self) -> None:
-        """Adds the gradients of all ranks up; sharded ones were added up in their backward."""
-        if ranks.count() == 1 or self.is_sharded:
-            return
-        if self.mesh is not None:
-            self.mesh.sum_gradients(self.model.parameters())
-            return
-        sum_gradients(self.model.parameters())
+    def _measure_budget(self) -> None:
+        """All ranks measure at the same time; one process alone measures with its first batch."""
+        if self.ranks is not None and not self.engine.budget.is_measured and ranks.count() > 1:
+            with self._autocast():
+                self.engine.plan(self._first_tree())
+            self.ranks.take_least_budget(self.engine)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -196,6 +172,9 @@ class StepRunner:
             DataError: the step has no trained token.
         """
         self._step, self._is_finite = step, True
+        if listeners:
+            num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)
+            begin_work(f"step {step:,}", num_tokens)
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:
@@ -204,30 +183,23 @@ class StepRunner:
                 names = ", ".join(sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
-        objective, self._step_objective, self._router_counts = self.objective, self.objective, None
-        if len(batches) == 1 and ranks.count() == 1:  # whose own walks count, and find the baseline
+        self._step_objective, self._router_counts = self.objective, None
+        if len(batches) == 1 and (
+            self.ranks is None or ranks.count() == 1
+        ):  # whose own walks count, and find the baseline
             return self._denominator
         if self.engine.router_loss_rule is not None:
-            own = self._of_each(batches, self.engine.count_experts)
-            own = own if self._is_first_of_batch else []
-            parts = [part for each in ranks.on_every_rank(lambda: own) for part in each]
+            parts = self._of_each(batches, self.engine.count_experts)
+            parts = parts if self.ranks is None else self.ranks.all_of_batches(parts)
             self._router_counts = reduce(add, parts) if parts else None
-        if isinstance(objective, KTO) and objective.baseline == "mismatched":
-            outs = self._of_each(batches, lambda ready: self.engine.evaluate(ready, MismatchedScores()))
+        if getattr(self.objective, "baseline", None) == "mismatched":  # KTO
+            scores = feature("preference").MismatchedScores()
+            outs = self._of_each(batches, lambda ready: self.engine.evaluate(ready, scores))
             sums = (sum(out.metrics[name] * out.weight for out in outs) for name in ("score", "count"))
             total, count = self.sum_over_batches(*sums)
+            objective: Any = self.objective
             self._step_objective = replace(objective, baseline=max(0.0, total / count))
         return self._denominator
-
-    def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
-        """What is measured of each batch with trained tokens, without a graph."""
-        self._measure_budget()
-        found = []
-        for batch in batches:
-            with self._batch(trains=False), self._autocast():
-                if batch.ready is not None:
-                    found.append(measure(batch.ready))
-        return found
 
     def train_batch(self, batch: PreparedBatch) -> StepOutput | None:
         """Forward and backward of this rank's part of a batch of the step; None if it has no trained token.
@@ -236,7 +208,7 @@ class StepRunner:
             OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
             ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
         """
-        if ranks.count() > 1 or self.args.gradient_accumulation_steps > 1:
+        if self.args.gradient_accumulation_steps > 1 or (self.ranks is not None and ranks.count() > 1):
             refuse_hooks(
                 self.model,
                 "which is whole only when all batches and processes of a step are added up. Use one process and "
@@ -262,10 +234,11 @@ class StepRunner:
         Raises:
             NonFiniteError: a loss or gradient that is not finite, as the arguments say.
         """
-        self.sum_gradients()
         parameters, most = list(self.model.parameters()), self.args.max_grad_norm
-        if self.is_spread:
-            norm = gradient_norm(parameters, most, self.args.device)
+        if self.ranks is not None:
+            self.ranks.sum_gradients()
+        if self.ranks is not None and self.ranks.is_spread:
+            norm = self.ranks.clip_gradients(most)
         else:
             norm = float(nn.utils.clip_grad_norm_(parameters, most or math.inf))
         (num_nonfinite,) = self.sum_over_batches(float(not (self._is_finite and math.isfinite(norm))))
@@ -274,21 +247,7 @@ class StepRunner:
             clear_gradients(parameters)
         return norm
 
-    # -- budgets ------------------------------------------------------------------------------------------------------
-
-    def _measure_budget(self) -> None:
-        """All ranks measure at the same time; one process alone measures with its first batch."""
-        if ranks.count() > 1 and not self.engine.budget.is_measured:
-            with self._autocast():
-                self.engine.plan(self._first_tree())
-            self._take_least_budget()
-
-    def _take_least_budget(self) -> None:
-        """Sets a measured budget to the least of all ranks, so that a checkpoint holds one number and a resumed run
-        cuts its trees in the same places.
-        """
-        budgets = ranks.on_every_rank(lambda: self.engine.max_tokens)
-        self.engine.budget.tokens = min((each for each in budgets if each is not None), default=None)
+    # -- without a graph ----------------------------------------------------------------------------------------------
 
     def evaluate_batch(self, forests: Sequence[Forest], objective: Objective) -> float:
         """The sum of the token losses of this rank's part of a batch."""
@@ -303,32 +262,74 @@ class StepRunner:
         """Sources of trajectories whose log-probs are not finite; empty with several ranks, which would have to agree
         on what to compute.
         """
-        if ranks.count() > 1 or self.is_sharded:
+        if self.ranks is not None and (ranks.count() > 1 or self.ranks.is_sharded):
             return []
         with torch.no_grad(), self._autocast():
             return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
 
-    @contextmanager
-    def _batch(self, *, trains: bool) -> Iterator[None]:
-        """Around the walks of one batch. Sharded: all ranks enter and leave, and run the same passes."""
-        if not self._is_in_lockstep:
-            yield
-            return
-        try:
-            with nullcontext() if self._ends is None else self._ends.whole(trains):
-                yield
-                self.engine.drain()
-            if self.is_sharded and not trains:
-                reshard(self.model)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"rank {ranks.own()} ran out of memory in step {self._step} with max_tokens={self.engine.max_tokens}. "
-                "Where parameters are sharded a step cannot run again, because the other ranks are in the middle "
-                "of it: lower max_tokens (the gradients stay the same), then go on with --resume. "
-                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-            ) from error
+    def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
+        """What is measured of each batch with trained tokens, without a graph."""
+        self._measure_budget()
+        found = []
+        for batch in batches:
+            with self._batch(trains=False), self._autocast():
+                if batch.ready is not None:
+                    found.append(measure(batch.ready))
+        return found
+
+    def sum_over_batches(self, *values: float) -> list[float]:
+        """The sum of each value over the ranks; those that compute one batch together count once."""
+        return list(values) if self.ranks is None else self.ranks.sum_over_batches(*values)
+
+    def _batch(self, *, trains: bool) -> AbstractContextManager[None]:
+        """Around the walks of one batch; of one process nothing."""
+        return nullcontext() if self.ranks is None else self.ranks.batch(self.engine, self._step, trains=trains)
+
+
+class NonFiniteGuard:
+    """Decides before each update whether the optimizer may apply the gradient.
+
+    policy: `stop`, or `skip` the update. max_skipped: consecutive skipped updates after which the run stops under
+    `skip`, too. spike_factor: a warning is logged when the gradient norm exceeds this many medians of the last 50
+    steps; 0: off. path: where the trees of a step that is not finite are written.
+    """
+
+    def __init__(self, policy: str, max_skipped: int, spike_factor: float, path: Path) -> None:
+        self.policy, self.max_skipped, self.spike_factor, self.path = policy, max_skipped, spike_factor, path
+        self.num_skipped = self._num_consecutive = 0
+        self._norms: deque[float] = deque(maxlen=_HISTORY)
+
+    def check_step(
+        self, step: int, norm: float, forests: Sequence[Forest], *, is_finite: bool, nonfinite: Sequence[str] = ()
+    ) -> bool:
+        """Whether the optimizer may apply step number `step`.
+
+        norm: of the whole gradient. forests: of the step, on this rank. is_finite: whether loss and gradient are, on
+        all ranks. nonfinite: sources of the trajectories whose own log-probs are not finite, where that is known.
+
+        Raises:
+            NonFiniteError: under the policy `stop`, or after too many consecutive skipped updates.
+        """
+        if is_finite:
+            self._num_consecutive = 0
+            median = statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else 0.0
+            if self.spike_factor and norm > self.spike_factor * median > 0:
+                trees = ", ".join(sources(forests)) or "unnamed trees"
+                logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
+            self._norms.append(norm)
+            return True
+        write_rows(self.path, forests, {"step": step})
+        what = "gradient" if not math.isfinite(norm) else "loss"
+        named = list(nonfinite) or sources(forests)
+        trees = f" {'Not finite by themselves' if nonfinite else 'Its trees'}: {', '.join(named)}." if named else ""
+        message = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
+        self.num_skipped += 1
+        self._num_consecutive += 1
+        if self.policy == "skip" and self._num_consecutive <= self.max_skipped:
+            logger.warning("%s", message)
+            return False
+        many = f" Skipped in a row before: {num(self.max_skipped, 'step')}." if self.policy == "skip" else ""
+        raise NonFiniteError(f"{message}{many} Lower learning_rate, or look at these records.")
 
 
 def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -8,49 +8,49 @@ format of saved models are transformers' own.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
+from treewise.base.features import feature
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import ShardedModel
-from treewise.distributed.signals import StepAbandoned, StopSignals
+from treewise.distributed.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn import load_model
+from treewise.nn.device import without_accelerates_fsdp
 from treewise.nn.gradients import clear_gradients
+from treewise.nn.wrapped import is_peft
 from treewise.objectives import Objective
-from treewise.objectives.normalization import fixed_denominator
+from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
+from treewise.trainer.batches import (
+    PreparedBatch,
+    PreparedSteps,
+    TreeLoader,
+    TreeSampler,
+    make_placer,
+    make_sampler,
+)
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.checkpoint.store import read_manifest
 from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
-from treewise.trainer.data_loader import (
-    DataFacts,
-    TreeLoader,
-    TreeSampler,
-    as_trees,
-    check_preferences,
-    make_placer,
-    make_sampler,
-    survey,
-)
 from treewise.trainer.hub import UploadingTrainer
-from treewise.trainer.inputs import MoreArguments, check_given, check_mesh, loaded, with_references
+from treewise.trainer.inputs import as_trees, check_given, check_mesh, check_preferences, loaded
 from treewise.trainer.metrics import Throughput
-from treewise.trainer.prepared_batches import PreparedBatch, PreparedSteps
-from treewise.trainer.run_context import StepEnd, entered_run, stopped_error
+from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
 from treewise.trainer.step import StepRunner, optimizer_bytes
+from treewise.trainer.survey import DataFacts, survey
 from treewise.tree.forest import Forest, forest_of
 
 logger = logging.getLogger("treewise")
@@ -93,43 +93,51 @@ class TreeTrainer(UploadingTrainer):
         eval_dataset: object = None,
         objective: Objective | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None = None,
-        **more: Unpack[MoreArguments],
+        peft_config: object = None,
+        render: object = None,
+        reference: PreTrainedModel | str | Path | None = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **unknown: object,
     ) -> None:
         args = TreeTrainingArguments() if args is None else args
         if not isinstance(args, TreeTrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}; give tw.TreeTrainingArguments.")
-        model_init, render = more.get("model_init"), more.get("render")
-        others = [each for each in more if each not in MoreArguments.__annotations__]
-        check_given(model, model_init, train_dataset, objective, others)
-        model, processing_class = loaded(model, processing_class, train_dataset, more.get("peft_config"), args.seed)
+        check_given(model, model_init, train_dataset, objective, unknown)
+        model, processing_class = loaded(model, processing_class, train_dataset, peft_config, args.seed)
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective = objective
-        reference = more.get("reference")
-        self._reference = load_model.load_weights(str(reference)) if isinstance(reference, str | Path) else reference
+        is_named = isinstance(reference, str | Path)
+        self._reference = feature("load_model").load_weights(str(reference)) if is_named else reference
         check_preferences(train_dataset, objective or args.objective())
         if getattr(objective or args.objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
         check_mesh(model, args)
+        self._data_size = args.data_size
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            callbacks=[StepEnd(self._signals, self._throughput.end_step), *(more.get("callbacks") or [])],
-            optimizers=more.get("optimizers", (None, None)),
-        )
+        with without_accelerates_fsdp():
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                model_init=model_init,
+                callbacks=[StepEnd(self._signals, self._throughput.end_step), *(callbacks or [])],
+                optimizers=optimizers,
+            )
         # accelerate would compile the model as a whole, which no tree runs through; `StepRunner` compiles its layers.
         self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         refuse_unsaved(self.model)
+        if is_peft(self.model):
+            feature("adapters").warn_of_parted_tables(self.model)
         self._placer = make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
@@ -178,9 +186,11 @@ class TreeTrainer(UploadingTrainer):
 
     def _score_references(self) -> None:
         """Scores the data of a preference objective by its reference, before the first step."""
+        if not getattr(self.loss_objective, "is_on_preferences", False):
+            return
         own = (self.loss_objective, self.model, self._reference, self.args, self.processing_class)
         for name in ("train_dataset", "eval_dataset"):
-            setattr(self, name, with_references(getattr(self, name), *own))
+            setattr(self, name, feature("references").with_references(getattr(self, name), *own))
 
     @override
     def get_train_dataloader(self) -> TreeLoader:
@@ -238,19 +248,18 @@ class TreeTrainer(UploadingTrainer):
     @override
     def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Shards the model first, if asked for: the optimizer is made of the shards."""
-        settings = self.args.shard_settings()
-        if settings is not None and not self.runner.is_sharded:
-            self.runner.shard(settings)
-        self.runner.prepare_mesh()
+        self.runner.spread(self.args.shard_settings())
         return super().create_optimizer(*args, **kwargs)
 
     @override
     def _wrap_model(
         self, model: torch.nn.Module, training: bool = True, dataloader: TreeLoader | None = None
     ) -> torch.nn.Module:
-        if not self.runner.is_spread:
+        spread = self.runner.ranks
+        if spread is None or not spread.is_spread:
             return super()._wrap_model(model, training, dataloader)
-        return model if isinstance(model, ShardedModel) else ShardedModel(model)
+        sharded_model = feature("fsdp").ShardedModel
+        return model if isinstance(model, sharded_model) else sharded_model(model)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +276,7 @@ class TreeTrainer(UploadingTrainer):
             self._throughput.add(out)
         if self.accelerator.sync_gradients:
             self._norm = self.runner.end_step()
-        return torch.tensor(0.0 if out is None else out.loss * self.args.data_size, device=self.args.device)
+        return torch.tensor(0.0 if out is None else out.loss * self._data_size, device=self.args.device)
 
     @override
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
@@ -279,12 +288,13 @@ class TreeTrainer(UploadingTrainer):
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs |= self.runner.means.take(self.runner.sum_over_batches)
+            logs |= self.runner.means.take(self.runner.sum_over_batches, is_alone=self.runner.ranks is None)
             logs |= self._throughput.take(*self.runner.sum_over_batches(*self._throughput.tokens))
         super().log(logs, start_time)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
+    @busy_with("evaluation")
     @override
     def evaluation_loop(
         self,
@@ -319,7 +329,8 @@ class TreeTrainer(UploadingTrainer):
             self.store_flos()
         of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
         run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
-        self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
+        with busy_with("saving a checkpoint"):
+            self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 
     def _exporters(self) -> list[Any]:
         """Whose state a checkpoint holds, beside transformers' own of the loop."""

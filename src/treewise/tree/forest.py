@@ -77,7 +77,10 @@ class Forest(TreeShape):
                 raise DataError(f"trajectory {index} is a {type(item).__name__}; wrap its tokens in tw.Trajectory.")
         flat_ids = np.concatenate([item.token_ids for item in items])
         offsets = np.concatenate([[0], np.cumsum([len(item.token_ids) for item in items])])
-        segments = prefix_merge.merge_sequences(merge_keys([item.images for item in items], flat_ids, offsets), offsets)
+        keys = flat_ids
+        if any(item.images for item in items):
+            keys = merge_keys([item.images for item in items], flat_ids, offsets)
+        segments = prefix_merge.merge_sequences(keys, offsets)
         return cls(segments, flat_ids[segments.token_source], items)
 
     @classmethod
@@ -182,9 +185,15 @@ class Forest(TreeShape):
         return self._flat_paths[1]
 
     @cached_property
+    def has_images(self) -> bool:
+        """Whether one of its trajectories shows an image. A tree too large to hold flat has none."""
+        is_lazy = isinstance(self.trajectories, DeclaredTrajectories)
+        return not is_lazy and any(item.images for item in self.trajectories)
+
+    @cached_property
     def images(self) -> ForestImages:
-        """Where the images of its trajectories are. A tree too large to hold flat has none."""
-        if isinstance(self.trajectories, DeclaredTrajectories):
+        """Where the images of its trajectories are."""
+        if not self.has_images:
             return NO_IMAGES
         return images_on_paths([item.images for item in self.trajectories], self.paths)
 

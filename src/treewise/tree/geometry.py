@@ -14,15 +14,10 @@ class TreeShape:
     """
 
     def __init__(self, segments: Segments) -> None:
-        self.segments = segments
+        self.segments, self.num_tokens = segments, segments.num_tokens  # tree tokens
         self._lengths = segments.lengths
 
     # -- sizes ------------------------------------------------------------------------------------------------------
-
-    @property
-    def num_tokens(self) -> int:
-        """Tree tokens."""
-        return self.segments.num_tokens
 
     @property
     def num_trajectories(self) -> int:
@@ -38,7 +33,7 @@ class TreeShape:
         end = self.segments.end_segment
         return self.segments.depth[end] + self._lengths[end]
 
-    @property
+    @cached_property
     def num_flat_tokens(self) -> int:
         """Tokens of all trajectories, shared ones counted each time."""
         return int(self.path_lengths.sum())

@@ -89,14 +89,12 @@ def check_spans(images: object, length: int, location: str) -> tuple[ImageSpan, 
 
 
 def merge_keys(images: Sequence[Sequence[ImageSpan]], flat_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[F] int32, equal where tokens and what they stand for are equal; the token ids themselves without images.
+    """[F] int32, equal where tokens and what they stand for are equal.
 
     images: of each trajectory. flat_ids: [F] int32 tokens of all of them. offsets: [N + 1] where each begins.
 
     An image's span has keys of its own, by image, tokens and offset, so no fork is inside of it.
     """
-    if not any(images):
-        return flat_ids
     unique, keys = np.unique(flat_ids, return_inverse=True)
     keys = keys.astype(np.int32)
     next_key = len(unique)
@@ -153,8 +151,6 @@ NO_IMAGES = ForestImages(*(np.zeros(0, dtype=np.int64),) * 3, ())
 
 def images_on_paths(images: Sequence[Sequence[ImageSpan]], paths: Sequence[np.ndarray]) -> ForestImages:
     """Where the images of trajectories are on their forest. paths: the tree positions of each, in order."""
-    if not any(images):
-        return NO_IMAGES
     spans: dict[int, ImageSpan] = {}
     for own, path in zip(images, paths, strict=True):
         spans.update((int(path[image.start]), image) for image in own)

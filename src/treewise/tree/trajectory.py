@@ -11,7 +11,7 @@ quarantined records and forests all follow it, so a new stream is one line.
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -65,10 +65,11 @@ class Stream:
     def __get__(self, instance: object, owner: type) -> np.ndarray | None: ...
 
     def __get__(self, instance: object, owner: type) -> np.ndarray | None:
-        return None if instance is None else vars(instance)[self.name]  # None: the default of the field
+        return None  # the default of the field; without `__set__` at run time an instance's own value comes first
 
-    def __set__(self, instance: object, value: ArrayLike | None) -> None:
-        vars(instance)[self.name] = value  # checked in Trajectory.__post_init__
+    if TYPE_CHECKING:
+
+        def __set__(self, instance: object, value: ArrayLike | None) -> None: ...
 
 
 class _LossWeights(Stream):
@@ -81,20 +82,18 @@ class _LossWeights(Stream):
     def __get__(self, instance: object, owner: type) -> np.ndarray: ...
 
     def __get__(self, instance: object, owner: type) -> np.ndarray | None:
-        return None if instance is None else vars(instance)["loss_weights"]
+        return None
 
 
 class _TokenIds:
     """The sequence itself: takes anything like an array, and is an array."""
 
     def __get__(self, instance: object, owner: type) -> np.ndarray:
-        if instance is None:
-            raise AttributeError("token_ids")  # no default: the argument is required
-        ids: np.ndarray = vars(instance)["token_ids"]
-        return ids
+        raise AttributeError("token_ids")  # no default: the argument is required
 
-    def __set__(self, instance: object, value: ArrayLike) -> None:
-        vars(instance)["token_ids"] = value
+    if TYPE_CHECKING:
+
+        def __set__(self, instance: object, value: ArrayLike) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +113,9 @@ class Trajectory:
         reward: one number for the whole trajectory.
         rollout: trajectories cut from one rollout (compaction, sub-agents) share this id.
         source: where it came from, for error messages (`rollouts.jsonl:17`).
-        sampler_logprobs: log-probs of the tokens as the engine that sampled them reported them. They differ from
-            `old_logprobs` by that engine's own rounding and kernels, and by the updates since.
+        sampler_logprobs: log-probs of the tokens as the engine that sampled them reported them, after the temperature
+            and before top-k and top-p. They differ from `old_logprobs` by that engine's own rounding and kernels, and
+            by the updates since.
         teacher_ids: [n, k], candidates of a teacher for each position; row `t` is about token `t`, like log-probs.
         teacher_logprobs: [n, k], the teacher's log-probs of these candidates; `-inf` marks an unused entry.
         draws: which draw of the sampler made each token, as integers; negative where none did (a prompt). Rollouts of

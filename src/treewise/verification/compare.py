@@ -1,21 +1,22 @@
 """Flat against tree: measures that a model, on the user's own rows, gets the loss and gradients of flat training.
 
 The flat side is plain code without trees: the model's own forward on one trajectory at a time, a logsumexp, a weighted
-sum (or the objective's own formulas), `backward`; see `engine.flat`. The tree side is `TreeEngine`, as training
-uses it.
+sum (or the objective's own formulas) and the losses on routers, `backward`; see `engine.flat`. The tree side is
+`TreeEngine`, as training uses it: a step, and a backward through `engine.logprobs` from the gradients of the same loss.
 
 Tolerances. float32: 1e-5 for the whole gradient; rounding alone gives 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
 whose flat gradient is as far from float64. float64: 1e-6, because transformers computes norms in float32 in most
 models whatever the dtype, so gradients are rounded there (5e-8 on a small Llama whose log-probs agree to 1e-15).
-bfloat16 and float16: rounding is larger than any fixed tolerance that still detects faults, so both sides are compared
-with flat training of a float32 copy, and the tree may deviate 1.5 times as much as flat training itself does.
+bfloat16 and float16, of parameters or under autocast: rounding is larger than any fixed tolerance that still detects
+faults, so both sides are compared with flat training in float32, and the tree may deviate 1.5 times as much as flat
+training itself does.
 
 Letters: L tokens of one trajectory.
 """
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,17 +24,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.progress import begin_work
 from treewise.engine.engine import TreeEngine
 from treewise.engine.flat import FlatLoss, Loss
-from treewise.errors import ConfigError, bytes_as_text
+from treewise.errors import ConfigError, bytes_as_text, num
 from treewise.nn.device import free_bytes, synchronized_clock
-from treewise.nn.gradients import gradients_restored, take_gradients, zero_gradients
+from treewise.nn.gradients import Gradients, gradients_restored, take_gradients, zero_gradients
 from treewise.nn.model_flops import flop_model
+from treewise.nn.router_loss import RouterLossRule
 from treewise.objectives import SFT, Objective
-from treewise.planning.planner import Plan
-from treewise.tree.forest import Forest
+from treewise.planning.plans import Plan
+from treewise.tree.forest import Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 from treewise.verification.report import ParameterError, VerificationReport
+from treewise.verification.rows import PlanFacts, small_plans, trees_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -49,63 +53,97 @@ PARAMETER_FACTOR = 100
 
 def verify(
     model: nn.Module,
-    trajectories: Sequence[Trajectory],
-    max_tokens: int | None = None,
+    trajectories: Sequence[Trajectory] | Forest,
+    max_tokens: int | Sequence[int | None] | None = None,
     *,
     attention: str = "auto",
     objective: Objective | Loss | None = None,
     tolerance: float | None = None,
     processor: object = None,
+    temperature: float = 1.0,
+    offload: bool = False,
+    router_aux_loss: bool | None = None,
+    router_z_coefficient: float = 0.0,
+    autocast: torch.dtype | None = None,
 ) -> VerificationReport:
     """Compares loss, log-probs and gradients of every trajectory alone with those of all of them as trees.
 
-    The model runs as in `eval()`, since dropout would differ between the two; its mode, its `.grad`s and the state of
-    the random generators are restored. Needs memory for the model, two gradients and one trajectory; a low-precision
-    model also needs a float32 copy and its gradient, unless `tolerance` is given.
+    Compared are a step of the loss that the run trains, with its losses on routers, and a backward through
+    `engine.logprobs`. The model runs as in `eval()`, since dropout would differ between the two; its mode, its `.grad`s
+    and the state of the random generators are restored. Needs memory for the model, two gradients (three where the loss
+    depends on more than log-probs) and one trajectory; a low-precision model also needs a float32 copy and its
+    gradient, unless `tolerance` is given.
 
     Parameters:
-        max_tokens: budget of a micro-batch; None for whole trees, and again at half of the largest tree (`at_budget`).
+        trajectories: what is trained, merged; or a forest, whose trees stay as they are.
+        max_tokens: the budget of the run, in tokens of a micro-batch. Where all trees fit into it, or with None, they
+            are computed whole and again at half of the largest tree; and always some rows, cut short, at a budget so
+            small that it has four levels of gateways and rows with gaps (`report.at_budgets`). Several: these alone.
         attention: an implementation, or `auto`.
         objective: `SFT()` if None; any other one, or a function from the list of log-probs to a scalar, as in
             `TreeEngine.step`. Losses that are no sum over tokens take two flat passes.
         tolerance: relative error allowed in the whole gradient, in place of that for the model's dtype. Low-precision
             models are then compared with flat training in their own dtype.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
+        temperature, offload, router_aux_loss, router_z_coefficient: of the run's engine, as in `TreeEngine`.
+        autocast: the dtype of that around the run's steps.
 
     Raises:
         ConfigError: an objective that flat rows cannot express, or a tolerance that is not positive.
         DataError: a stream that the objective needs is missing, or a token id beyond the vocabulary.
         UnsupportedModelError: a model that cannot follow a tree.
     """
-    items = list(trajectories)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"verify takes a model, found a {type(model).__name__}; load it first.")
     if tolerance is not None and not tolerance > 0:
         raise ConfigError(f"tolerance is {tolerance}; give a positive relative error, or None.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{type(model).__name__} has no trained parameter; nothing to compare.")
-    objective = SFT() if objective is None else objective
-    forest = Forest.from_trajectories(items)
-    loss = FlatLoss(items, objective, processor)
+    forest = one_forest(trajectories)
+
+    def new_engine(budget: int | None, is_probed: bool) -> TreeEngine:
+        return TreeEngine(
+            model,
+            budget,
+            attention,
+            temperature=temperature,
+            check=not is_probed,
+            offload=offload,
+            router_aux_loss=router_aux_loss,
+            router_z_coefficient=router_z_coefficient,
+            processor=processor,
+        )
+
+    side = _Sides(model, new_engine, autocast, tolerance)
+    reports = []
+    with _state_restored(model):
+        for rows, budgets in _compared(forest, objective, max_tokens):
+            is_cut = rows is not forest
+            # A function may know how long the trajectories are.
+            loss: Objective | Loss = SFT() if objective is None or (is_cut and not _has_terms(objective)) else objective
+            reports += side.compare(rows, loss, budgets, is_cut=is_cut)
+    return replace(reports[0], at_budgets=tuple(reports[1:]))
+
+
+def _has_terms(objective: Objective | Loss) -> bool:
+    return isinstance(objective, Objective)
+
+
+def _compared(
+    forest: Forest, objective: Objective | Loss | None, max_tokens: int | Sequence[int | None] | None
+) -> Iterator[tuple[Forest, list[int | None]]]:
+    """What is compared: rows, and budgets for them."""
+    if isinstance(max_tokens, Sequence):
+        if not max_tokens:
+            raise ConfigError("max_tokens is an empty list; give at least one budget, or None.")
+        yield forest, list(max_tokens)
+        return
     largest = int(np.diff([*np.flatnonzero(forest.parent < 0), forest.num_tokens]).max())  # tree
     half = max(1, largest // 2, forest.images.largest)
-    budgets = [max_tokens] if max_tokens is not None else [None, half]
-    engines = [  # the flat side has the tokens' loss alone; one probe is enough
-        TreeEngine(model, budget, attention, router_aux_loss=False, processor=processor, check=budget == budgets[0])
-        for budget in budgets
-    ]
-    dtype = _lowest_dtype(model)
-    with _state_restored(model):
-        engines[0].check(forest)
-        flat = _run_flat(model, loss)
-        wide = _run_wide_copy(model, loss) if dtype in LOW_PRECISION and tolerance is None else None
-        flat_errors = None if wide is None else _compare(wide, flat)
-        limits = _limits(dtype, tolerance, flat_errors, (wide or flat).size)
-        reports = []
-        for engine in engines:
-            sides = _Sides(flat, wide, _run_tree(engine, model, forest, objective))
-            reports.append(_report(engine, engine.plan(forest), dtype, sides, flat_errors, limits))
-    return replace(reports[0], at_budget=reports[1]) if len(reports) > 1 else reports[0]
+    is_whole = max_tokens is None or max_tokens >= forest.num_tokens
+    yield forest, [max_tokens, half] if is_whole and half < forest.num_tokens else [max_tokens]
+    for plan in small_plans(forest, whole_groups=getattr(objective, "needs_whole_groups", False)):
+        yield plan.forest, [plan.max_tokens]
 
 
 # -- the two sides ----------------------------------------------------------------------------------------------------
@@ -113,67 +151,165 @@ def verify(
 
 @dataclass(slots=True)
 class _Run:
-    """One side: loss, the sum of the sizes of its terms, log-probs ([L - 1] per trajectory, float64 on the host),
-    gradients by name."""
+    """One side: loss, the sum of the sizes of its terms, log-probs ([L - 1] per trajectory, float64 on the host), and
+    gradients by name: of the loss, and through the log-probs (None: they are the same)."""
 
     loss: float
     size: float
     logprobs: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor]
+    gradients: Gradients
     seconds: float
-    num_computed_tokens: int = 0
+    of_values: Gradients | None = None
+
+    @property
+    def through_values(self) -> Gradients:
+        return self.gradients if self.of_values is None else self.of_values
 
 
-@dataclass(frozen=True, slots=True)
 class _Sides:
-    """Flat training, flat training of a float32 copy where that is the reference, tree training."""
+    """Runs both sides of a comparison."""
 
-    flat: _Run
-    wide: _Run | None
-    tree: _Run
+    def __init__(
+        self,
+        model: nn.Module,
+        new_engine: Callable[[int | None, bool], TreeEngine],
+        autocast: torch.dtype | None,
+        tolerance: float | None,
+    ) -> None:
+        self.model, self._new_engine = model, new_engine
+        self.autocast, self.tolerance = autocast, tolerance
+        self.device, self.dtype = _device(model), _lowest_dtype(model) if autocast is None else autocast
+        self._is_probed = False
+
+    def compare(
+        self, forest: Forest, objective: Objective | Loss, budgets: Sequence[int | None], *, is_cut: bool
+    ) -> list[VerificationReport]:
+        """One report for each budget."""
+        engines = [self._engine(budget) for budget in budgets]
+        engine = engines[0]
+        loss = _flat_loss(engine, forest, objective, engine.router_loss_rule)
+        flat_sft = _flat_loss(engine, forest, SFT(), None)
+        with self._as_run():
+            engine.check(forest)
+            flat, slopes = self._run_flat(self.model, loss, flat_sft)
+        wide = self._run_wide(loss, flat_sft) if self.dtype in LOW_PRECISION and self.tolerance is None else None
+        flat_errors = None if wide is None else _flat_errors(wide, flat)
+        limits = _limits(self.dtype, self.tolerance, flat_errors, (wide or flat).size)
+        reports = []
+        for engine in engines:
+            with self._as_run():
+                plan = engine.plan(forest)
+                begin_work(f"comparing {_where(plan, is_cut=is_cut)}")
+                through_values = self._through_values(engine, plan, wide or flat, slopes)
+                tree = self._run_tree(engine, plan, objective, through_values)
+            sides = _Compared(engine, plan, is_cut, flat, wide, tree)
+            reports.append(_report(sides, self.dtype, through_values.errors, flat_errors, limits))
+        return reports
+
+    def _engine(self, budget: int | None) -> TreeEngine:
+        """As a run has it; one probe is enough."""
+        engine = self._new_engine(budget, self._is_probed)
+        self._is_probed = True
+        return engine
+
+    @contextmanager
+    def _as_run(self) -> Iterator[None]:
+        """Under the autocast of the run."""
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            yield
+
+    def _run_flat(self, model: nn.Module, loss: FlatLoss, sft: FlatLoss) -> tuple[_Run, list[torch.Tensor]]:
+        """Every trajectory alone, by the model's own forward; and the factors of its log-probs in the values that are
+        compared: the gradients of the loss, or where it depends on more than log-probs, those of SFT's."""
+        begin_work("flat training")
+        loss.warm_up(model, self.device)
+        zero_gradients(model)
+        started = synchronized_clock(self.device)
+        flat = loss.run(model, self.device)
+        seconds = synchronized_clock(self.device) - started
+        run = _Run(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds)
+        if flat.slopes is not None:
+            return run, flat.slopes
+        zero_gradients(model)
+        again = sft.run(model, self.device)
+        run.of_values = take_gradients(model)
+        assert again.slopes is not None
+        return run, again.slopes
+
+    def _run_wide(self, loss: FlatLoss, sft: FlatLoss) -> _Run:
+        """The flat side in float32: of the model without autocast, or of a copy."""
+        model = self.model
+        if _lowest_dtype(model) in LOW_PRECISION:
+            num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+            needed, free = 4 * (sum(each.numel() for each in model.parameters()) + num_trained), free_bytes(self.device)
+            if needed > free:
+                raise ConfigError(
+                    f"a float32 copy and its gradient need {bytes_as_text(needed)}, of which {bytes_as_text(free)} are "
+                    "free; give tolerance= to compare with flat training in the model's own dtype."
+                )
+            model = copy.deepcopy(model).float()
+        return self._run_flat(model, loss, sft)[0]
+
+    def _through_values(
+        self, engine: TreeEngine, plan: Plan, reference: _Run, slopes: list[torch.Tensor]
+    ) -> "_ThroughValues":
+        """The engine's log-probs, and the errors of the gradients that a backward through them gives."""
+        engine.check(plan.forest)  # its probe is no part of the seconds of a step
+        zero_gradients(self.model)
+        logprobs = engine.logprobs(plan.forest)
+        torch.autograd.backward(logprobs, [each.to(own.dtype) for each, own in zip(slopes, logprobs, strict=True)])
+        errors = _gradient_errors(reference.through_values, take_gradients(self.model))
+        return _ThroughValues([each.detach().double().cpu() for each in logprobs], errors)
+
+    def _run_tree(
+        self, engine: TreeEngine, plan: Plan, objective: Objective | Loss, through_values: "_ThroughValues"
+    ) -> _Run:
+        """A step on all trajectories as trees, by the engine."""
+        zero_gradients(self.model)
+        started = synchronized_clock(self.device)
+        out = engine.step(plan.forest, objective)
+        seconds = synchronized_clock(self.device) - started
+        loss = float(out.loss)
+        return _Run(loss, abs(loss), through_values.logprobs, take_gradients(self.model), seconds)
 
 
-def _run_flat(model: nn.Module, loss: FlatLoss) -> _Run:
-    """Every trajectory alone, by the model's own forward."""
-    device = _device(model)
-    loss.warm_up(model, device)
-    zero_gradients(model)
-    started = synchronized_clock(device)
-    flat = loss.run(model, device)
-    seconds = synchronized_clock(device) - started
-    return _Run(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds)
-
-
-def _run_wide_copy(model: nn.Module, loss: FlatLoss) -> _Run:
-    """The flat side of a float32 copy."""
-    needed = 4 * (
-        sum(p.numel() for p in model.parameters()) + sum(p.numel() for p in model.parameters() if p.requires_grad)
+def _flat_loss(
+    engine: TreeEngine, forest: Forest, objective: Objective | Loss, routers: RouterLossRule | None
+) -> FlatLoss:
+    """Of the trajectories alone, as the engine trains them."""
+    return FlatLoss(
+        forest.trajectories,
+        objective,
+        engine.processor,
+        temperature=engine.temperature,
+        routers=routers,
+        trees=trees_of(forest),
     )
-    free = free_bytes(_device(model))
-    if needed > free:
-        raise ConfigError(
-            f"a float32 copy and its gradient need {bytes_as_text(needed)}, of which {bytes_as_text(free)} are free; "
-            "give tolerance= to compare with flat training in the model's own dtype."
-        )
-    wide = copy.deepcopy(model).float()
-    return _run_flat(wide, loss)
 
 
-def _run_tree(engine: TreeEngine, model: nn.Module, forest: Forest, objective: Objective | Loss) -> _Run:
-    """All trajectories as trees, by the engine."""
-    device = _device(model)
-    engine.check(forest)  # its probe is no part of the seconds
-    with torch.no_grad():
-        logprobs = [each.double().cpu() for each in engine.logprobs(forest)]
-    zero_gradients(model)
-    started = synchronized_clock(device)
-    out = engine.step(forest, objective)
-    seconds = synchronized_clock(device) - started
-    loss = float(out.loss)
-    return _Run(loss, abs(loss), logprobs, take_gradients(model), seconds, int(out.num_computed_tokens))
+def _where(plan: Plan, *, is_cut: bool) -> str:
+    rows = f"{num(plan.forest.num_trajectories, 'row')} cut short" if is_cut else "trees"
+    return f"{rows}, whole" if plan.is_whole else f"{rows} under max_tokens {plan.max_tokens:,}"
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientErrors:
+    """whole: norm of the difference / norm. norm: of the whole gradient. parameters: worst first."""
+
+    whole: float
+    norm: float
+    parameters: tuple[ParameterError, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _ThroughValues:
+    """[L - 1] log-probs of each trajectory, float64 on the host, and errors of the gradients through them."""
+
+    logprobs: list[torch.Tensor]
+    errors: _GradientErrors
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,89 +317,138 @@ class _Errors:
     loss: float
     max_logprob: float
     rms_logprob: float
-    gradient: float
-    gradient_norm: float
-    parameters: tuple[ParameterError, ...]
+    gradient: _GradientErrors
 
 
-def _compare(reference: _Run, other: _Run) -> _Errors:
-    """Errors of one run relative to another, parameter by parameter; worst parameter first, NaN before all."""
-    difference = torch.cat(other.logprobs) - torch.cat(reference.logprobs)
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """An engine with its plan, and what each side gave: flat training, the same in float32 where that is the reference,
+    the tree."""
+
+    engine: TreeEngine
+    plan: Plan
+    is_cut: bool
+    flat: _Run
+    wide: _Run | None
+    tree: _Run
+
+    @property
+    def reference(self) -> _Run:
+        return self.flat if self.wide is None else self.wide
+
+
+def _gradient_errors(expected: Gradients, found: Gradients) -> _GradientErrors:
+    """Errors of gradients, parameter by parameter; NaN before all."""
     norms, gaps = {}, {}
-    for name, gradient in reference.gradients.items():
+    for name, gradient in expected.items():
         wide = gradient.double()
         norms[name] = wide.norm().item()
-        gaps[name] = (other.gradients[name].to(wide) - wide).norm().item()
+        gaps[name] = (found[name].to(wide) - wide).norm().item()
     norm = math.hypot(*norms.values())
     rows = [
         ParameterError(name, norms[name], _ratio(gaps[name], max(norms[name], SMALLEST_NORM_RATIO * norm)))
         for name in norms
     ]
-    rows.sort(key=lambda row: math.inf if math.isnan(row.error) else row.error, reverse=True)
+    rows.sort(key=_badness, reverse=True)
+    return _GradientErrors(_ratio(math.hypot(*gaps.values()), norm), norm, tuple(rows))
+
+
+def _compare(reference: _Run, other: _Run) -> _Errors:
+    """Errors of one run relative to another."""
+    difference = torch.cat(other.logprobs) - torch.cat(reference.logprobs)
     return _Errors(
         loss=_ratio(abs(other.loss - reference.loss), reference.size),  # of terms that may cancel
         max_logprob=difference.abs().max().item(),
         rms_logprob=difference.square().mean().sqrt().item(),
-        gradient=_ratio(math.hypot(*gaps.values()), norm),
-        gradient_norm=norm,
-        parameters=tuple(rows),
+        gradient=_gradient_errors(reference.gradients, other.gradients),
     )
 
 
 def _report(
-    engine: TreeEngine,
-    plan: Plan,
+    sides: _Compared,
     dtype: torch.dtype,
-    sides: _Sides,
-    flat_errors: _Errors | None,
+    of_values: _GradientErrors,
+    flat_errors: "_FlatErrors | None",
     limits: dict[str, float],
 ) -> VerificationReport:
-    flat, wide, tree, forest = sides.flat, sides.wide, sides.tree, plan.forest
-    reference = flat if wide is None else wide
-    errors, flops = _compare(reference, tree), flop_model(engine.model)
+    engine, plan, forest = sides.engine, sides.plan, sides.plan.forest
+    errors, flops, facts = _compare(sides.reference, sides.tree), flop_model(engine.model), PlanFacts.of(plan)
+    worst: dict[str, ParameterError] = {}  # of both gradients of a parameter
+    for each in sorted((*errors.gradient.parameters, *of_values.parameters), key=_badness, reverse=True):
+        worst.setdefault(each.name, each)
     return VerificationReport(
         model=type(engine.model).__name__,
         dtype=str(dtype).removeprefix("torch."),
         attention=engine.attention,
         max_tokens=plan.max_tokens,
         num_micro_batches=plan.num_micro_batches,
+        num_levels=facts.num_levels,
+        has_gap=facts.has_gap,
+        is_cut=sides.is_cut,
         num_trajectories=forest.num_trajectories,
         num_trees=forest.num_trees,
         num_flat_tokens=forest.num_flat_tokens,
         num_tree_tokens=forest.num_tokens,
-        num_computed_tokens=tree.num_computed_tokens,
+        num_computed_tokens=plan.num_computed_tokens,
         num_trained_tokens=sum(item.num_trained_tokens for item in forest.trajectories),
-        reference="flat training" if wide is None else "flat training of a float32 copy",
-        loss_flat=reference.loss,
-        loss_tree=tree.loss,
+        reference="flat training" if sides.wide is None else "flat training in float32",
+        loss_flat=sides.reference.loss,
+        loss_tree=sides.tree.loss,
         loss_error=errors.loss,
         max_logprob_error=errors.max_logprob,
         rms_logprob_error=errors.rms_logprob,
-        gradient_norm=errors.gradient_norm,
-        gradient_error=errors.gradient,
+        gradient_norm=errors.gradient.norm,
+        gradient_error=errors.gradient.whole,
+        values_error=of_values.whole,
         flat_loss_error=None if flat_errors is None else flat_errors.loss,
         flat_rms_logprob_error=None if flat_errors is None else flat_errors.rms_logprob,
         flat_gradient_error=None if flat_errors is None else flat_errors.gradient,
         limits=limits,
-        parameters=errors.parameters,
-        seconds_flat=flat.seconds,
-        seconds_tree=tree.seconds,
+        parameters=tuple(worst.values()),
+        seconds_flat=sides.flat.seconds,
+        seconds_tree=sides.tree.seconds,
         flop_bound=flops.native_flat(forest) / flops.planned(plan),
     )
 
 
-def _limits(dtype: torch.dtype, tolerance: float | None, flat: _Errors | None, size: float) -> dict[str, float]:
+def _badness(row: ParameterError) -> float:
+    return math.inf if math.isnan(row.error) else row.error
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatErrors:
+    """Errors of flat training in low precision. values: of the gradients through its log-probs."""
+
+    loss: float
+    rms_logprob: float
+    gradient: float
+    values: float
+
+
+def _flat_errors(wide: _Run, flat: _Run) -> _FlatErrors:
+    errors = _compare(wide, flat)
+    values = _gradient_errors(wide.through_values, flat.through_values).whole
+    return _FlatErrors(errors.loss, errors.rms_logprob, errors.gradient.whole, values)
+
+
+def _limits(dtype: torch.dtype, tolerance: float | None, flat: _FlatErrors | None, size: float) -> dict[str, float]:
     """The largest allowed errors, by name. size: the sum of the sizes of the loss's terms."""
     if flat is not None:
         # A loss is a mean, so flat training may equal it by chance; its log-probs bound the error to expect.
         loss_error = max(flat.loss, _ratio(flat.rms_logprob, size))
-        flat_errors = {"loss": loss_error, "rms_logprob": flat.rms_logprob, "gradient": flat.gradient}
+        flat_errors = {
+            "loss": loss_error,
+            "rms_logprob": flat.rms_logprob,
+            "gradient": flat.gradient,
+            "values": flat.values,
+        }
         return {name: MAX_TIMES_FLAT * error for name, error in flat_errors.items()}
     allowed = tolerance if tolerance is not None else TOLERANCE[dtype]
     return {
         "loss": allowed,
         "max_logprob": LOGPROB_FACTOR * allowed,
         "gradient": allowed,
+        "values": allowed,
         "worst_parameter": PARAMETER_FACTOR * allowed,
     }
 

@@ -20,11 +20,13 @@ class ParameterError:
 class VerificationReport:
     """The result of `verify`. Errors are those of the tree; `flat_*_error` are those of low-precision flat training.
 
-    loss_error: relative. max_logprob_error, rms_logprob_error: absolute, natural logarithm. gradient_error: norm of
-    the difference over the norm, whole gradient. All are relative to `reference`: flat training in the model's
-    dtype, or in float32 for low-precision models. limits: the largest allowed errors, by name. parameters: worst
-    first. at_budget: the same at half of the largest tree, where no budget was asked for. seconds_*: one cold run
-    each. flop_bound: flat / tree FLOPs, the flat side as run here, with the logits of every row.
+    loss_error: relative. max_logprob_error, rms_logprob_error: absolute, natural logarithm. gradient_error,
+    values_error: norm of the difference over the norm, whole gradient: of a step, and of a backward through
+    `engine.logprobs`. All are relative to `reference`: flat training in the model's dtype, or in float32 for
+    low-precision models. limits: the largest allowed errors, by name. parameters: worst first. num_levels: gateways on
+    the longest path; has_gap: whether rows were read of a gateway that are not neighbours; is_cut: whether rows were
+    made shorter for the budget. at_budgets: the same under other budgets. seconds_*: one cold run each. flop_bound:
+    flat / tree FLOPs, the flat side as run here, with the logits of every row.
     """
 
     model: str
@@ -32,6 +34,9 @@ class VerificationReport:
     attention: str
     max_tokens: int | None
     num_micro_batches: int
+    num_levels: int
+    has_gap: bool
+    is_cut: bool
     num_trajectories: int
     num_trees: int
     num_flat_tokens: int
@@ -46,6 +51,7 @@ class VerificationReport:
     rms_logprob_error: float
     gradient_norm: float
     gradient_error: float
+    values_error: float
     flat_loss_error: float | None
     flat_rms_logprob_error: float | None
     flat_gradient_error: float | None
@@ -54,7 +60,7 @@ class VerificationReport:
     seconds_flat: float
     seconds_tree: float
     flop_bound: float
-    at_budget: "VerificationReport | None" = None
+    at_budgets: "tuple[VerificationReport, ...]" = ()
 
     @property
     def worst_parameter(self) -> ParameterError:
@@ -78,15 +84,15 @@ class VerificationReport:
             "max_logprob": self.max_logprob_error,
             "rms_logprob": self.rms_logprob_error,
             "gradient": self.gradient_error,
+            "values": self.values_error,
             "worst_parameter": self.worst_parameter.error,
         }
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One line for each error beyond its limit, those at the budget last; NaN is beyond every limit."""
-        below = () if self.at_budget is None else self.at_budget.failures
-        where = f" under max_tokens {self.at_budget.max_tokens:,}" if self.at_budget is not None else ""
-        return (*self._own_failures, *(f"{each}{where}" for each in below))
+        """One line for each error beyond its limit, those at other budgets last; NaN is beyond every limit."""
+        below = [f"{each} under max_tokens {part.max_tokens:,}" for part in self.at_budgets for each in part.failures]
+        return (*self._own_failures, *below)
 
     @property
     def _own_failures(self) -> tuple[str, ...]:
@@ -111,46 +117,43 @@ class VerificationReport:
             "passed": self.passed,
             "failures": list(self.failures),
         }
-        extra["at_budget"] = None if self.at_budget is None else self.at_budget.to_dict()
+        extra["at_budgets"] = [each.to_dict() for each in self.at_budgets]
         return {**asdict(self), "parameters": [asdict(each) for each in self.parameters], **extra}
 
     def describe(self, num_parameters: int = 5) -> str:
-        """The comparison as a plain-text table: each error beside its limit; the worst parameters after a failure.
+        """The comparison as a plain-text table: each error under each budget; the worst parameters after a failure.
 
         80 columns hold it, which is what a terminal has at least.
         """
-        budget = "whole trees" if self.max_tokens is None else f"max_tokens {self.max_tokens:,}"
-        loss, worst = (f"{self.loss_flat:.8f}", f"{self.loss_tree:.8f}"), self._worst_side.worst_parameter
-        part = self.at_budget
-        columns = () if part is None else (f"at {num(part.max_tokens or 0, 'token')}",)
-        below = ("", "") if part is None else (f"{part.num_computed_tokens:,}", f"{part.seconds_tree:.2f} s")
-        rows = [
-            ("", "flat", "tree", "error", *columns, "limit"),
-            self._error_row("loss", "loss", *loss),
-            self._error_row("log-probs, largest", "max_logprob"),
-            self._error_row("log-probs, rms", "rms_logprob"),
-            self._error_row("gradient, relative", "gradient", f"norm {self.gradient_norm:.4g}"),
-            self._error_row("worst parameter", "worst_parameter"),
-            ("tokens computed", f"{self.num_flat_tokens:,}", f"{self.num_computed_tokens:,}", "", below[0]),
-            (
-                "one run each",
-                f"{self.seconds_flat:.2f} s",
-                f"{self.seconds_tree:.2f} s",
-                f"{self.speed_up:.2f} x",
-                below[1],
-            ),
+        parts = (self, *self.at_budgets)
+        names = ("loss", "max_logprob", "rms_logprob", "gradient", "values", "worst_parameter")
+        labels = ("loss", "log-probs, largest", "log-probs, rms", "gradient of a step", "gradient of log-probs")
+        limits = [f"{self.limits[name]:.1e}" if name in self.limits else "" for name in names]
+        errors = [
+            (label, *(f"{part.errors[name]:.1e}" for part in parts), limit)
+            for label, name, limit in zip((*labels, "worst parameter"), names, limits, strict=True)
         ]
-        rows = [(*row, "") if part is not None and len(row) < len(rows[0]) else row for row in rows]
+        facts: list[tuple[str, list[str]]] = [
+            ("micro-batches", [f"{part.num_micro_batches:,}" for part in parts]),
+            ("gateways on a path", [f"{part.num_levels:,}" for part in parts]),
+            ("gaps in gateways", ["yes" if part.has_gap else "no" for part in parts]),
+            ("tree tokens", [f"{part.num_tree_tokens:,}{' (cut)' if part.is_cut else ''}" for part in parts]),
+            ("seconds, tree", [f"{part.seconds_tree:.2f}" for part in parts]),
+            ("seconds, flat", [f"{part.seconds_flat:.2f}" for part in parts]),
+        ]
+        rows = [("error", *map(_budget, parts), "limit"), *errors, *((label, *row, "") for label, row in facts)]
+        worst = self._worst_side.worst_parameter
         lines = [
             f"flat and tree: {'equal' if self.passed else 'DIFFERENT'}",
             *_aligned(rows),
-            f"{self.model}, {self.dtype}, attention {self.attention}, {budget}",
+            f"{self.model}, {self.dtype}, attention {self.attention}; loss {self.loss_flat:.8f}, of the tree "
+            f"{self.loss_tree:.8f}",
             f"{num(self.num_trajectories, 'trajectory', 'trajectories')}, {num(self.num_trees, 'tree')}, "
-            f"{num(self.num_tree_tokens, 'tree token')}; "
+            f"{num(self.num_flat_tokens, 'flat token')}, {num(self.num_tree_tokens, 'tree token')}; "
             f"reference: {self.reference}",
             f"worst parameter: {worst.name} (gradient norm {worst.norm:.2e})",
-            f"by FLOPs {self.flop_bound:.2f} x, as the flat side computes the logits of all its rows; efficiency "
-            f"{self.efficiency:.2f}",
+            f"by FLOPs {self.flop_bound:.2f} x, as the flat side computes the logits of all its rows; measured "
+            f"{self.speed_up:.2f} x, efficiency {self.efficiency:.2f}",
         ]
         if not self.passed:
             parameters = self._worst_side.parameters
@@ -170,14 +173,12 @@ class VerificationReport:
 
     @property
     def _worst_side(self) -> "VerificationReport":
-        """The one that the worst parameter is taken from: this one, unless it is only at the budget that some fail."""
-        fails_below = self.at_budget is not None and not self._own_failures and self.at_budget.failures
-        return self.at_budget if self.at_budget is not None and fails_below else self
+        """The first of those under other budgets that fails, unless this one does."""
+        return self if self._own_failures else next((each for each in self.at_budgets if each.failures), self)
 
-    def _error_row(self, label: str, name: str, flat: str = "", tree: str = "") -> tuple[str, ...]:
-        limit = f"{self.limits[name]:.1e}" if name in self.limits else ""
-        below = () if self.at_budget is None else (f"{self.at_budget.errors[name]:.1e}",)
-        return label, flat, tree, f"{self.errors[name]:.1e}", *below, limit
+
+def _budget(report: VerificationReport) -> str:
+    return "whole" if report.num_micro_batches == 1 else f"at {report.max_tokens:,}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

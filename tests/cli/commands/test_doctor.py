@@ -1,6 +1,8 @@
 """`treewise doctor --gpu`, with the CPU in the place of a GPU: FlexAttention's uncompiled operator."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -8,14 +10,14 @@ import torch
 from treewise.cli.commands import doctor
 from treewise.cli.main import main
 from treewise.nn.attention.kernel_cases import CASES
-from treewise.report.analysis import machine_facts
+from treewise.report.analysis import gpu_facts
 
 NAMES = ("one block", "broken")
 
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_facts, "CASES", {name: CASES[name] for name in NAMES})
+    monkeypatch.setattr(gpu_facts, "CASES", {name: CASES[name] for name in NAMES})
 
 
 @pytest.mark.exhaustive
@@ -33,8 +35,8 @@ def test_the_command_passes_where_all_is_well(capsys: pytest.CaptureFixture[str]
 def test_wrong_kernels_give_a_sentence_for_an_issue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = machine_facts.flex_attention_tree
-    monkeypatch.setattr(machine_facts, "flex_attention_tree", lambda *args: 1.01 * own(*args))
+    own = gpu_facts.flex_attention_tree
+    monkeypatch.setattr(gpu_facts, "flex_attention_tree", lambda *args: 1.01 * own(*args))
     assert main(["doctor", "--gpu", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "a check FAILED" in out
@@ -43,13 +45,32 @@ def test_wrong_kernels_give_a_sentence_for_an_issue(
 
 
 def test_cases_beyond_the_time_are_named_and_have_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = machine_facts.check_gpu(torch.device("cpu"), 0)
-    assert facts["not run"] == list(NAMES)
-    assert (facts["passed"], facts["issue"]) == (False, None)
     assert main(["doctor", "--gpu", "--device", "cpu", "--max_seconds", "1e-9"]) == 1
     out = capsys.readouterr().out
     assert "not run, for lack of time (--max_seconds): one block, broken" in out
     assert out.endswith("not all checks RAN\n")
+
+
+def test_what_ran_before_sigterm_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It came within the second case."""
+    check, asked = gpu_facts.check_case, []
+
+    def check_case(device: torch.device, name: str):
+        asked.append(name)
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return check(device, name)
+
+    monkeypatch.setattr(gpu_facts, "check_case", check_case)
+    assert main(["doctor", "--gpu", "--device", "cpu"]) == 128 + signal.SIGTERM
+    captured = capsys.readouterr()
+    assert "one block                          as it should be" in captured.out
+    assert "not run, for it was ended before: broken" in captured.out
+    assert captured.out.endswith("not all checks RAN\n")
+    assert "ended by SIGTERM" in captured.err
+    asked.clear()
+    assert main(["doctor", "--gpu", "--device", "cpu", "--json"]) == 128 + signal.SIGTERM
+    assert json.loads(capsys.readouterr().out)["gpu"]["not run"] == ["broken"]
 
 
 def test_without_a_gpu_the_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

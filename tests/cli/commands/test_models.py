@@ -7,7 +7,7 @@ import pytest
 
 from treewise.cli.main import main
 from treewise.engine.engine import TreeEngine
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.nn.support_table import SUPPORTED, CapabilityTable
 
 TABLE = CapabilityTable.load()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import call, save_tiny_model, write_rows
+from tests.needs import MESHES
 from treewise.cli.main import main
 from treewise.testing import tiny_model
 
@@ -110,6 +111,61 @@ def test_what_a_run_asks_of_a_step_is_part_of_its_memory(tmp_path: Path, capsys:
     assert others[2] > plain
 
 
+def test_whether_a_step_fits_into_one_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the prediction of its peak on a GPU, with the adapters and the optimizer of a run's configuration."""
+    model = save_tiny_model(tmp_path / "model")
+    arguments = ("plan", rows, "--model", model)
+
+    def facts(*words: object) -> dict:
+        assert call(*arguments, *words, "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = facts("--gpu_memory", "1GiB")
+    peak, weights = found["bytes_peak"], found["bytes_weights"]
+    assert found["gpu"] == {
+        "gpu_bytes": 2**30,
+        "bytes_peak": peak,
+        "bytes_weights": weights,
+        "fits": True,
+        "max_tokens": None,
+    }
+    assert found["bytes_allocator"] == 0  # of a process on a CPU
+    assert facts("--gpu_memory", int(peak / 0.9) + 2)["gpu"]["fits"]
+    assert not facts("--gpu_memory", int(peak / 0.9) - 2)["gpu"]["fits"]
+    assert call(*arguments, "--gpu_memory", "1GiB") == 0
+    assert "one GPU: " in (out := capsys.readouterr().out)
+    assert "fit into 90% of 1.00 GiB" in out
+    assert call(*arguments, "--gpu_memory", int(weights / 0.9) - 2) == 0
+    assert "do not fit into 90% of" in (out := " ".join(capsys.readouterr().out.split()))
+    assert "without any token: lora, an optim of 8 bits, or --mesh fsdp=N" in out
+    run = tmp_path / "run.yaml"
+    parameters = weights // 16  # in float32, with gradients and AdamW's two moments
+    for more, of_trained in (("optim: adamw_bnb_8bit", 4 + 2), ("optim: sgd", 4), ("optim: adamw_torch", 12)):
+        run.write_text(f"model: {model}\ndata: {rows}\noutput_dir: {tmp_path}\n{more}\n")
+        assert main(["plan", "--config", str(run), "--gpu_memory", "1GiB", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["gpu"]["bytes_weights"] == (4 + of_trained) * parameters
+    run.write_text(f"model: {model}\ndata: {rows}\noutput_dir: {tmp_path}\nlora: {{r: 2}}\n")
+    assert main(["plan", "--config", str(run), "--gpu_memory", "1GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["bytes_weights"] < 5 * parameters
+
+
+def test_a_budget_that_would_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    rows = [{"token_ids": [*range(3, 60), *[10 + leaf] * 60], "group": "a"} for leaf in range(6)]
+    arguments = ("plan", write_rows(tmp_path / "rows.jsonl", rows), "--model", model)
+    assert call(*arguments, "--gpu_memory", "1GiB", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    steps = {each["max_tokens"]: each["bytes_step"] for each in facts["budgets"]}
+    size = int((facts["bytes_weights"] + steps[128]) / 0.9) + 2
+    assert call(*arguments, "--gpu_memory", size, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["max_tokens"] == 128
+    assert call(*arguments, "--gpu_memory", size) == 0
+    assert "it would at a budget of 128" in " ".join(capsys.readouterr().out.split())
+    assert call(*arguments, "--gpu_memory", size, "--max_tokens", 256) == 0
+    assert "lower --max_tokens, or activation_checkpointing" in " ".join(capsys.readouterr().out.split())
+
+
+@MESHES
 def test_a_mesh_and_the_memory_of_a_gpu(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model(tmp_path / "model")
     arguments = ("plan", rows, "--max_tokens", 16, "--model", model, "--mesh", "tp=2,fsdp=2")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from tests import needs
 from tests.cli.helpers import save_tiny_model, write_rows
 from tests.distributed.test_mesh import fork_ranks
 from treewise.cli.main import main
@@ -136,6 +137,7 @@ def test_updates_equal_flat_ones(rl, model_folder):
 MESHES = {"tp_size": "qwen3", "ep_size": "qwen3_moe", "context_size": "qwen3"}
 
 
+@needs.MESHES
 def test_two_processes_on_a_mesh_score_and_update_as_one(folder):
     """Four steps on old log-probs of the policy; the KL is to the policy, or to a reference that is whole."""
     write_rows(folder / "rows.jsonl", make_rows())
@@ -288,3 +290,19 @@ def test_the_samplers_log_probs_on_some_rows_only_are_left_out_or_refused(rl):
     code, _, err = rl(None, "--objective", "grpo", "--sampler_correction", "truncate", output="b")
     assert code == 2
     assert "rows.jsonl:4: no sampler_logprobs, but 10 of 12 rows have them" in err
+
+
+def test_a_null_reward_is_set_aside_as_in_the_online_loop(rl):
+    rows = make_rows()
+    without = [{**row, "reward": None} if number == 1 else row for number, row in enumerate(rows)]
+    code, out, _ = rl(without, "--objective", "grpo", *FAST, *ORDERED)
+    assert code == 0
+    assert "without a reward         1 set aside (first: rows.jsonl:2)" in out
+    code, _, _ = rl(rows[:1] + rows[2:], "--objective", "grpo", *FAST, *ORDERED, output="left")
+    assert code == 0
+    for name, value in parameters("left").items():
+        torch.testing.assert_close(parameters("out")[name], value, rtol=0, atol=0)
+    code, _, err = rl(without, "--objective", "grpo", "--max_failed", 0, output="none")
+    assert code != 0
+    assert "1 of 12 rollouts without reward, more than max_failed=0 of them. The first: rows.jsonl:2." in err
+    assert not Path("none").exists()

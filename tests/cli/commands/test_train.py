@@ -1,6 +1,9 @@
 """`treewise train` as a user types it: runs, refusals, interruptions."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -11,10 +14,12 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from tests.cli.helpers import save_tiny_model, write_rows
+from tests.trainer.helpers import in_child
 from treewise.cli.main import main
 from treewise.errors import ConfigError
 from treewise.nn.load_model import DEMO_MODEL, load_model, locate
 from treewise.trainer.checkpoint import contents
+from treewise.trainer.run_context import RunLock
 
 
 @pytest.fixture
@@ -70,6 +75,38 @@ def test_preferences_are_trained_against_the_model_as_it_starts(folder, objectiv
     first, *_, last = losses(folder)
     assert first == pytest.approx({"dpo": 0.6931, "kto": 0.5}[objective], abs=2e-4)  # the scores are 0
     assert last < first
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_read(folder, capsys, monkeypatch):
+    """It was refused where the lock is taken, after data and model were loaded."""
+    (folder / "run").mkdir()
+    with in_other_process(RunLock(folder / "run")) as holder:
+        monkeypatch.setattr("treewise.cli.training_run.load_data", lambda *_, **__: pytest.fail("data were read"))
+        for more in ([], ["--overwrite"], ["--resume"]):
+            assert main(["train", "run.yaml", *more]) == 2
+            assert f"is in use by process {holder}" in capsys.readouterr().err
+    assert not list((folder / "run").glob("*.yaml"))
+
+
+@contextlib.contextmanager
+def in_other_process(lock):
+    """Inside, another process, whose id this gives, holds a lock."""
+    read, write = os.pipe()
+
+    def hold():
+        lock.take()
+        os.write(write, b"held")
+        signal.pause()
+
+    child = in_child(hold)
+    assert os.read(read, 4) == b"held"
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
 
 
 def test_objectives_that_need_rollouts_are_named(folder, capsys):
@@ -178,7 +215,6 @@ def test_a_resume_that_is_refused_changes_nothing(folder, change):
     assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == files
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_lora_and_evaluation(folder):
     pytest.importorskip("peft")
     flags = ["--lora.r", "4", "--lora.target_modules", "all-linear", "--eval_data", "rows.jsonl"]

@@ -106,8 +106,8 @@ BAD = {
     "short labels": ({"input_ids": [1, 2, 3], "labels": [1]}, "1 labels for 3 input_ids"),
     "nested labels": ({"input_ids": [1, 2, 3], "labels": [[1], 2, 3]}, "labels is not a flat sequence of numbers"),
     "holes": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "padding is at the ends only"),
-    "packed by mask": ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}, "holds other values than 0 and 1; where"),
-    "packed by positions": ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "a row of its own"),
+    "mask": ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0.5]}, "holds other values than 0 and 1"),
+    "positions": ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 3]}, r"position_ids\[2\] is 3 behind 1"),
     "nested ids": (
         {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3, 4]]},
         r"array\(\[\[1, 2\], \[3, 4\]\]\)",
@@ -115,7 +115,7 @@ BAD = {
     "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
     "label": ({"prompt": "a", "completion": "b", "label": "good"}, "must be true"),
-    "empty text": ({"text": ""}, "not empty"),
+    "no text": ({"text": 5}, "text must be text, found 5"),
 }
 
 

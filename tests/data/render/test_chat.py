@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -169,10 +171,7 @@ BAD_RECORDS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("0 images in images", "1 image part")),
     ({"messages": [{"role": "user", "content": 5}]}, ("content must be text",)),
     ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]}, ("type 'text' has no text",)),
-    ({"messages": [USER, {**ANSWER, "content": ""}]}, ("turn 1", "holds nothing", "weight")),
-    ({"messages": [USER, {**ANSWER, "content": "", "reasoning_content": "Hm."}]}, ("turn 1", "only reasoning")),
-    ({"messages": [USER, {"role": "assistant"}]}, ("turn 1", "neither content nor tool_calls")),
-    ({"messages": [USER, {"role": "assistant"}], "calls": [{"ctx": [0], "out": 1}]}, ("calls[0]", "holds nothing")),
+    ({"messages": [USER, {**ANSWER, "weight": 0}]}, ("trains no assistant message", "--on_bad_record quarantine")),
     ({"messages": [{**USER, "train": True}, ANSWER]}, ("messages[0] (user)", "only assistant")),
     ({"messages": [USER, {**ANSWER, "train": "no"}]}, ("messages[1]", "train is 'no'")),
     ({"messages": [USER, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "f"}}]}, ("both function_call",)),
@@ -182,6 +181,7 @@ BAD_RECORDS = [
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": 1}]}]}, ("tool_calls", "name")),
     ({"messages": [USER, {**ANSWER, "tool_calls": {"a": 1}}]}, ("tool_calls must be a list",)),
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": 3}]}]}, ("arguments", "int")),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "input": {"a": 1}}]}]}, ("'f' has input; write",)),
     ({"messages": [USER, ANSWER], "tools": [3]}, ("tools must be a list",)),
     ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, ("a function without a name",)),
     ({"messages": [USER, ANSWER], "tools_ref": "x"}, ("tools_ref 'x'", "not found", "give `tools`")),
@@ -223,19 +223,144 @@ def test_a_template_that_loses_tool_calls_is_refused(write, tokenizer):
         load_trees(path, tokenizer)
 
 
-def test_arguments_that_are_no_json_are_named_where_the_template_needs_objects(write, tokenizer):
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+AS_OBJECT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HERMES = '\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>'
+ARGUMENTS = {
+    "object": ({"at": "sky"}, '{"at": "sky"}'),
+    "text": ('{"at":   "sky"}', '{"at":   "sky"}'),  # as it was sampled
+    "null": (None, "{}"),
+    "empty": ("", "{}"),
+    "blank": (" \n", "{}"),
+    "an empty object": ("{}", "{}"),
+    "Python": ("{'at': 'sky', 'far': True, 'or': None}", '{"at": "sky", "far": true, "or": null}'),
+}
+
+
+def called(arguments):
+    return {**ANSWER, "content": "", "tool_calls": [{"type": "function", "function": {"name": "look", **arguments}}]}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("template", ["qwen3", "object"])
+def test_arguments_are_an_object_however_they_are_written(name, template, write, tokenizer, qwen3_template):
+    given, text = ARGUMENTS[name]
+    options = RenderOptions(
+        chat_template=qwen3_template if template == "qwen3" else AS_OBJECT,
+        chat_template_kwargs={"enable_thinking": False},
     )
-    options = RenderOptions(chat_template=template)
-    good = only(load_trees(write({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}), tokenizer, options=options))
-    assert text_of(tokenizer, good[0], True) == 'Yes.look{"at": "sky"}<|im_end|>'
-    broken = {"function": {"name": "look", "arguments": "{at"}}
-    path = write({"messages": [USER, {**ANSWER, "tool_calls": [broken]}]})
-    with pytest.raises(DataError, match=r"jsonl:1: messages\[1\]: arguments of 'look': text that is not valid JSON"):
-        load_trees(path, tokenizer, options=options)
+    message = called({"arguments": given})
+    trees = load_trees(write({"messages": [USER, message, USER, ANSWER]}), tokenizer, options=options)
+    first, second = only(trees)
+    normal = '{"at": "sky"}' if name == "text" else text
+    expected = HERMES.lstrip("\n") % text if template == "qwen3" else "look" + normal
+    assert text_of(tokenizer, first, True) == expected + "<|im_end|>"
+    assert expected in tokenizer.decode(second.token_ids)
+    words = {"empty": "blank arguments", "blank": "blank arguments", "Python": "Python's notation"}
+    found = [warning for warning in trees.report.warnings if "(1 time)" in warning]
+    assert len(found) == (name in words)
+    assert all(words[name] in warning for warning in found)
+
+
+BAD_ARGUMENTS = {
+    "a list": ("[]", "a list, not an object: '\\[\\]'; give {} for none"),
+    "null": ("null", "null, not an object"),
+    "a number": ("3", "3, not an object"),
+    "cut": ('{"at": "sk', "text that is not valid JSON"),
+    "encoded twice": (json.dumps('{"at": "sky"}'), "JSON that was written as text once more, not an object"),
+    "a key twice": ('{"at": 1, "at": 2}', "the key 'at' is given twice"),
+    "half a pair": ('{"at": "\\ud83d"}', "JSON that cannot be read"),
+    "a Python list": ("['a']", "text that is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+@pytest.mark.parametrize("template", ["qwen3", "object"])
+def test_arguments_that_are_no_object_are_named(name, template, write, tokenizer, qwen3_template):
+    given, words = BAD_ARGUMENTS[name]
+    options = RenderOptions(chat_template=qwen3_template if template == "qwen3" else AS_OBJECT)
+    for talk in ([USER, called({"arguments": given})], [USER, called({"arguments": given}), USER, ANSWER]):
+        path = write({"messages": [USER, ANSWER]}, {"messages": talk})
+        where = r"jsonl:2: messages\[1\]\.tool_calls\[0\]: the arguments of 'look' are "
+        with pytest.raises(DataError, match=where + words):
+            load_trees(path, tokenizer, options=options)
+
+
+def test_arguments_of_a_reply_that_was_cut_off_stop_no_file(write, tokenizer):
+    """Nothing of such a reply is trained; as context of a later call it is an error."""
+    cut = {**called({"arguments": '{"at": "sk'}), "finish_reason": "length"}
+    trees = load_trees(write({"messages": [USER, ANSWER, USER, cut]}), tokenizer, options=CHATML)
+    assert len(only(trees)) == 1
+    assert [reason.partition(" (")[0] for _, reason in trees.report.dropped] == [
+        "tool calls of a reply that was cut off"
+    ]
+    with pytest.raises(DataError, match=r"messages\[1\]\.tool_calls\[0\]: the arguments of 'look'"):
+        load_trees(write({"messages": [USER, cut, USER, ANSWER]}), tokenizer, options=CHATML)
+
+
+EMPTY = {
+    "empty": ({"content": ""}, "a reply that holds nothing"),
+    "absent": ({}, "a reply that holds nothing"),
+    "null": ({"content": None, "tool_calls": []}, "a reply that holds nothing"),
+    "reasoning": ({"content": "", "reasoning_content": "Hm."}, "a reply that holds only reasoning"),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("thinking", ["as_inference", "keep"])
+def test_an_empty_turn_is_context_and_counted(name, thinking, write, tokenizer):
+    fields, reason = EMPTY[name]
+    empty = {"role": "assistant", **fields}
+    talk = [USER, empty, {"role": "user", "content": "Hello?"}, ANSWER]
+    options = RenderOptions(chat_template="chatml", thinking=thinking)
+    path = write({"messages": talk}, {"messages": [USER, empty]})
+    trees = load_trees(path, tokenizer, options=options)
+    (row,) = only(trees)
+    assert text_of(tokenizer, row, True) == "Yes.<|im_end|>"
+    assert "<|im_start|>assistant\n" in tokenizer.decode(row.token_ids).partition("Hello?")[0]
+    assert trees.report.dropped == [(f"{path}:{line}: turn 1 (assistant)", reason) for line in (1, 2)]
+
+
+def test_empty_turns_of_logged_calls_and_completions_are_left_out(write, tokenizer):
+    empty = {"role": "assistant", "content": ""}
+    calls = [{"ctx": [0], "out": 1}, {"ctx": [0, 1, 0], "out": 2}]
+    path = write(
+        {"messages": [USER, empty, ANSWER], "calls": calls},
+        {"prompt": "a", "completion": ""},
+        {"prompt": [USER], "completion": [empty]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
+        {"instruction": "a", "output": ""},
+        {"text": ""},
+        {
+            "nodes": [
+                {"parent": None, "message": USER},
+                {"parent": 0, "message": empty},
+                {"parent": 0, "message": ANSWER},
+            ]
+        },
+    )
+    trees = load_trees(path, tokenizer, options=CHATML)
+    assert [len(tree.trajectories) for tree in trees] == [1, 1]
+    assert [where.partition(".jsonl:")[2].partition(":")[0] for where, _ in trees.report.dropped] == list("1234567")
+    assert {reason for _, reason in trees.report.dropped} == {
+        "a reply that holds nothing",
+        "a completion that holds nothing",
+        "a text that holds nothing",
+    }
+
+
+def test_white_space_that_a_template_trims_is_nothing(write, tokenizer):
+    path = write({"messages": [USER, {**ANSWER, "content": " \n"}, USER, ANSWER]})
+    trimming = AS_OBJECT.replace("m.content }}", "m.content | trim }}")
+    trees = load_trees(path, tokenizer, options=RenderOptions(chat_template=trimming))
+    assert [reason for _, reason in trees.report.dropped] == [
+        "a reply of white space alone, which the chat template does not write"
+    ]
+    kept = only(load_trees(path, tokenizer, options=CHATML))
+    assert [text_of(tokenizer, row, True) for row in kept] == [" \n<|im_end|>", "Yes.<|im_end|>"]
 
 
 def test_a_trajectory_beyond_max_length_is_refused_and_never_cut(write, tokenizer):

@@ -91,7 +91,7 @@ def test_forms_of_images_are_one_image(processor, shots, write):
     records.append(
         {"prompt": [user({"type": "image"}, "w1")], "completion": [answer("w2")], "images": [path], "group": "g"}
     )
-    (tree,) = load_trees(write(*records), processor, num_workers=0)
+    (tree,) = load_trees(write(*records), processor, num_workers=0, options={"image_folder": str(shots)})
     assert tree.forest().num_tokens == len(tree.trajectories[0])
     assert len(tree.trajectories) == 8
 

@@ -215,3 +215,10 @@ def test_continuations_get_no_space_in_front_from_a_sentencepiece_tokenizer():
     encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>", eos_token="</s>"))
     assert joined(encoder.encode(["a"])[0]).tolist() == [3]
     assert encoder.encode_continuations(["a"])[0].tolist() == [2]
+
+
+def test_a_tokenizer_without_a_vocabulary_is_an_error(tmp_path):
+    """transformers makes one of a folder without tokenizer.json; every text was no token at all."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ConfigError, match=r"Qwen2Tokenizer makes no token of a text; are its files"):
+        load_trees([{"messages": [USER, answer()]}], str(tmp_path), options={"chat_template": "chatml"})

@@ -131,6 +131,62 @@ def test_a_prompt_that_opens_a_thinking_block_closes_it_as_context(tokenizer):
     assert "empty thinking block" in dataset.report.warnings[0]
 
 
+CUT = {"role": "assistant", "content": "It is a tr", "finish_reason": "length"}
+
+
+@pytest.mark.parametrize("chat_template", [PLAIN, ALL, NO_END, template("CONTENT")])
+def test_a_turn_that_was_cut_off_has_no_end(tokenizer, chat_template):
+    texts, dataset = trained(tokenizer, [USER, CUT, *LATER], chat_template)
+    first, second = dataset[0].trajectories
+    assert texts[0] == "It is a tr"
+    assert tokenizer.decode(first.token_ids).endswith("assistant\nIt is a tr")
+    assert texts[1].startswith("Quite sure.")
+    assert "It is a tr<|im_end|>" in tokenizer.decode(second.token_ids) or chat_template == template("CONTENT")
+
+
+def test_a_turn_that_was_cut_off_is_closed_as_context_where_its_conversation_is_one_row(tokenizer):
+    texts, dataset = trained(tokenizer, [USER, CUT, *LATER], PLAIN, thinking="keep")
+    assert texts == ["It is a trQuite sure.<|im_end|>"]
+    [item] = dataset[0].trajectories
+    whole = tokenizer.decode(item.token_ids)
+    expected = trained(tokenizer, [USER, {**CUT, "finish_reason": "stop"}, *LATER], PLAIN, thinking="keep")
+    assert expected[0] == ["It is a tr<|im_end|>Quite sure.<|im_end|>"]
+    assert whole == tokenizer.decode(expected[1][0].trajectories[0].token_ids)
+
+
+def test_train_detail_of_a_turn_that_was_cut_off(tokenizer):
+    turn = {**CUT, "train_detail": [{"begin_offset": 8, "end_offset": 9, "train": True}]}
+    assert trained(tokenizer, [USER, turn], PLAIN)[0] == [" tr"]
+
+
+def test_a_thought_that_was_cut_off_stands_in_no_closed_block(tokenizer, qwen3_template):
+    whole = ["<think>\nIs it a tr"]
+    for turn in (
+        {"role": "assistant", "content": "<think>\nIs it a tr", "finish_reason": "length"},
+        {"role": "assistant", "content": "", "reasoning_content": "Is it a tr", "finish_reason": "max_tokens"},
+        {"role": "assistant", "content": None, "reasoning": "\nIs it a tr", "stop_reason": "max_tokens"},
+    ):
+        texts, dataset = trained(tokenizer, [USER, turn], qwen3_template)
+        assert texts == whole
+        assert "</think>" not in tokenizer.decode(dataset[0].trajectories[0].token_ids)
+    with_answer = {**CUT, "reasoning_content": "It has leaves."}
+    assert trained(tokenizer, [USER, with_answer], qwen3_template)[0] == [
+        "<think>\nIt has leaves.\n</think>\n\nIt is a tr"
+    ]
+
+
+def test_replies_that_cannot_be_trained_for_their_end_are_context_and_counted(tokenizer):
+    filtered = {**ANSWER, "finish_reason": "content_filter"}
+    texts, dataset = trained(tokenizer, [USER, filtered, *LATER], PLAIN)
+    assert texts == ["Quite sure.<|im_end|>"]
+    assert dataset.report.dropped == [("records:0: turn 1 (assistant)", "a reply that ended with 'content_filter'")]
+    rows, dataset = trained(tokenizer, [USER, filtered, *LATER], PLAIN, thinking="keep")
+    assert rows == ["Quite sure.<|im_end|>"]
+    assert len(dataset.report.dropped) == 1
+    with pytest.raises(DataError, match=r"no record to train on.*1 record left out.*a reply that ended with"):
+        trained(tokenizer, [USER, filtered], PLAIN)
+
+
 def test_spans():
     assert union([(5, 6), (0, 2), (2, 3), (4, 4)]) == [(0, 3), (5, 6)]
     assert detail_spans([{"begin_offset": 1, "end_offset": 1, "train": True}], "abc", "x") == [(1, 2)]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from treewise.distributed.lockstep.merged_sequence import align
 from treewise.distributed.lockstep.merged_sequence import common_sequence as weighted_sequence
 from treewise.errors import PlanError
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN
 from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from treewise.distributed.lockstep import Passes, forward_passes, training_passes, turns_of
 from treewise.distributed.lockstep.turns import NO_PASSES
 from treewise.distributed.placement import CostModel, assign_ranks, rank_part, work_of
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN
 from treewise.testing.strategies import forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

@@ -8,7 +8,8 @@ from treewise.distributed.placement import CostModel, work_of
 from treewise.distributed.placement.cost_model import PAIR_FORWARD_FRACTION
 from treewise.errors import ConfigError
 from treewise.planning.partition import FORWARD_FRACTION
-from treewise.planning.planner import BACKWARD, FORWARD, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import BACKWARD, FORWARD
 from treewise.testing.strategies import forests_and_budgets
 
 PRIOR = CostModel.from_flops(flops_per_token=6e8, flops_per_pair=1e5)

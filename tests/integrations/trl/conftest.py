@@ -3,20 +3,26 @@
 import random
 from typing import Any
 
-import datasets
 import pytest
-from datasets import Dataset
 
 from tests.integrations.trl.helpers import model_for_trl, settings, tiny_tokenizer, words
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_datasets():
+    import datasets
+
     datasets.disable_progress_bars()
 
 
+def dataset(rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset  # here, as the tests of this folder are skipped without it
+
+    return Dataset.from_list(rows)
+
+
 @pytest.fixture
-def conversations() -> Dataset:
+def conversations() -> Any:
     """Four questions, three conversations each, that share a system prompt and the question."""
     rng = random.Random(0)
     system, rows = words(rng, 5, 8), []
@@ -33,13 +39,13 @@ def conversations() -> Dataset:
                     {"role": "assistant", "content": words(rng, 2, 7)},
                 ]
             )
-    return Dataset.from_list([{"messages": messages} for messages in rows])
+    return dataset([{"messages": messages} for messages in rows])
 
 
 @pytest.fixture
-def pairs() -> Dataset:
+def pairs() -> Any:
     rng = random.Random(1)
-    return Dataset.from_list(
+    return dataset(
         [
             {"prompt": words(rng, 6, 12), "chosen": f" {words(rng, 2, 6)}", "rejected": f" {words(rng, 2, 6)}"}
             for _ in range(8)
@@ -48,19 +54,19 @@ def pairs() -> Dataset:
 
 
 @pytest.fixture
-def unpaired() -> Dataset:
+def unpaired() -> Any:
     """Two answers to each question, one of them wanted."""
     rng, rows = random.Random(2), []
     for _ in range(6):
         prompt = words(rng, 6, 12)
         rows += [{"prompt": prompt, "completion": f" {words(rng, 2, 6)}", "label": label} for label in (True, False)]
-    return Dataset.from_list(rows)
+    return dataset(rows)
 
 
 @pytest.fixture
-def prompts() -> Dataset:
+def prompts() -> Any:
     rng = random.Random(3)
-    return Dataset.from_list([{"prompt": words(rng, 6, 12)} for _ in range(8)])
+    return dataset([{"prompt": words(rng, 6, 12)} for _ in range(8)])
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def build(tmp_path: Any):
     of the trainer.
     """
 
-    def prepare(trainer: Any, config: Any, data: Dataset, *, model=None, peft=None, more=None, **changes):
+    def prepare(trainer: Any, config: Any, data: Any, *, model=None, peft=None, more=None, **changes):
         def make() -> Any:
             extra = more() if more else {}
             if peft is not None:

@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import treewise
 from tests.integrations.trl.helpers import model_for_trl
-from treewise.engine import step_checks
+from treewise.engine import checks
 from treewise.testing.oracle import gradient_error, gradients_of
 
 # PEFT still uses names that transformers deprecates.
@@ -219,7 +219,6 @@ def test_adapters_on_and_off():
         torch.testing.assert_close(model(**batch(), fused_lm_head=True).log_probs, expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_a_model_that_the_trainer_compiled():
     """As accelerate does for `torch_compile=True`; layers that are compiled in place stay so."""
     model = fused()
@@ -268,7 +267,7 @@ def test_out_of_memory_in_the_forward_is_tried_again_in_smaller_parts(monkeypatc
         return own(input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(model.model, "forward", with_little_memory)
-    monkeypatch.setattr(step_checks, "probe", lambda *args, **kwargs: None)  # of more tokens
+    monkeypatch.setattr(checks, "probe", lambda *args, **kwargs: None)  # of more tokens
     found, gradients = outputs_and_gradients(model, batch())
     assert sharing.engine.max_tokens <= 12
     assert any("out of memory" in record.message for record in caplog.records)

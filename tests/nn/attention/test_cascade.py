@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from tests.plain_trees import image_rows
 from treewise.errors import ConfigError
-from treewise.nn.attention import row_blocks, softcap
-from treewise.nn.attention.cascade import cascade_attention, kernel_takes_groups
+from treewise.nn.attention import mask as row_blocks
+from treewise.nn.attention import softcap
+from treewise.nn.attention.cascade import attend, kernel_takes_groups
 from treewise.nn.attention.gateway import Gateway, GatewayRead
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 
@@ -93,7 +94,7 @@ def by_cascade(made, inputs, rule, *, with_sinks=True, rows_as="slice", image_se
         leaves = [tensor[:, :, own].clone().requires_grad_() for tensor in (query, key, value)]
         own_sinks = sinks.clone().requires_grad_()
         mask = mask_of(made, number, image_seed)
-        out = cascade_attention(*leaves, mask, rule, own_sinks if with_sinks else None, reads, LAYER)
+        out = attend(*leaves, mask, rule, own_sinks if with_sinks else None, reads, LAYER)
         torch.autograd.backward(out, out_grad[:, :, own])
         found["output"][:, :, own] = out.detach()
         found["query"][:, :, own] = leaves[0].grad
@@ -228,7 +229,7 @@ def test_nothing_is_saved_but_inputs_output_and_log_sum_exp():
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        cascade_attention(*leaves, TreeMask.from_layout(lay_out(plan(forest), 0)), RULES["plain"])
+        attend(*leaves, TreeMask.from_layout(lay_out(plan(forest), 0)), RULES["plain"])
     num_heads, width = query.shape[1], query.shape[3]
     rows = [num_heads * width, 2 * key.shape[1] * width, num_heads * width, num_heads]
     assert sum(tensor.numel() for tensor in saved) == forest.num_tokens * sum(rows)
@@ -243,4 +244,4 @@ def test_without_grouped_heads_the_error_names_the_way_out(monkeypatch):
     forest = Forest.from_nodes([-1], [[1, 2, 3]])
     query, key, value, _, _ = draw_inputs(forest, HEADS[1], torch.float32, 0)
     with pytest.raises(ConfigError, match="attention='reference'"):
-        cascade_attention(query, key, value, TreeMask.from_layout(lay_out(plan(forest), 0)), RULES["plain"])
+        attend(query, key, value, TreeMask.from_layout(lay_out(plan(forest), 0)), RULES["plain"])

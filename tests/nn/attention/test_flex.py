@@ -22,8 +22,8 @@ from treewise.nn.attention.flex import block_mask, flex_attention_tree
 from treewise.nn.attention.kernel_cases import DTYPES, HEAD_SIZES, with_gradients
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import MAX_SEED, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

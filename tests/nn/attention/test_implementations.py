@@ -8,9 +8,9 @@ import torch
 
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError
-from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose
-from treewise.planning.layout import lay_out
+from treewise.nn.attention import IMPLEMENTATIONS, TreeContext, TreeMask, cascade, choose, implementations, reference
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
 from treewise.trainer.arguments import TreeTrainingArguments
 
@@ -40,13 +40,29 @@ def test_auto_takes_the_first_that_suits_the_device(monkeypatch: pytest.MonkeyPa
     assert choose("cascade", "cpu") == "cascade"  # explicit requests are never replaced
 
 
+def test_float64_on_a_gpu_takes_the_reference_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton multiplies no float64."""
+    implementations._warn_of_other.cache_clear()
+    for _ in range(2):
+        assert choose("auto", "cuda", torch.float64) == "reference"
+    assert (
+        caplog.text.count("the model is in float64, for which flex has no kernels on cuda: attention is reference") == 1
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, None):
+        assert choose("auto", "cuda", dtype) == choose("flex", "cuda", dtype) == "flex"
+    assert choose("auto", "cpu", torch.float64) == "cascade"
+    assert choose("flex", "cpu", torch.float64) == "flex"  # the operator itself, which computes it
+    with pytest.raises(ConfigError, match="attention='flex' has no kernels for float64 on cuda; use 'reference'"):
+        choose("flex", "cuda", torch.float64)
+
+
 def test_cascade_on_another_device_names_the_way_out() -> None:
     class OnGPU(torch.Tensor):
         device = torch.device("cuda")
 
     query = torch.empty(1, 2, 5, 8).as_subclass(OnGPU)
     with pytest.raises(ConfigError, match="attention='cascade' runs on the CPU, and the model is on cuda"):
-        cascade.cascade_attention(query, query, query, MASK, None)
+        cascade.attend(query, query, query, MASK, None)
 
 
 def test_a_new_implementation_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +70,7 @@ def test_a_new_implementation_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> N
 
     def run(query, key, *others):
         calls.append(query.shape)
-        return IMPLEMENTATIONS["reference"].run(query, key, *others)
+        return reference.attend(query, key, *others)
 
     monkeypatch.setitem(IMPLEMENTATIONS, "mine", replace(IMPLEMENTATIONS["reference"], run=run))
     model, forest = tiny_model(num_hidden_layers=1), Forest.from_nodes([-1, 0, 0], [[5, 6], [7], [8, 9]])

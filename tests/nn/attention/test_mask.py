@@ -5,8 +5,8 @@ import numpy as np
 from treewise import Forest, Trajectory
 from treewise.nn.attention import TreeMask
 from treewise.nn.attention.mask import LayerRule
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 
 LAYOUT = lay_out(plan(Forest.from_trajectories([Trajectory([5, 9, 9, 9, 6])])), 0)
 BEFORE = np.array([0, 0, 1, 2, 0])  # the three in the middle are an image

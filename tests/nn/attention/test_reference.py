@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention, visible
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests, forests_and_budgets
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

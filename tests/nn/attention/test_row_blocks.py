@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plain_trees import image_rows, is_above
-from treewise.nn.attention import row_blocks
+from treewise.nn.attention import mask as row_blocks
 from treewise.nn.attention.mask import TreeMask
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests_and_budgets, random_tree
 from treewise.tree.forest import Forest
 

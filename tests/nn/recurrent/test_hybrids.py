@@ -17,12 +17,12 @@ import treewise.nn.recurrent.kinds
 from tests.nn.recurrent.hybrids import HYBRIDS, hybrid
 from tests.nn.recurrent.wide import widened
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine import walk
+from treewise.engine import step
 from treewise.errors import UnsupportedModelError
 from treewise.nn.recurrent import kinds_of
 from treewise.nn.recurrent.segments import row_segments
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import budgets, trajectories
 
@@ -260,7 +260,6 @@ def compile_each(model: Any) -> None:
     ],
     ids=["accelerate", "run again", "compiled", "states in host memory"],
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from inside of dynamo
 def test_changed_layers(family: str, change: Callable[[Any], None], options: dict[str, bool]) -> None:
     model, items = hybrid(family), conversations(30)
     change(model)
@@ -296,13 +295,13 @@ def test_kinds_are_named() -> None:
 def test_float64_recurrences_may_round_as_float32_does(monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers' scans compute in float32 in a float64 model, and may round otherwise beside other rows.
     model = hybrid("mamba", torch.float64)
-    plain, noise = walk.run_decoder, torch.Generator().manual_seed(0)
+    plain, noise = step.run_decoder, torch.Generator().manual_seed(0)
 
     def rounded(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         rows, router_logits = plain(*args, **kwargs)
         return rows * (1 + 1e-6 * torch.randn(rows.shape, generator=noise, dtype=rows.dtype)), router_logits
 
-    monkeypatch.setattr(walk, "run_decoder", rounded)
+    monkeypatch.setattr(step, "run_decoder", rounded)
     TreeEngine(model).check(Forest.from_trajectories([Trajectory([3, 4, 5, 6])]))
 
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 
 from tests.nn.recurrent.hybrids import hybrid
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine.budget import gateway_token_bytes, state_bytes
+from treewise.engine.budget import gateway_token_bytes
 from treewise.nn.model import split_model
-from treewise.nn.recurrent import peak_cuts
+from treewise.nn.recurrent import peak_cuts, state_bytes
 from treewise.nn.recurrent.segments import row_segments
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests_and_budgets
 
 

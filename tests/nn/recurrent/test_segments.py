@@ -14,8 +14,8 @@ from treewise.nn.recurrent.segments import (
     rows_before,
     rows_up_to_end,
 )
-from treewise.planning.layout import lay_out
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import Plan, lay_out
 from treewise.testing.strategies import forests_and_budgets
 
 HOLDS = st.sampled_from(["auto", "never", "always"])

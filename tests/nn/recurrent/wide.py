@@ -41,6 +41,8 @@ def _wide_module(name: str) -> ModuleType:
         source = Path(path).read_text()
         source = re.sub(r"\btorch\.float32\b|\btorch\.float\b", "torch.float64", source)
         source = re.sub(r"\.float\(\)", ".double()", source)
+        # Layers of other families, too: Nemotron-H's norm is Zamba2's before transformers 5.20.
+        source = re.sub(r"(?<=from )\.\.\.(models\.\w+\.modeling_\w+)", _wide_of_other, source)
         source = source.replace("@auto_docstring", "@(lambda *a, **k: a[0] if a else (lambda each: each))")
         spec = importlib.util.spec_from_loader(wide_name, loader=None)
         module = importlib.util.module_from_spec(spec)
@@ -49,3 +51,7 @@ def _wide_module(name: str) -> ModuleType:
         sys.modules[wide_name] = module
         exec(compile(source, wide_name, "exec"), module.__dict__)
     return sys.modules[wide_name]
+
+
+def _wide_of_other(found: re.Match[str]) -> str:
+    return _wide_module(f"transformers.{found[1]}").__name__

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.image_capability import HISTORIES, cost_ratios, image_model, trajectory
+from tests.needs import IMAGES
 from treewise.engine.step_memory import step_memory
 from treewise.nn.model_flops import flop_model
 from treewise.nn.support_table import own_table
@@ -18,6 +19,7 @@ from treewise.planning.planner import plan
 from treewise.report import report_plan
 from treewise.tree.forest import Forest
 
+pytestmark = IMAGES
 ROWS = 4
 # Tiles, windows, any size, a tower with its own attention, a perceiver, extra features; the others with the exhaustive.
 TRIED = {"llava", "qwen2_5_vl", "mistral3", "got_ocr2", "idefics2", "qwen3_vl"}
@@ -61,7 +63,6 @@ def _tower_flops(model, side):
     return counter.get_total_flops()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
 def test_an_adapter_on_a_frozen_tower_costs_a_backward_through_what_follows_it():
     from peft import LoraConfig, get_peft_model
 

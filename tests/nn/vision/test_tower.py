@@ -7,12 +7,13 @@ import torch
 import treewise as tw
 from tests.image_capability import HISTORIES, image_model, random_pixels, trajectory
 from tests.image_models import IMAGE_TOKEN
-from treewise.engine.vision import opened
-from treewise.nn.vision import tree_positions
+from tests.needs import IMAGES, require
+from treewise.nn.vision import opened, tree_positions
 
 
 @pytest.fixture
 def qwen():
+    require(IMAGES)
     model = image_model("qwen2_vl")
     processor, num_rows = random_pixels(model)
     return model, processor, [trajectory(each, num_rows) for each in HISTORIES]

@@ -7,7 +7,7 @@ from hypothesis import given
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel, LayerReach
 from treewise.planning.planner import plan
-from treewise.report.analysis.facts import inspect_forests, row_tokens, suspicions, tree_facts
+from treewise.report.analysis.facts import inspect_forests, suspicions, tree_facts
 from treewise.report.analysis.plan_facts import BudgetCosts
 from treewise.report.analysis.token_text import TokenText
 from treewise.report.html.build import build_data_report, interesting
@@ -104,8 +104,7 @@ def test_costs_are_those_of_the_plans(forest: Forest) -> None:
     costs = BudgetCosts(FLOPS, (budget,))
     costs.add(forest)
     total = tree_facts("t", forest, FLOPS)
-    flat, leaf, rows, tree, limited = costs.rows(total)
-    assert rows.num_tokens == total.num_row_tokens
+    flat, leaf, tree, limited = costs.rows(total)
     made = plan(forest, budget)
     assert flat.num_tokens == forest.num_flat_tokens
     assert leaf.num_tokens == forest.num_leaf_tokens
@@ -115,12 +114,6 @@ def test_costs_are_those_of_the_plans(forest: Forest) -> None:
     assert limited.flop_ratio == pytest.approx(FLOPS.flat(forest) / FLOPS.planned(made))
     # A recomputed token costs a forward more, a third of a forward and backward.
     assert limited.token_ratio == pytest.approx(flat.num_tokens / (tree.num_tokens + made.num_recomputed_tokens / 3))
-
-
-@pytest.mark.parametrize("lengths", [(5, 9), (9, 5)])
-def test_a_conversation_without_trees_is_one_row_of_its_longest_call(lengths: tuple[int, ...]) -> None:
-    calls = [Trajectory([1, *range(10 * n, 10 * n + n)], source=f"a:1#{n}") for n in lengths]
-    assert row_tokens(Forest.from_trajectories(calls)) == 10
 
 
 def test_budgets_shown_are_the_given_one_and_the_largest_that_cut() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.needs import MESHES
 from treewise.errors import ConfigError
 from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh, report_mesh
 from treewise.testing import tiny_model
@@ -17,9 +18,9 @@ ENDS = 2 * 64 * 32
     ("mesh", "weights"),
     [
         ("tp=1", 3 * (LAYER_SPLIT + NORMS) + 32 + ENDS),
-        ("tp=2", 3 * (LAYER_SPLIT / 2 + NORMS) + 32 + ENDS / 2),
-        ("tp=2,fsdp=4", (3 * (LAYER_SPLIT / 2 + NORMS) + 32 + ENDS / 2) / 4),
-        ("tp=2, dp=4", 3 * (LAYER_SPLIT / 2 + NORMS) + 32 + ENDS / 2),
+        pytest.param("tp=2", 3 * (LAYER_SPLIT / 2 + NORMS) + 32 + ENDS / 2, marks=MESHES),
+        pytest.param("tp=2,fsdp=4", (3 * (LAYER_SPLIT / 2 + NORMS) + 32 + ENDS / 2) / 4, marks=MESHES),
+        pytest.param("tp=2, dp=4", 3 * (LAYER_SPLIT / 2 + NORMS) + 32 + ENDS / 2, marks=MESHES),
     ],
 )
 def test_bytes_of_a_small_model_by_hand(mesh, weights):
@@ -33,6 +34,7 @@ def test_bytes_of_a_small_model_by_hand(mesh, weights):
     assert report.max_tokens * report.bytes_per_activation_token <= 0.9 * 2**30 - report.bytes_static
 
 
+@MESHES
 def test_experts_are_split_and_the_rest_is_not():
     model = tiny_model("qwen3_moe")
     experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
@@ -50,7 +52,7 @@ def test_experts_are_split_and_the_rest_is_not():
         ("tp=2,cp=2", "'cp=2' is not an axis and its size; give some of tp, ep, fsdp, dp"),
         ("context=2,dp=2", "'context=2' is not an axis"),
         ("tp=0", "'tp=0' is not an axis"),
-        ("tp=2,ep=3,fsdp=3", "ep_size=3 must be a multiple of tp_size=2 and divide the 6 processes"),
+        pytest.param("tp=2,ep=3,fsdp=3", "ep_size=3 must be a multiple of tp_size=2 and divide the 6", marks=MESHES),
     ],
 )
 def test_axes_that_do_not_fit_are_errors(mesh, message):
@@ -58,6 +60,7 @@ def test_axes_that_do_not_fit_are_errors(mesh, message):
         read_mesh(mesh)
 
 
+@MESHES
 def test_models_without_such_a_plan_are_errors():
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no plan for ep=2; leave ep out"):
         report_mesh(tiny_model("llama").config, read_mesh("ep=2,fsdp=2"), torch.float32)

@@ -1,12 +1,15 @@
 """What the report reads of an online run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.damage import NUM_CUTS, NUM_FLIPS, OTHERS, damages
 from tests.report.analysis.test_run_log import write_run
+from treewise.base.own_files import sealed
 from treewise.errors import DataError
 from treewise.report import read_run
 from treewise.report.analysis.online_log import reward_tree
@@ -136,8 +139,36 @@ def test_a_rollout_that_ends_where_another_goes_on_is_a_way_of_its_own() -> None
 
 
 @pytest.mark.parametrize(
+    "name", ["rollouts/iteration-00002.jsonl", "curriculum/iteration-00002.json", "evaluations/iteration-00002.jsonl"]
+)
+def test_damaged_files_of_an_online_run_are_named(name: str, tmp_path: Path) -> None:
+    folder = write_online_run(tmp_path / "run")
+    (folder / "evaluations").mkdir()
+    for number in (0, 2):
+        sample = {"key": "t/1", "prompt": "2+2?", "completion": str(number), "reward": number / 4}
+        (folder / "evaluations" / f"iteration-{number:05d}.jsonl").write_text(json.dumps(sample) + "\n")
+    draws = folder / "curriculum" / "iteration-00002.json"
+    draws.write_text(sealed(json.loads(draws.read_text())) + "\n")
+    whole = read_run(folder)
+    expected = re.escape(f"{folder / name}: ") + "(damaged|cannot be read) .*: move it away, and the page is made"
+    num_right = 0
+    for _ in damages(folder / name):
+        try:
+            found = read_run(folder)
+        except DataError as error:
+            num_right += re.match(expected, str(error)) is not None
+        else:  # rows and samples have no checksum
+            num_right += found == whole or not name.startswith("curriculum")
+    assert num_right == NUM_FLIPS + NUM_CUTS + len(OTHERS) + 1
+    assert read_run(folder) == whole
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
-    [("rollouts/iteration-00002.jsonl", ":1: not a row"), ("curriculum/iteration-00002.json", ": not the draws")],
+    [
+        ("rollouts/iteration-00002.jsonl", r": damaged .line 1: KeyError: .loss_weights..; rows of rollouts: move it"),
+        ("curriculum/iteration-00002.json", r": damaged .KeyError: .draws..; draws of an iteration: move it"),
+    ],
 )
 def test_rows_and_draws_that_are_none_are_named(name: str, said: str, tmp_path: Path) -> None:
     folder = write_online_run(tmp_path / "run")

@@ -1,11 +1,13 @@
 """The log of a run, as transformers writes it."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from transformers import TrainerState
 
+from tests.damage import NUM_CUTS, damages, retypings
 from treewise.errors import ConfigError
 from treewise.report import read_run
 from treewise.report.html.build import run_charts
@@ -94,3 +96,26 @@ def test_memory_is_drawn_in_gib(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", [{"loss": 1.0, "memory_bytes": 3 * 2**30, "step": 1}]))
     assert "memory" not in run.absent
     assert [(each.unit, each.values) for each in run.series if each.chart == "memory"] == [("GiB", (3.0,))]
+
+
+def test_a_damaged_log_is_named(tmp_path: Path) -> None:
+    """Digits of a log that flip are not found: it is transformers' own file, without a checksum."""
+    folder = write_run(tmp_path / "run", HISTORY)
+    state = folder / "trainer_state.json"
+    keys = {each.key for each in read_run(folder).series}
+    errors = []
+    for _ in chain(damages(state, num_flips=100), retypings(state)):
+        try:
+            read_run(folder)
+        except ConfigError as error:
+            errors.append(str(error))
+    assert len(errors) > NUM_CUTS
+    assert all(line.startswith((f"{state}: damaged (", f"{folder}: no trainer_state.json")) for line in errors)
+    assert {each.key for each in read_run(folder).series} == keys
+
+
+def test_settings_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", HISTORY)
+    assert read_run(folder).config is None
+    (folder / "resolved_config.yaml").write_bytes(b"model: \xff")
+    assert read_run(folder).config.startswith(f"# {folder}/resolved_config.yaml: damaged ('utf-8' codec can't decode")

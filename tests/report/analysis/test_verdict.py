@@ -1,12 +1,15 @@
-"""The verdict: ratios against one row per conversation, and the largest avoidable loss."""
+"""The verdict: yes or no against two ways of training, and the largest avoidable loss."""
 
 import numpy as np
+import pytest
 
 import treewise as tw
 from treewise.data import LoadReport
-from treewise.report.analysis.facts import inspect_forests, row_tokens
-from treewise.report.analysis.lost_sharing import LostCollector, verdict
+from treewise.nn.flops import FlopModel, LayerReach
+from treewise.report.analysis.facts import inspect_forests
+from treewise.report.analysis.lost_sharing import AVOIDABLE, LostCollector
 from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import MERGED, PER_CALL, REMEDIES, Worth, sentence, verdict_on
 from treewise.report.terminal import short_name
 
 SHARED = np.random.default_rng(0).integers(100, 5000, 400)
@@ -22,28 +25,15 @@ def lines_of_trees(*trees):
     for each in forests:
         lost.add(*each)
     report = inspect_forests(forests, LoadReport(num_files=1, num_records=2))
-    return verdict(report, lost.result())
+    return verdict_on(report, lost.result()).lines
+
+
+def no_loss():
+    return LostCollector(TokenText()).result()
 
 
 def row(ids, **fields):
     return tw.Trajectory(np.asarray(ids), **fields)
-
-
-def test_a_conversation_is_the_longest_trajectory_of_its_record_or_rollout():
-    calls = [row([1, 2], source="a:1#0"), row([1, 2, 3, 4], source="a:1#1"), row([1, 2, 5], source="a:2")]
-    assert row_tokens(tw.Forest.from_trajectories(calls)) == 4 + 3
-    ends = {(1, 2, 3): 0, (1, 2, 3, 4): 0, (1, 5): 1}
-    parts = [row(ids, group="g", rollout=rollout) for ids, rollout in ends.items()]
-    assert row_tokens(tw.Forest.from_trajectories(parts)) == 4 + 2
-
-
-def test_every_trained_leaf_of_logged_calls_counts():
-    """A rollout that was cut into several rows trains them all; the longest alone was 0.49 of the tree's tokens."""
-    calls = [
-        row([1, 2, *tail], group="g", rollout="r", source=f"a:{n}") for n, tail in enumerate(([3, 4], [5, 6], [7], [3]))
-    ]
-    forest = tw.Forest.from_trajectories(calls)
-    assert row_tokens(forest) == 4 + 4 + 3 == forest.num_leaf_tokens
 
 
 def test_equal_rewards_stand_beside_the_advice():
@@ -53,24 +43,49 @@ def test_equal_rewards_stand_beside_the_advice():
     )
 
 
-def test_an_avoidable_loss_is_named_with_the_ratio_without_it():
+def test_an_avoidable_loss_is_named_with_the_ratios_without_it():
     weights = np.zeros(401)
     weights[-1] = 1
     rows = [row([first, *SHARED], loss_weights=weights, source=f"r:{first}") for first in (7, 8)]
     worth, loss, change = lines_of(*rows)
-    assert worth.startswith("worth: flat rows hold 1.00 times as many tokens as the trees; against one row")
-    assert "little to gain" in worth
-    assert loss.startswith(
-        "lost sharing: prompt differs, 49.9% of the tree tokens (400 tokens); without it flat rows hold 2.00"
+    assert worth == (
+        "Not worth it: little or nothing is shared, neither against one row per call (1.0 times by tokens) nor against "
+        "trainers that merge turns (1.0 times)."
+    )
+    assert loss == (
+        "lost sharing: prompt differs, 49.9% of the tree tokens (400 tokens); without it share ratio 2.00, "
+        "leaf ratio 2.00"
     )
     assert change == "change: move what differs to the end of the prompt"
 
 
+def test_every_avoidable_cause_has_a_remedy():
+    assert set(REMEDIES) == set(AVOIDABLE)
+
+
 def test_nothing_to_change():
     worth, loss, change = lines_of(row([*SHARED, 1], source="r:1"), row([*SHARED, 2], source="r:2"))
-    assert worth == "worth: flat rows hold 2.00 times as many tokens as the trees"
-    assert "none that a change" in loss
+    assert worth == (
+        "Worth it against one row per call (2.0 times by tokens) and against trainers that merge turns (2.0 times)."
+    )
+    assert loss == "lost sharing: none that a change of templates or data could avoid"
     assert change == "change: nothing; train as it is"
+
+
+def test_a_loss_that_nobody_can_avoid_is_counted_too():
+    """Both branches were sampled: nothing is avoidable, and a quarter of the tree is still computed twice."""
+    rows = [row([*SHARED[:200], first, *SHARED[200:]], source=f"r:{first}") for first in (7, 8)]
+    assert lines_of(*rows)[1] == (
+        "lost sharing: none that a change of templates or data could avoid (33.2% of the tree tokens are computed "
+        "twice, unavoidably: sampled apart)"
+    )
+
+
+def test_turns_that_continue_one_another_are_no_gain_over_who_merges_them():
+    turns = [row(SHARED[:end], source=f"r:1#{end}") for end in (100, 200, 300, 400)]
+    assert lines_of(*turns)[0] == (
+        "Worth it against one row per call (2.5 times by tokens), not against trainers that merge turns (1.0 times)."
+    )
 
 
 def test_trees_that_begin_alike_are_worth_a_batch():
@@ -78,20 +93,47 @@ def test_trees_that_begin_alike_are_worth_a_batch():
     trees = [[row([*SHARED, 1], source="a:1")], [row([*SHARED, 2], source="a:2")]]
     worth, _, change = lines_of_trees(*trees)
     assert worth == (
-        "worth: flat rows hold 1.00 times as many tokens as the trees; trees begin alike (400 tokens), and "
-        "in one batch flat rows hold 2.00 times as many tokens as the trees"
+        "Worth it only where trees that begin alike meet in a batch: by tokens 2.0 times against one row per call and "
+        "2.0 times against trainers that merge turns with all in one batch; each tree alone 1.0 and 1.0 times."
     )
     assert change.startswith("change: let trees that begin alike meet: name them one tree (group, or group_by)")
-    assert "little to gain" in lines_of_trees([row(SHARED[:200], source="a:1")], [row(SHARED[200:], source="a:2")])[0]
-
-
-def test_each_way_of_making_rows_has_its_ratio():
-    """A record of two calls, of which the first is the beginning of the second, and another record of one call."""
-    calls = [row([*SHARED[:100]], source="a:1#0"), row(SHARED, source="a:1#1"), row([*SHARED, 1], source="a:2")]
-    assert lines_of(*calls)[0] == (
-        "worth: one row per conversation holds 2.00 times as many tokens as the trees, rows of the leaves 1.00 times, "
-        "a row of each trajectory 2.25 times"
+    apart = lines_of_trees([row(SHARED[:200], source="a:1")], [row(SHARED[200:], source="a:2")])[0]
+    assert apart.startswith("Not worth it")
+    trees = [[row([*SHARED, leaf], source=f"a:{leaf}"), row(SHARED, source=f"a:{leaf}#0")] for leaf in (1, 2)]
+    assert lines_of_trees(*trees)[0] == (
+        "Worth it against one row per call (2.0 times by tokens), not against trainers that merge turns (1.0 times) "
+        "unless trees that begin alike meet in a batch (2.0 times by tokens with all in one)."
     )
+
+
+@pytest.mark.parametrize(
+    ("calls", "merged", "begins"),
+    [
+        (
+            8.92,
+            1.11,
+            "Worth it against one row per call (8.9 times by FLOPs), hardly against trainers that merge turns (1.1",
+        ),
+        (1.26, 1.24, "Worth it against one row per call (1.3 times by FLOPs), hardly against"),
+        (1.2, 1.2, "Hardly worth it against one row per call (1.2 times by FLOPs) and against trainers that merge"),
+        (1.2, 1.0, "Hardly worth it against one row per call (1.2 times by FLOPs), not against trainers that merge"),
+        (1.04, 1.04, "Not worth it: "),
+    ],
+)
+def test_what_is_printed_decides(calls, merged, begins):
+    """1.04 is printed as 1.0, and 1.0 is no gain."""
+    assert sentence(Worth(PER_CALL, calls, "FLOPs", None), Worth(MERGED, merged, "FLOPs", None)).startswith(begins)
+
+
+def test_flops_decide_where_a_model_is_named():
+    """Half of the tokens are shared, but attention over a long path is not."""
+    rows = [row([*SHARED, *range(9000, 9200), n], source=f"r:{n}") for n in (1, 2)]
+    forest = tw.Forest.from_trajectories(rows)
+    flops = FlopModel(1.0, 2.0, 0.0, 0.0, ((LayerReach(), 1.0),), 1, 1, 1, 1)
+    report = inspect_forests([("t", forest)], LoadReport(num_files=1, num_records=2), flops, "a model")
+    per_call, merged = verdict_on(report, no_loss()).worth
+    assert (per_call.measure, per_call.times) == ("FLOPs", flops.flat(forest) / flops.tree(forest))
+    assert merged.times == flops.leaf(forest) / flops.tree(forest)
 
 
 def test_short_names_stay_apart():

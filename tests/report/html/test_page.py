@@ -130,6 +130,34 @@ def test_a_page_of_charts_alone_has_their_curves_and_their_table(tmp_path: Path)
     assert json.loads(drawn[1])["charts"]["0-0"]["lines"][0]["ys"] == [2.0, 1.0]
 
 
+def test_sections_come_first_and_stand_in_the_twin(data_report: DataReport, tmp_path: Path) -> None:
+    section = Section("The result", "One step.", (), (("way", "seconds"), ("flat", "2.0")))
+    html, json_file = write_page(tmp_path / "report.html", data_report, None, "0.1", [section])
+    headings = re.findall(r"<h2[^>]*>([^<]*)<", html.read_text())
+    assert headings[:2] == ["The result", "Overview"]
+    found = json.loads(json_file.read_text())["sections"]
+    assert found == [{"title": "The result", "text": "One step.", "table": [["way", "seconds"], ["flat", "2.0"]]}]
+
+
+def test_lost_sharing_is_one_number_with_its_avoidable_part(page: str, data_report: DataReport) -> None:
+    """The tile said 0.0 % where the table below said 12.1 %: it showed the avoidable part alone."""
+    lost, total = data_report.lost, data_report.facts.total.num_tree_tokens
+    assert lost.num_lost_tokens == sum(each.num_lost_tokens for each in lost.causes) > lost.num_avoidable_tokens > 0
+    whole, avoidable = (percent(tokens / total) for tokens in (lost.num_lost_tokens, lost.num_avoidable_tokens))
+    tile = re.search(r"<dt>lost sharing</dt><dd>([^<]*)</dd><dd class=\"note\">([^<]*)<", page)
+    assert tile is not None
+    assert tile[1] == whole
+    assert tile[2].endswith(f"avoidable: {avoidable}")
+    assert f"That is {whole} of the tree tokens" in " ".join(page.split())
+
+
+def test_words_of_plans_are_explained_where_they_stand(page: str) -> None:
+    plan = page[page.index('id="plan-title"') : page.index('id="run-title"')]
+    intro = plan[: plan.index("</p>")]
+    for word in ("micro-batches", "open", "gateway", "recomputed", "held", "closed"):
+        assert f"<i>{word}</i>" in intro
+
+
 def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_path: Path) -> None:
     html, json_file = write_page(tmp_path / "new" / "report.html", data_report, None, "0.1")
     assert json_file.name == "report.json"
@@ -138,9 +166,12 @@ def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_pat
     data = found["data"]
     assert data["num_trees"] == 4
     assert {each["cause"] for each in data["lost_sharing"]["causes"]} >= {"time, number or id", "history rewritten"}
-    assert [line.partition(":")[0] for line in data["verdict"]] == ["worth", "lost sharing", "change"]
-    for line in data["verdict"]:
-        assert line.partition(": ")[2][:40] in unescape(html.read_text())
+    assert data["verdict"][0].startswith("Worth it against one row per call (")
+    assert [line.partition(":")[0] for line in data["verdict"][1:]] == ["lost sharing", "change"]
+    shown = unescape(re.sub(r"<[^>]*>", "", html.read_text()))
+    for line in (data["verdict"][0], *(each.partition(": ")[2] for each in data["verdict"][1:])):
+        assert line in shown
+    assert [each["against"] for each in data["worth"]] == ["one row per call", "trainers that merge turns"]
     total = data["total"]
     for each in data["lost_sharing"]["causes"]:
         left = total["num_tree_tokens"] - each["num_lost_tokens"]
@@ -148,7 +179,7 @@ def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_pat
         assert (mended is not None) == each["is_avoidable"]
         if mended:
             assert mended["share_ratio"] == total["num_flat_tokens"] / left
-            assert mended["row_ratio"] == total["num_row_tokens"] / left
+            assert mended["leaf_ratio"] == total["num_leaf_tokens"] / left
             assert f"{mended['share_ratio']:.2f}" in html.read_text()
     assert len(data["drawn_trees"]["trees"]) == 4
     assert sum(data["distributions"]["share_ratio"]["counts"]) == 4

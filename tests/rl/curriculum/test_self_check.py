@@ -56,7 +56,9 @@ def test_noise_is_seldom_above_zero():
 
 def test_constant_values_predict_nothing_and_others_are_refused():
     found = correlation(np.ones(5), np.arange(5))
-    assert (found.value, found.low, found.is_above_zero) == (0, 0, False)
+    assert (found.value, found.low, found.is_above_zero, found.is_measurable) == (0, 0, False, True)
+    found = correlation(np.arange(5), np.ones(5))
+    assert (found.is_above_zero, found.is_measurable, str(found)) == (False, False, "not measurable")
     for wrong in (np.nan, np.inf):
         with pytest.raises(DataError, match="1 of 3 values are not finite"):
             correlation(np.array([1, wrong, 2]), np.arange(3))
@@ -83,7 +85,24 @@ def test_a_signal_is_useless_where_its_interval_is_not_above_zero():
     assert refusal("gain", report()) is None
     assert refusal("uniform", report(-1.0)) is None
     assert "draws by angle, which is useless here: its rank correlation" in (refusal("gain", report(-1.0)) or "")
-    assert "All rewards within each task were equal" in (refusal("learnability", report(varied=0)) or "")
+
+
+def test_where_rewards_differ_nowhere_nothing_is_called_useless():
+    """It was `+0.00 [+0.00, +0.00] useless here`, which says that something was measured."""
+    found = report(varied=0)
+    assert found.useless == []
+    assert found.not_measurable == ["angle", "learnability"]
+    lines = found.text().splitlines()
+    assert lines[2] == f"{'angle':<14} {'norm of the policy gradient':<30} not measurable"
+    assert lines[-1].startswith("not measurable here: angle, learnability; rewards differ within no task")
+    assert "useless" not in found.text()
+    assert "+0.00" not in found.text()
+    assert found.to_dict()["not_measurable"] == ["angle", "learnability"]
+    reason = refusal("learnability", found)
+    assert reason is not None
+    assert reason.startswith(
+        "curriculum 'learnability' draws by learnability, whose worth is not measurable here, over 20 tasks: rewards"
+    )
 
 
 def test_a_report_survives_json_and_is_read_by_people():
@@ -91,6 +110,7 @@ def test_a_report_survives_json_and_is_read_by_people():
     assert CheckReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     lines = found.text().splitlines()
     assert lines[0] == "20 tasks, 160 rollouts (1,234 generated tokens); rewards differ within 5 tasks"
-    assert [line.split()[0] for line in lines[2:]] == ["angle"] * 2 + ["learnability"] * 2 + ["length"] * 2
+    assert [line.split()[0] for line in lines[2:-1]] == ["angle"] * 2 + ["learnability"] * 2 + ["length"] * 2
     assert lines[2].endswith("useless here")
+    assert lines[-1] == "useless here: angle, learnability; the interval is not above zero."
     assert "useless" not in "".join(line for line in lines if line.startswith("length"))

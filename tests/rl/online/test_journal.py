@@ -3,7 +3,10 @@
 import logging
 
 import numpy as np
+import pytest
 
+from tests.damage import damages
+from treewise.errors import CheckpointError
 from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, forget_foreign, journal_file
 from treewise.rl.samplers import Completion
 
@@ -27,6 +30,30 @@ def test_a_line_that_was_cut_off_is_computed_again(tmp_path):
     assert answers == [[0, 0.1], [1, 0.1], [2, 0.2]]
     assert again.num_replayed == 2
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_damaged_lines_are_computed_again_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "iteration-00001.jsonl"
+    journal = Journal(path)
+    for number in range(4):
+        once(journal, number, number, [number, 0.1])
+    whole = path.read_text().splitlines(keepends=True)
+    for how in damages(path):
+        caplog.clear()
+        if path.is_dir():
+            with pytest.raises(CheckpointError, match=r"cannot be read .Is a directory.; remove it, and what it holds"):
+                Journal(path)
+            continue
+        content = path.read_bytes()
+        again = Journal(path)
+        answers = [once(again, number, number, [number, 0.2]) for number in range(4)]
+        sound = 0
+        while sound < 4 and content.startswith("".join(whole[: sound + 1]).encode()):
+            sound += 1
+        assert answers == [[n, 0.1] for n in range(sound)] + [[n, 0.2] for n in range(sound, 4)], how
+        rest = content[len("".join(whole[:sound])) :]
+        assert [f":{sound + 1}: damaged (" in line for line in caplog.messages] == [True] * (b"\n" in rest), how
+        assert len(path.read_text().splitlines()) == 4
 
 
 def test_another_question_is_computed_and_the_others_keep_their_answers(tmp_path, caplog):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from tests import needs
 from tests.distributed.test_mesh import with_adapters
 from tests.rl.online.helpers import TOKENIZER, EvenBytes, arguments, assert_same_rollouts, settings, tiny_policy
 from tests.rl.samplers.stand_in import StandIn, asked_of, running
@@ -24,6 +25,7 @@ from treewise.rl.samplers import ServerSampler, TransformersSampler
 from treewise.trainer.checkpoint import store
 
 pytestmark = [
+    needs.MESHES,
     pytest.mark.xdist_group("rl/online/test_meshes"),
     pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning"),  # peft asks by the old name
 ]

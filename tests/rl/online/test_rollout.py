@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
-from tests.rl.online.helpers import TOKENIZER, new_trainer
+from tests.rl.online.helpers import TOKENIZER, new_trainer, tiny_policy
+from treewise import Trajectory, TreeEngine
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.report import few_recorded
 from treewise.rl.online.rollout import Continuation, Limits, SingleTurn, start
-from treewise.rl.samplers import Completion, SampleRequest
+from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask, TaskItem
 
 END = TOKENIZER.eos_token_id
@@ -40,6 +42,7 @@ def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
     assert full.request(SampleRequest((0,))).max_new_tokens == 6
     full.take(completed([5] * 6, "length"))
     assert full.node().finish == "length"
+    assert full.node().token_ids.tolist() == [5] * 6  # and no end, which was not sampled
     segment = single_turn(max_tokens=4)
     assert segment.request(SampleRequest((0,))).max_new_tokens == 4
     segment.take(completed([5] * 4, "length"))
@@ -50,6 +53,40 @@ def test_a_stop_and_a_limit_end_a_rollout_and_a_segment_does_not():
     assert at_both.node().finish == "length"
     narrow = single_turn(Limits(max_new_tokens=50, max_length=8))
     assert narrow.request(SampleRequest((0,))).max_new_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [{}, {"top_k": 3}, {"top_p": 0.4}, {"top_k": 5, "top_p": 0.6}, {"temperature": 0.6, "top_k": 3}],
+    ids=str,
+)
+def test_log_probs_of_a_node_are_those_before_top_k_and_top_p(cuts):
+    """The rule of `samplers.protocol`: what the engine computes at the same temperature."""
+    model = tiny_policy(initializer_range=0.3)
+    asked = {"temperature": 1.0, "want_entropy": True, "num_top": 4, **cuts}
+    request = SampleRequest((1, 2, 3), 1, 6, seed=1, **asked)
+    ((completion,),) = TransformersSampler(model).sample([request])
+    each = single_turn()
+    each.take(completion)
+    node, ids = each.node(), [1, 2, 3, *completion.token_ids.tolist()]
+    assert node.token_ids.tolist() == ids[3:]
+    engine = TreeEngine(model, temperature=request.temperature)
+    (scored,) = engine.scored([Trajectory(ids)], all_tokens=True)
+    np.testing.assert_allclose(node.logprobs, scored.old_logprobs[3:], atol=1e-5)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, 2:-1] / request.temperature
+    table = torch.log_softmax(logits, -1)
+    np.testing.assert_allclose(node.entropies, torch.special.entr(table.exp()).sum(-1), atol=1e-4)
+    is_left = node.top_logprobs > -np.inf
+    np.testing.assert_allclose(
+        node.top_logprobs[is_left],
+        table.gather(1, torch.tensor(node.top_ids, dtype=torch.long)).numpy()[is_left],
+        atol=1e-5,
+    )
+    if request.top_k:
+        assert all(token in top[left] for token, top, left in zip(node.token_ids, node.top_ids, is_left, strict=True))
+        mass = np.where(is_left, np.exp(node.top_logprobs), 0).sum(1)
+        assert (mass < 0.99).all()  # under the distribution that was drawn from it would be 1
 
 
 class Own:

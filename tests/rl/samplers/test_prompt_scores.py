@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from treewise import TreeEngine
-from treewise.nn.model import DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.rl.samplers.prompt_scores import PromptRequest, prompt_scores
 from treewise.testing.families import tiny_model
 

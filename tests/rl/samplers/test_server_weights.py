@@ -168,3 +168,33 @@ def test_an_adapter_on_a_tied_head_is_not_lost_in_merging() -> None:
     assert list(whole_weights(model, merged=False))
     with model.disable_adapter():
         assert list(whole_weights(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    ("settings", "is_one"),
+    [
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        ({"trainable_token_indices": {"lm_head": [3]}}, False),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"trainable_token_indices": [3, 4]}, True),
+    ],
+    ids=str,
+)
+def test_copies_of_tied_tables_are_merged_where_they_are_one(settings: dict[str, object], is_one: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_model("llama", tie_word_embeddings=True), peft.LoraConfig(target_modules=["q_proj"], r=2, **settings)
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    if not is_one:
+        with pytest.raises(ConfigError, match="has an adapter and shares its weights"):
+            list(whole_weights(model))
+        return
+    other = tiny_model("llama", tie_word_embeddings=True)
+    other.load_state_dict({name: each.clone() for name, each in whole_weights(model)}, strict=False)
+    ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(other(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)

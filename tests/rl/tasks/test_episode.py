@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from treewise.errors import ConfigError, DataError, TaskError
@@ -473,6 +474,32 @@ def test_a_template_that_rewrites_history_is_refused() -> None:
 
 def test_end_ids(chat: ChatTokens) -> None:
     assert chat.end_ids() == (chat.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+PHI = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+
+
+def test_a_turn_ends_where_a_history_ends_it() -> None:
+    """As Phi-3's template: an end-of-text token behind the last turn alone, which the model never samples."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ChatTokens(tokenizer, PHI).end_ids() == (end,)
+    words = PHI.replace("m.content +", "m.content + '.' +").replace("<|endoftext|>", "")
+    assert ChatTokens(tokenizer, words).end_ids() == (end,)
+
+
+def test_a_text_begins_once() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", special_tokens=[begin])
+    chat = ChatTokens(tokenizer, PHI)
+    assert chat.text_ids("<s>Hi") == chat.text_ids("Hi")
+    assert chat.text_ids("<s>Hi").count(tokenizer.bos_token_id) == 1
 
 
 def test_calls_in_the_form_of_hermes() -> None:

@@ -51,7 +51,6 @@ def test_a_missing_weight_is_an_error_by_name(tmp_path, family):
         load_weights(scrambled(family_model(family)), checkpoint)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_adapters_are_loaded_whole_or_not_at_all(tmp_path):
     peft = pytest.importorskip("peft")
 
@@ -101,3 +100,16 @@ def test_parameters_that_are_trained_beside_adapters_are_an_error_before_trainin
         ConfigError, match=r"2 parameters trained beside .*layers\.0\.input_layernorm\.weight.*modules_to_save"
     ):
         refuse_unsaved(model)
+
+
+@OF_PEFT
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_rows_that_peft_would_not_save_are_an_error_before_training(tmp_path, target):
+    peft = pytest.importorskip("peft")
+    tiny_model().save_pretrained(tmp_path)
+    model = type(tiny_model()).from_pretrained(tmp_path)
+    model.resize_token_embeddings(70)
+    other = {"embed_tokens": "lm_head", "lm_head": "embed_tokens"}[target]
+    with pytest.raises(ConfigError, match=f"{other} was resized from 61 tokens, and would be in no checkpoint"):
+        refuse_unsaved(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", target])))
+    refuse_unsaved(peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj", target])))

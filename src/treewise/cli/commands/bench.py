@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--device", help="cuda where there is a GPU, else cpu")
     how.add_argument("--repetitions", type=int, default=3, help="after one to warm up (3)")
-    how.add_argument("--max_seconds", type=float, help="no repetition of a workload begins after them")
+    how.add_argument("--max_seconds", type=float, help="of each workload: who would take longer is left out")
     how.add_argument("--reference", default="auto", choices=bench.REFERENCES, help="of the gradient errors")
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints each workload as it is done, and writes it; returns the exit code."""
+    """Measures, prints each step and each workload as it is done, and writes it; returns the exit code."""
     apply_config(args, attention="auto")
     limits = dict.fromkeys(("max_flat_tokens", "row_tokens", "max_seconds"), Gt(0))
     check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
@@ -78,15 +78,21 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if Console().is_terminal else 200)
     rows: list[dict[str, Any]] = []
 
+    def keep(row: dict[str, Any]) -> None:  # after every step: a run that is cut short leaves what it measured
+        if args.json is not None:
+            bench.save(Path(args.json), bench.record([*rows, row], command_line()), args.name)
+
     def report(row: dict[str, Any]) -> None:
+        keep(row)
         rows.append(row)
         console.print(row_view(row))
-        if args.json is not None:  # after every row: a run that is cut short leaves what it measured
-            bench.save(Path(args.json), bench.record(rows, command_line()), args.name)
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
 
     for name in args.model or [DEFAULT_MODEL.get(device.type, DEFAULT_MODEL["cpu"])]:
         model_of = partial(_model, name, args.gguf_file, dtype, device)
-        bench.run(model_of, name, partial(_workloads, args, name, device), report, _settings(args))
+        bench.run(model_of, name, partial(_workloads, args, name, device), report, _settings(args), tell, keep)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not any("contestants" in row for row in rows):

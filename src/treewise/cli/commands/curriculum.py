@@ -41,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
         return 0
     print(report.text())
-    if report.useless:
-        print(f"useless here: {', '.join(report.useless)}; the interval is not above zero.")
     return 0
 
 

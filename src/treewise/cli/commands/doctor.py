@@ -1,20 +1,30 @@
 """`treewise doctor`: what this machine has, which attention and kernels will run, and one check that they are right:
 gradients against flat training, and the sampler's log-probs against the engine's.
 
-With `--gpu` also ten minutes of comparisons on a GPU; with `--sampler URL` a server that samples is looked at in their
-place. Exit code 1 where a check fails or time ran out before all ran, 2 where a server does not answer; what is missing
-but optional is only shown.
+With `--gpu` also comparisons on a GPU for at most ten minutes, each printed as it ends, also before a SIGTERM; with
+`--sampler URL` a server that samples is looked at in their place. Exit code 1 where a check fails or time ran out
+before all ran, 2 where a server does not answer, 143 after SIGTERM; what is missing but optional is only shown.
 """
 
 import argparse
 import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import starmap
+from time import perf_counter
 from typing import Any
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
 from treewise.cli.data_arguments import add_flags, check_numbers
-from treewise.errors import ConfigError, SamplerError
+from treewise.errors import ConfigError, SamplerError, StoppedError
+
+LATE = "for lack of time (--max_seconds)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,37 +34,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampler", metavar="URL", nargs="+", help="servers that sample: ids, log-probs, weights, lengths"
     )
     parser.add_argument("--gpu", action="store_true", help="kernels against the reference: ten minutes at most")
-    parser.add_argument("--max_seconds", type=float, default=600.0, help="of --gpu (600)")
+    parser.add_argument(
+        "--max_seconds", type=float, default=600.0, help="of --gpu (600); what is under way then is ended"
+    )
+    parser.add_argument("--processes", type=int, help="of --gpu: that compile side by side; by cores, at most 8")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the facts; returns 1 where a check fails or was left out."""
-    check_numbers(args, max_seconds=Gt(0))
+    """Prints the facts as they are found; returns 1 where a check fails or was left out."""
+    begun = perf_counter()
+    check_numbers(args, max_seconds=Gt(0), processes=Ge(0))
     if args.sampler or args.model:
         return _check_servers(args)
     import torch
 
     from treewise.nn.device import chosen_device
-    from treewise.report.analysis.machine_facts import check_gpu, machine_facts
+    from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
+    from treewise.report.analysis.machine_facts import machine_facts, self_check
 
     device = chosen_device(args.device)
     if args.gpu and device.type == "cpu" and args.device is None:
         raise ConfigError(
             f"--gpu: torch {torch.__version__} finds no GPU here; --device cpu runs the checks on the CPU."
         )
-    facts = machine_facts(device)
-    passed, lines = facts["self-check"]["passed"], []
-    failed = not passed
+    say = (lambda *_: None) if args.json else _print
+    tell = (lambda _: None) if args.json else partial(print, flush=True)
+    facts: dict[str, Any] = machine_facts(device)
+    if device.type == "cuda":
+        facts["card"] = gpu_facts(device)
+    for title, lines in facts.items():
+        say(title, lines)
+    checks = KernelChecks()
+    stopped: StoppedError | KeyboardInterrupt | None = None
+    facts["self-check"] = {"passed": False, "error": "not run"}
+    try:
+        with _sigterm_raises():
+            facts["self-check"] = self_check(device)
+            say("self-check", facts["self-check"])
+            if args.gpu:
+                tell("gpu")
+                on_case = lambda name, each: tell(f"  {case_line(name, each)}")  # noqa: E731
+                checks.run(device, begun + args.max_seconds, args.processes, on_case)
+    except _Terminated:
+        stopped = StoppedError("ended by SIGTERM before all checks ran; what ran is above.")
+        stopped.exit_code = 128 + signal.SIGTERM
+    except KeyboardInterrupt as error:
+        stopped = error
+    passed = facts["self-check"]["passed"]
+    failed = not passed and stopped is None
     if args.gpu:
-        facts["gpu"] = check_gpu(device, args.max_seconds)
-        passed, lines = passed and facts["gpu"]["passed"], as_lines(facts["gpu"])
-        failed = failed or facts["gpu"]["issue"] is not None
+        facts["gpu"] = found = checks.facts(device)
+        passed, failed = passed and found["passed"], failed or found["issue"] is not None
+        for line in _last_lines(found, LATE if stopped is None else "for it was ended before"):
+            tell(f"  {line}")
     if args.json:
-        print(json.dumps(facts, indent=1))
+        print(json.dumps(facts, indent=1), flush=True)
     else:
-        _print({name: each for name, each in facts.items() if name != "gpu"}, lines)
-        print("ready" if passed else "a check FAILED" if failed else "not all checks RAN")
+        print("ready" if passed else "a check FAILED" if failed else "not all checks RAN", flush=True)
+    if stopped is not None:
+        raise stopped
     return 0 if passed else 1
+
+
+class _Terminated(BaseException):
+    """SIGTERM came. No `Exception`, which a check would take for its own, and no `OSError`, which who waits would."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM is `_Terminated`, so that what was found until then is shown."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_servers(args: argparse.Namespace) -> int:
@@ -79,29 +139,37 @@ def _check_servers(args: argparse.Namespace) -> int:
     return int(any(each.passed is False for findings in found.values() for each in findings))
 
 
-def _print(facts: dict[str, dict[str, Any]], gpu: list[str]) -> None:
-    for title, lines in facts.items():
-        if not lines:
-            continue
-        print(title)
-        for name, line in lines.items():
-            text = line
-            if isinstance(line, float):
-                text = f"{line:.6f} (1: none)" if name == "logprob_gap" else f"{line:.1e}"
-            print(f"  {name:18} {text}")
-    for line in ["gpu", *(f"  {each}" for each in gpu)] if gpu else []:
-        print(line)
+def _print(title: str, lines: dict[str, Any]) -> None:
+    """Lines below a title, at once, whoever reads them."""
+    if not lines:
+        return
+    print(title)
+    for name, line in lines.items():
+        text = line
+        if isinstance(line, float):
+            text = f"{line:.6f} (1: none)" if name == "logprob_gap" else f"{line:.1e}"
+        print(f"  {name:18} {text}")
+    sys.stdout.flush()
 
 
-def as_lines(facts: dict[str, Any]) -> list[str]:
-    """The facts for a terminal."""
-    lines: list[str] = []
-    for name, each in facts["kernels"].items():
-        times = ", ".join(f"{seconds:.1f}" for seconds in each["seconds"])
-        verdict = "as it should be" if each["passed"] else "WRONG"
-        lines.append(f"{name:34} {verdict:15} {f'({times} s)' if times else '':14} {each['shown']}")
+def as_lines(facts: dict[str, Any], why_left_out: str = LATE) -> list[str]:
+    """The facts of `--gpu` for a terminal."""
+    return [*starmap(case_line, facts["kernels"].items()), *_last_lines(facts, why_left_out)]
+
+
+def case_line(name: str, each: dict[str, Any]) -> str:
+    """One case."""
+    times = ", ".join(f"{seconds:.1f}" for seconds in each["seconds"])
+    verdict = "as it should be" if each["passed"] else "WRONG"
+    return f"{name:34} {verdict:15} {f'({times} s)' if times else '':14} {each['shown']}"
+
+
+def _last_lines(facts: dict[str, Any], why_left_out: str) -> list[str]:
+    lines = []
+    if facts["kernels"]:
+        lines.append(f"compiled in {facts['compile_seconds']:.0f} s, all cases together")
     if facts["not run"]:
-        lines.append(f"not run, for lack of time (--max_seconds): {', '.join(facts['not run'])}")
+        lines.append(f"not run, {why_left_out}: {', '.join(facts['not run'])}")
     if facts["issue"] is not None:
         lines.append(f"for an issue: {facts['issue']}")
     return lines

@@ -5,12 +5,13 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from treewise.base.progress import begin_work, tell_progress
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.field_checks import shown
 from treewise.data.render.template import template_text
@@ -18,6 +19,7 @@ from treewise.errors import ConfigError, num
 from treewise.nn.load_model import load_tokenizer
 
 MAX_SHOWN = 5
+MAX_REASON = 160  # characters of a reason that are shown, and by which equal ones are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +63,23 @@ def run(args: argparse.Namespace) -> int:
         keep_messages=args.keep_messages,
     )
     if to_stdout:
-        for row in rows:
+        for row in _told(rows):
             print(json.dumps(row))
     else:
-        _write(path, rows)
+        _write(path, _told(rows))
     console = Console(stderr=to_stdout)
     if args.json:
         console.print_json(json.dumps(rows.report.to_dict()))
     else:
         _show(console, rows.report, "standard output" if to_stdout else str(path))
     return 0
+
+
+def _told(rows: Iterable[object]) -> Iterator[object]:
+    begin_work("importing")
+    for number, row in enumerate(rows, 1):
+        tell_progress("importing", number, None, "row")
+        yield row
 
 
 def _write(path: Path, rows: Iterable[object]) -> None:
@@ -115,12 +124,15 @@ def _show(console: Console, report: ImportReport, output: str) -> None:
         _say(console, line)
     if report.num_drifted > MAX_SHOWN:
         _say(console, f"{report.num_drifted - MAX_SHOWN:,} more rows whose text gives other ids")
-    for location, reason in report.left_out[:MAX_SHOWN]:
-        _say(console, f"left out: {location}: {reason}")
-    if len(report.left_out) > MAX_SHOWN:
-        reasons = Counter(shown(reason) for _, reason in report.left_out)
-        counted = "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(4))
-        _say(console, f"left out in all: {len(report.left_out):,} ({counted})")
+    if report.left_out:
+        _say(console, f"left out: {len(report.left_out):,}, of which")
+    first = {shown(reason, MAX_REASON): location for location, reason in reversed(report.left_out)}
+    counts = Counter(shown(reason, MAX_REASON) for _, reason in report.left_out)
+    for reason, count in counts.most_common(MAX_SHOWN):
+        where = first[reason] if count == 1 else f"the first: {first[reason]}"
+        _say(console, f"  {count:,}: {reason[1:-1]} ({where})")
+    if len(counts) > MAX_SHOWN:
+        _say(console, f"  and {len(counts) - MAX_SHOWN:,} more reasons (--json)")
 
 
 def _say(console: Console, text: str) -> None:

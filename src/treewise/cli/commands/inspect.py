@@ -9,6 +9,7 @@ from annotated_types import Ge
 from rich.console import Console
 
 import treewise
+from treewise.base.progress import begin_work, tell_progress
 from treewise.cli.data_arguments import (
     add_data_arguments,
     add_flags,
@@ -22,8 +23,9 @@ from treewise.errors import ConfigError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
-from treewise.report.analysis.lost_sharing import LostCollector, verdict
+from treewise.report.analysis.lost_sharing import LostCollector
 from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import verdict_on
 from treewise.tree.forest import Forest
 
 
@@ -60,19 +62,20 @@ def run(args: argparse.Namespace) -> int:
         if flops is not None:
             data.check_vocabulary(flops.vocabulary)
         lost = LostCollector(TokenText(tokenizer))
+        begin_work("looking at trees")
 
         def forests() -> Iterator[tuple[str, Forest]]:
-            for tree in data:
+            for index, tree in enumerate(data):
+                tell_progress("looking at trees", index, len(data), "tree")
                 forest = tree.forest()
                 lost.add(tree.name, forest)
                 yield tree.name, forest
 
         report = inspect_forests(forests(), data.report, flops, args.model, args.max_tokens)
-        lines = verdict(report, lost.result())
-        printed |= report.to_dict() | {"verdict": lines}
+        verdict = verdict_on(report, lost.result())
+        printed |= verdict.to_dict() | report.to_dict()
         if not args.json:
-            note = rendering_note(args, data)
-            Console().print(inspect_view(report), *([note, ""] if note else []), verdict_view(lines), sep="\n")
+            Console().print(inspect_view(report, verdict.lines, rendering_note(args, data)))
     if logged is not None:
         printed["run"] = logged.to_dict()
         if not args.json:
@@ -110,6 +113,6 @@ def _write_html(args: argparse.Namespace, logged: RunReport | None) -> int:
         print(json.dumps(twin(data_report, logged, treewise.__version__), indent=2))
     else:
         if data_report is not None:
-            Console().print(verdict_view(verdict(data_report.facts, data_report.lost)))
+            Console().print(verdict_view(data_report.verdict.lines))
         print(f"{html} ({html.stat().st_size / 1e6:.1f} MB) and {json_file}")
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from annotated_types import Ge
 from rich.console import Console
 
+from treewise.base.progress import begin_work, tell_progress
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import (
     add_data_arguments,
@@ -25,10 +26,13 @@ from treewise.data import Trees
 from treewise.errors import ConfigError, DataError
 from treewise.nn.load_costs import load_costs
 from treewise.nn.load_model import load_config, load_shapes
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import Plan
 from treewise.report import (
     BudgetMemory,
     budgets_view,
+    fit_of,
+    fit_view,
     mesh_view,
     plan_view,
     report_budgets,
@@ -55,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hold", default="auto", choices=("auto", "never", "always"), help="keep open micro-batches")
     parser.add_argument("--mesh", help="sizes of tp, ep, fsdp and dp, as tp=2,fsdp=4; needs --model")
     parser.add_argument("--memory", action="store_true", help="predict the peak memory of a step (seconds)")
-    parser.add_argument("--gpu_memory", help="of each process, as 80GiB: says whether it fits")
+    parser.add_argument(
+        "--gpu_memory", help="as 80GiB: says whether a step fits into one GPU, or with --mesh each process"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,29 +71,37 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and (args.mesh is not None or args.gpu_memory is not None):
         raise ConfigError("--mesh and --gpu_memory count the bytes of a model; name it with --model.")
     mesh = gpu = flops = memory = None
-    if args.mesh is not None or args.gpu_memory is not None:  # which alone means one process
+    training = {} if config is None else config.training
+    if args.mesh is not None or args.gpu_memory is not None:
         from treewise.report.analysis.mesh_facts import read_bytes_setting, read_mesh  # with torch, which takes seconds
 
         gpu = None if args.gpu_memory is None else read_bytes_setting(args.gpu_memory)
-        mesh = read_mesh("tp=1" if args.mesh is None else args.mesh)
+        mesh = None if args.mesh is None else read_mesh(args.mesh)
+    is_of_one_gpu = gpu is not None and mesh is None
     if args.model is not None:
         lora = None if config is None else config.lora
         flops = load_costs(args.model, args.gguf_file, lora)
-        if args.memory:
-            memory = _memory(args, config)
+        if args.memory or is_of_one_gpu:
+            memory = _memory(args, config, on_gpu=is_of_one_gpu)
     data = _data(args)
     if flops is not None:
         data.check_vocabulary(flops.vocabulary)
     count = len(data) if args.limit is None else min(args.limit, len(data))
-    forests = [data[index].forest() for index in range(count)]
+    begin_work("merging trees")
+    forests = []
+    for index in range(count):
+        tell_progress("merging trees", index, count, "tree")
+        forests.append(data[index].forest())
+    begin_work("planning")
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)
-    report = report_plan(whole, flops, args.model, args.dtype, memory=memory)
+    report = report_plan(whole, flops, args.model, args.dtype, memory=memory, optim=training.get("optim"))
     budgets: tuple[BudgetMemory, ...] = ()
     if flops is not None and args.max_tokens is None:
         budgets = report_budgets(forest, flops, report, args.hold, memory)
     processes = None
+    fit = fit_of(report, budgets, gpu) if gpu is not None and mesh is None else None
     if mesh is not None:
         import torch
 
@@ -98,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         extra: dict[str, Any] = {"budgets": [asdict(each) for each in budgets]}
         extra |= {} if processes is None else {"mesh": processes.to_dict()}
+        extra |= {} if fit is None else {"gpu": asdict(fit)}
         print(json.dumps(report.to_dict() | extra, indent=2))
         return 0
     if note := rendering_note(args, data):
@@ -105,18 +120,23 @@ def run(args: argparse.Namespace) -> int:
     Console().print(plan_view(whole, report))
     if budgets:
         Console().print(budgets_view(budgets))
+    if fit is not None:
+        Console().print(fit_view(fit))
     if processes is not None:
         Console().print(mesh_view(processes, report.peak_live_tokens, report.peak_gateway_tokens))
     return 0
 
 
-def _memory(args: argparse.Namespace, config: RunConfig | None) -> "Callable[[Plan], StepMemory]":
-    """The prediction of a step's memory, with what the configuration of a run asks of the step."""
+def _memory(args: argparse.Namespace, config: RunConfig | None, *, on_gpu: bool) -> "Callable[[Plan], StepMemory]":
+    """The prediction of a step's memory, with what the configuration of a run asks of the step.
+
+    on_gpu: wherever this runs.
+    """
     import torch
 
     from treewise.engine.step_memory import step_memory
-    from treewise.nn.model import base_model
     from treewise.nn.router_loss import router_loss_rule
+    from treewise.nn.wrapped import base_model
     from treewise.objectives.registry import PREFERENCES
 
     training = {} if config is None else config.training
@@ -134,7 +154,7 @@ def _memory(args: argparse.Namespace, config: RunConfig | None) -> "Callable[[Pl
     return partial(
         step_memory,
         model,
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
+        device_type="cuda" if on_gpu or torch.cuda.is_available() else "cpu",
         autocast=torch.bfloat16 if training.get("bf16") else None,
         router_loss=router_loss_rule(base_model(model), wants_aux=None, z_coefficient=z_coefficient),
         **settings,

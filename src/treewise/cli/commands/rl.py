@@ -4,7 +4,6 @@ With `--tasks` in place of `--data` the run makes its rollouts itself: `cli/onli
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from treewise.cli.keys import POLICY_GRADIENT, declared, formatter_with, key_nam
 from treewise.cli.keys import RL as KEYS
 from treewise.cli.output import is_first_rank
 from treewise.cli.values import read_file
+from treewise.data.io.files import parsed_object
 from treewise.data.sources import open_sources
 from treewise.errors import ConfigError, DataError
 from treewise.nn.adapters import adapter_folder
@@ -98,6 +98,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     from treewise.cli.progress import EpochMeans, GapWarning
     from treewise.rl import checks as rl_checks
     from treewise.rl import update as rl_update  # slow to import
+    from treewise.rl.tasks.rewards import MAX_FAILED
     from treewise.trainer.run_summary import num_optimizer_steps
 
     dataset, _, tokenizer = training_run.load_data(config, read_only=args.dry_run)
@@ -109,6 +110,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
         method=config.more.get("advantages"),
         settings=config.more.get("advantages_settings"),
         drop_flat_groups=bool(config.more.get("drop_flat_groups")),
+        max_failed=config.more.get("max_failed", MAX_FAILED),
     )
     arguments = _arguments(config, len(update.trees))
     model = training_run.load_model(config, arguments)
@@ -192,10 +194,7 @@ def _check_rewards(config: RunConfig, trees: Sequence[Sequence["Trajectory"]], o
     if has_any or by_tree or not isinstance(objective, PolicyGradient):
         return
     first = next((record for source in open_sources(config.data) for record in source.records()), None)
-    value = {} if first is None else first.payload
-    if isinstance(value, bytes):
-        value = json.loads(value)
-    names = reward_like(value)
+    names = reward_like({} if first is None else parsed_object(first))
     hint = f" Its fields {', '.join(names)} could be rewards: rename the right one." if names else ""
     location = items[0].source or "the rows"
     raise DataError(f"{location}: no reward in any row. Give each rollout `reward`, a number.{hint}")

@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     model = training_run.load_model(config, arguments)
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
-    from treewise.trainer.data_loader import check_preferences  # slow to import
-    from treewise.trainer.inputs import with_references
+    from treewise.trainer.inputs import check_preferences  # slow to import
+    from treewise.trainer.references import with_references
 
     check_preferences(train_data, objective or arguments.objective())
     if args.dry_run:

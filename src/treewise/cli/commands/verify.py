@@ -1,13 +1,20 @@
-"""`treewise verify DATA --model M`: flat against tree on the user's own model and rows. Exit code 1 if they differ."""
+"""`treewise verify DATA --model M`: flat against tree on the user's own model and rows. Exit code 1 if they differ.
+
+With `--config RUN.yaml` what the run trains is compared: its objective and what it needs of rewards and a reference,
+adapters, losses on routers, budget, precision.
+"""
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from annotated_types import Ge
 from rich.console import Console
 
-from treewise.cli.config import typed_settings
+from treewise.cli.config import RunConfig, objective_of, reference_of, typed_settings
 from treewise.cli.data_arguments import (
     add_data_arguments,
     add_flags,
@@ -17,28 +24,35 @@ from treewise.cli.data_arguments import (
 )
 from treewise.cli.values import read_mapping
 from treewise.data import Trees
-from treewise.errors import ConfigError
-from treewise.nn.load_model import DTYPES, load_model, load_processor
+from treewise.errors import ConfigError, num
+from treewise.nn.load_model import DTYPES, load_model, load_processor, load_weights
 from treewise.report import verification_view
-from treewise.tree.forest import WEIGHTINGS
-from treewise.tree.trajectory import Trajectory
+from treewise.tree.forest import WEIGHTINGS, Forest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from treewise.engine.engine import TreeEngine
+    from treewise.nn.flops import FlopModel
     from treewise.objectives import Objective
+    from treewise.trainer import TreeTrainingArguments
+
+MAX_TOKENS = 1024  # flat ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_data_arguments(parser)
-    add_flags(parser, "model", "tokenizer", "attention", "limit", "json")
+    add_flags(parser, "model", "tokenizer", "attention", "json")
     add_flags(
         parser,
         dtype={"choices": (*DTYPES, "auto")},
         device={"default": "cpu"},
-        max_tokens={"help": "budget of a micro-batch; whole trees, and half of the largest, if not given"},
+        limit={"default": MAX_TOKENS, "help": f"the first rows, up to so many flat tokens ({MAX_TOKENS:,}; 0 for all)"},
+        max_tokens={"help": "budget of a micro-batch; whole trees if not given. Smaller ones are compared, too"},
     )
-    parser.add_argument("--objective", default="sft", help="whose loss is compared: sft, grpo, dapo, cispo, ... (sft)")
-    parser.add_argument("--settings", default="{}", metavar="YAML", help="of the objective: '{clip_high: 0.28}'")
+    parser.add_argument("--objective", help="whose loss is compared: sft, grpo, dapo, cispo, ... (the run's, or sft)")
+    parser.add_argument("--settings", metavar="YAML", help="of the objective: '{clip_high: 0.28}'")
     parser.add_argument(
         "--advantages", help="from rewards: grpo, rloo, ...; the rows' own, or the objective's usual ones"
     )
@@ -50,39 +64,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; returns 1 where an error is beyond its limit."""
-    apply_config(args, ("data", "model"), dtype="float32", attention="auto")
+    config = apply_config(args, ("data", "model"), dtype="float32", attention="auto")
     check_numbers(args, limit=Ge(0))
-    from treewise.engine.engine import TreeEngine  # slow to import, as are all below
-    from treewise.nn.device import chosen_device
-    from treewise.objectives import DPO, KTO
-    from treewise.trainer.data_loader import check_preferences
+    from treewise.nn.device import chosen_device  # slow to import, as are all below
+    from treewise.nn.model_flops import flop_model
+    from treewise.trainer.inputs import check_preferences
+    from treewise.trainer.run_summary import num_optimizer_steps
     from treewise.verification.compare import verify
 
-    objective = _objective(args)
+    arguments = None if config is None else _arguments(config)
+    objective = _objective(args, config)
     device = chosen_device(args.device)
-    model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
-    if args.tokenizer is not None:
-        tokenizer = load_processor(args.tokenizer)
+    model, tokenizer = _loaded(args, config, arguments)
     data = load_data(args, tokenizer, progress=not args.json)
     check_preferences(data, objective)
     data.check_vocabulary(model.get_input_embeddings().weight.shape[0])
-    trajectories = _trajectories(data, objective, args)
     model.to(device)
-    if isinstance(objective, DPO | KTO):
-        from treewise.trainer.inputs import compared
-
-        def engine() -> TreeEngine:  # as in `treewise train`, the model before its first step is the reference
-            return TreeEngine(model, args.max_tokens, args.attention, processor=tokenizer)
-
-        trajectories = compared([trajectories], objective, engine, batch_size=1)[0]
+    settings: dict[str, Any] = {} if arguments is None else _settings(arguments)
+    forest, is_cut = _rows(data, objective, args, config)
+    if getattr(objective, "weighting", "per_trajectory") == "per_trajectory" and (
+        arguments is None or arguments.merge_across_trees
+    ):
+        forest = Forest.from_trajectories(forest.trajectories)
+    print(_first_line(forest, flop_model(model), is_cut=is_cut), file=sys.stderr, flush=True)
+    num_updates = 1 if arguments is None else num_optimizer_steps(arguments, len(data))
+    forest = _with_streams(forest, objective, config, _engines(args, config, model, settings), num_updates)
     report = verify(
         model,
-        trajectories,
+        forest,
         args.max_tokens,
         attention=args.attention,
         objective=objective,
         tolerance=args.tolerance,
         processor=tokenizer,
+        **settings,
     )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
@@ -91,34 +106,160 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _objective(args: argparse.Namespace) -> "Objective":
+# -- what a run's configuration says ----------------------------------------------------------------------------------
+
+
+def _arguments(config: RunConfig) -> "TreeTrainingArguments":
+    from treewise.cli.training_run import training_arguments
+
+    sizes = dict.fromkeys(("tp_size", "ep_size", "context_size"), 1)  # this process has the whole model
+    return training_arguments(replace(config, training={**config.training, **sizes, "report_to": "none"}))
+
+
+def _settings(arguments: "TreeTrainingArguments") -> Any:
+    import torch
+
+    precision = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
+    return {
+        "temperature": arguments.temperature,
+        "offload": arguments.offload,
+        "router_z_coefficient": arguments.router_z_coefficient,
+        "autocast": precision,
+    }
+
+
+def _objective(args: argparse.Namespace, config: RunConfig | None) -> "Objective":
+    """The one of the flags, else the run's."""
+    from treewise.cli.commands.rl import objective_of_rollouts
     from treewise.objectives import objective_named
+    from treewise.objectives.registry import PREFERENCES
 
-    settings = read_mapping("--settings", args.settings)
-    if args.weighting is not None:
-        settings["weighting"] = args.weighting
-    return objective_named(args.objective, **typed_settings(args.objective, settings))
+    if args.objective is not None or config is None:
+        name, settings = args.objective or "sft", read_mapping("--settings", args.settings or "{}")
+        weighting = {} if args.weighting is None else {"weighting": args.weighting}
+        return objective_named(name, **typed_settings(name, {**settings, **weighting}))
+    if args.settings is not None:
+        raise ConfigError("--settings are those of --objective; a run's are in its configuration.")
+    name = config.more.get("objective")
+    objective: Any
+    if name in (None, "sft"):  # weighting and the like, keys of `treewise train`, are settings of `treewise rl`
+        objective = objective_named("sft", **typed_settings("sft", config.more.get("objective_settings") or {}))
+    else:
+        objective = objective_of(config) if name in PREFERENCES else objective_of_rollouts(config)
+    return objective if args.weighting is None else replace(objective, weighting=args.weighting)
 
 
-def _trajectories(data: Trees, objective: "Objective", args: argparse.Namespace) -> list[Trajectory]:
-    """The first ones, of whole trees as far as advantages look at groups."""
-    from treewise.objectives import DPO, PolicyGradient
+def _loaded(
+    args: argparse.Namespace, config: RunConfig | None, arguments: "TreeTrainingArguments | None"
+) -> tuple[Any, Any]:
+    """The model and its tokenizer or processor; with the run's adapters, whose noise shows what an identity hides."""
+    if config is None or arguments is None:
+        model, tokenizer = load_model(args.model, args.gguf_file, args.dtype)
+    else:
+        from treewise.cli.training_run import bits_of, with_adapters
+        from treewise.nn.wrapped import stir_adapters
 
-    trees: list[list[Trajectory]] = []
+        run = replace(config, model=args.model, gguf_file=args.gguf_file, dtype=args.dtype)
+        model = load_weights(run.model, run.gguf_file, run.dtype, bits_of(run))
+        tokenizer = load_processor(run.model, run.gguf_file, required=False)
+        if run.lora is not None:
+            model = with_adapters(model, run, arguments.seed)
+            stir_adapters(model)
+    return model, tokenizer if args.tokenizer is None else load_processor(args.tokenizer)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    data: Trees, objective: "Objective", args: argparse.Namespace, config: RunConfig | None
+) -> tuple[Forest, bool]:
+    """The first ones, with advantages over their whole groups; and whether they are cut short."""
+    from treewise.objectives import PolicyGradient
+    from treewise.verification.rows import first_rows
+
+    trees: list[list[Any]] = []
+    total = 0
     for tree in data:
-        trees.append(tree.flat_trajectories())
-        if args.limit and sum(map(len, trees)) >= args.limit:
+        trees.append(tree.labelled_trajectories())
+        total += sum(map(len, trees[-1]))
+        if args.limit and total >= args.limit and len(trees) > 1:
             break
+    more = {} if config is None else config.more
     if isinstance(objective, PolicyGradient):
-        from treewise.rl.update import credit, method_of
+        from treewise.rl.update import GIVEN, credit, judged, method_of
 
-        method = method_of(objective, args.advantages, trees)
+        method = method_of(objective, args.advantages or more.get("advantages"), trees)
         assert method is not None
-        trees, _ = credit(trees, method, {})
+        settings = {} if args.advantages else more.get("advantages_settings") or {}
+        trees, _ = credit(trees if method == GIVEN else judged(trees)[0], method, settings)
     elif args.advantages is not None:
-        raise ConfigError(f"--advantages {args.advantages}: objective {args.objective!r} takes none.")
-    items = [item for tree in trees for item in tree]
-    if args.limit and isinstance(objective, DPO):  # pairs stay whole
-        groups = {item.group for item in items[: args.limit]}
-        return [item for item in items if item.group in groups]
-    return items[: args.limit or None]
+        raise ConfigError(f"--advantages {args.advantages}: {type(objective).__name__} takes none.")
+    return first_rows(trees, args.limit, whole_groups=getattr(objective, "needs_whole_groups", False))
+
+
+def _first_line(forest: Forest, costs: "FlopModel", *, is_cut: bool) -> str:
+    """What is compared, before it begins."""
+    rows = f"{num(forest.num_trajectories, 'trajectory', 'trajectories')} of {num(forest.num_trees, 'tree')}"
+    rows += ", cut short to fit --limit" if is_cut else ""
+    return (
+        f"comparing {rows}: {num(forest.num_flat_tokens, 'flat token')}, "
+        f"{num(forest.num_tokens, 'tree token')}, by FLOPs {costs.native_flat(forest) / costs.tree(forest):.2f} x"
+    )
+
+
+def _engines(
+    args: argparse.Namespace, config: RunConfig | None, model: "PreTrainedModel", settings: Any
+) -> Callable[[], tuple["TreeEngine", "TreeEngine | None"]]:
+    """Makes engines that score: of the model, and of the reference that the run names."""
+
+    def make() -> tuple["TreeEngine", "TreeEngine | None"]:
+        from treewise.engine.engine import TreeEngine
+
+        reference = None if config is None else reference_of(config)
+        temperature = settings.get("temperature", 1.0)
+        own, other = (
+            None if each is None else TreeEngine(each, args.max_tokens, args.attention, temperature=temperature)
+            for each in (model, reference if reference is None else reference.to(model.device))
+        )
+        assert own is not None
+        return own, other
+
+    return make
+
+
+def _with_streams(
+    forest: Forest,
+    objective: "Objective",
+    config: RunConfig | None,
+    engines: Callable[[], tuple["TreeEngine", "TreeEngine | None"]],
+    num_updates: int,
+) -> Forest:
+    """The rows with the log-probs that the run computes before its first step: the policy's and the reference's."""
+    from treewise.objectives import DPO, KTO, PolicyGradient
+    from treewise.rl.update import Update, scored, with_streams
+    from treewise.trainer.references import compared
+    from treewise.verification.rows import of_trees
+
+    items = list(forest.trajectories)
+    if isinstance(objective, DPO | KTO):
+
+        def reference() -> "TreeEngine":  # where the run names none, the model before its first step
+            own, other = engines()
+            return own if other is None else other
+
+        return Forest.from_trajectories(compared([items], objective, reference, batch_size=1)[0])
+    if not isinstance(objective, PolicyGradient):
+        return forest
+    more: Any = {} if config is None else config.more
+    update = with_streams(
+        Update([items]),
+        objective,
+        num_updates=num_updates,
+        old_logprobs=more.get("old_logprobs", "auto"),
+        has_reference=more.get("reference") is not None,
+    )
+    if update.computed_streams:
+        own, other = engines()
+        update = scored(update, own, batch_size=1, reference=other)
+    return of_trees(forest, range(len(items)), update.trees[0])

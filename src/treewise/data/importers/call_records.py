@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treewise.data.importers.common import Context, first_of
+from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
@@ -48,7 +49,11 @@ def _langfuse_call(location: str, value: Record, labels: Record, context: Contex
     own = {"rollout": first_of(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
     fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
     messages = asked.get("messages", asked) if isinstance(asked, dict) else asked
-    yield _call(location, messages, _json(value.get("output")), tools, value.get("metadata"), fields, context)
+    output = _json(value.get("output"))
+    if str(value.get("level")).upper() == "ERROR":
+        context.leave_out(location, f"a call that failed ({shown(value.get('statusMessage'))})")
+        return
+    yield _call(location, messages, output, tools, value.get("metadata"), fields, context)
 
 
 def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -58,6 +63,9 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         kind = str(value.get("run_type"))
         if kind != "llm":
             context.leave_out(record.location, f"no call of a model (run_type {kind})")
+            continue
+        if value.get("error"):
+            context.leave_out(record.location, f"a call that failed ({shown(value['error'])})")
             continue
         inputs, outputs = _json(value.get("inputs")), _json(value.get("outputs"))
         extra = _json(value.get("extra"))
@@ -153,17 +161,20 @@ def _reply(output: Any, location: str) -> Record:
         return {"choices": []}
     if "choices" in output or "body" in output:
         return output
+    holders = [output]  # of why it ended, the innermost first
     generations = output.get("generations")
     if isinstance(generations, list) and generations:
         first = generations[0][0] if isinstance(generations[0], list) and generations[0] else generations[0]
         output = first.get("message") or {"role": "assistant", "content": first.get("text")}
+        holders = [output, first, *holders]
     elif isinstance(output.get("message"), dict):
         output = output["message"]
     elif isinstance(output.get("messages"), list) and output["messages"]:
         output = output["messages"][-1]
     elif "output" in output and len(output) == 1:
         return _reply(output["output"], location)
-    return {"choices": [{"message": _openai_message(output, location)}]}
+    message = _openai_message(output, location)
+    return {"choices": [with_reason({"message": message}, message, output, *holders)]}
 
 
 def _openai_message(message: Record, location: str) -> Record:

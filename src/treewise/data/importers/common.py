@@ -3,16 +3,22 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from treewise.data.io.endings import UnusableError
 from treewise.data.io.field_checks import shown
+from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
 from treewise.errors import DataError
+from treewise.tree.trajectory import STREAMS
+
+MISSHAPEN = (LookupError, TypeError, AttributeError)  # of a record without the keys or lists that its format promises
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -20,7 +26,8 @@ class Context:
     """Settings of one import, and its findings.
 
     `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone. `halves`
-    are lines of batches that wait for their request or response, which may stand in another file.
+    are lines of batches that wait for their request or response, which may stand in another file. `drop` takes a bad
+    record and its error, where these do not stop the import.
     """
 
     reward_field: str | None = None
@@ -28,6 +35,7 @@ class Context:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
     halves: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    drop: Callable[[Placed, str], None] | None = None
 
     def leave_out(self, location: str, reason: str) -> None:
         """Counts something that is not imported."""
@@ -50,6 +58,9 @@ class Context:
             if self.reward_field not in value:
                 raise DataError(f"{location}: no reward {self.reward_field!r} among {names}.")
             value = value[self.reward_field]
+        if isinstance(value, float) and math.isnan(value):
+            self.warn("rewards or advantages that are NaN count as none")
+            return None
         if value is None:
             return None
         if not isinstance(value, int | float | np.number) or not math.isfinite(float(value)):
@@ -68,17 +79,48 @@ def integers(value: object, name: str, location: str) -> list[int]:
 
 
 def numbers(value: object, name: str, length: int, location: str) -> list[float]:
-    """A flat list of `length` numbers; null counts as 0 (a writer's mark of a value that is not there).
+    """A flat list of `length` finite numbers.
 
     Raises:
+        UnusableError: one is null, or not finite: the row lacks what it must have.
         DataError: anything else, or another length.
     """
+    found = stream(value, name, length, location)
+    for index, each in enumerate(found):
+        if math.isnan(each):
+            raise UnusableError(f"{location}: {name}[{index}]", f"a token without its {name} (null, or not finite)")
+    return found
+
+
+def stream(value: object, name: str, length: int, location: str) -> list[float]:
+    """As `numbers`, with NaN for what is null or not finite: `token_row` leaves out a row where that was sampled."""
     if isinstance(value, list):
-        value = [0.0 if each is None else each for each in value]
+        value = [math.nan if each is None else each for each in value]
     found = _flat(value, name, "numbers", "iufb", location)
     if len(found) != length:
         raise DataError(f"{location}: {len(found)} {name} for {length} tokens; they must align.")
-    return list(map(float, found))
+    return [number if math.isfinite(number) else math.nan for number in map(float, found)]
+
+
+def kept(context: Context, rows: Iterable[T], record: Placed | None = None) -> Iterator[T]:
+    """Rows of a sample, which is left out and counted where it lacks what it must have.
+
+    record: of which they are, and which is dropped where it is bad and `Context.drop` says how.
+    """
+    try:
+        yield from rows
+    except UnusableError as error:
+        context.leave_out(error.location, error.reason)
+    except (DataError, *MISSHAPEN) as error:
+        if record is None or context.drop is None:
+            raise
+        text = str(error) if isinstance(error, DataError) else f"{record.location}: {misshapen(error)}"
+        context.drop(record, text)
+
+
+def misshapen(error: Exception) -> str:
+    """The error of a record without the keys or lists that its format promises."""
+    return f"does not have the shape that its format promises ({type(error).__name__}: {error})"
 
 
 def _flat(value: object, name: str, what: str, kinds: str, location: str) -> list[Any]:
@@ -108,13 +150,28 @@ def token_row(
     loss_weights: Sequence[float],
     **fields: object,
 ) -> Iterator[Record]:
-    """The row, or nothing where no token of it is trained (which is counted). Fields of None are left away."""
+    """The row, or nothing where no token of it is trained or one lacks a value of a stream (which is counted). Fields
+    of None, and streams that hold no sampled token's value, are left away.
+    """
     weights = [float(weight) for weight in loss_weights]
     if weights:
         weights[0] = 0.0  # nothing predicts a first token, and no trainer counts it
-    if not any(weights):
+    sampled = [index for index, weight in enumerate(weights) if weight]
+    if not sampled:
         context.leave_out(location, "no sampled token to train on")
         return
+    for name, values in fields.items():
+        if name not in STREAMS or not isinstance(values, list):
+            continue  # an advantage may be one number
+        missing = [index for index in sampled if math.isnan(values[index])]
+        if len(missing) == len(sampled):
+            context.warn(f"rows whose {name} are all null are read as rows without them")
+            fields[name] = None
+        elif missing:
+            context.leave_out(f"{location}: token {missing[0]}", f"a sampled token without its {name}")
+            return
+        else:
+            fields[name] = [0.0 if math.isnan(each) else each for each in values]
     short = [int(weight) if weight.is_integer() else weight for weight in weights]  # almost all are 0 and 1
     yield text_row(location, token_ids=list(token_ids), loss_weights=short, **fields)
 
@@ -134,7 +191,7 @@ def sampled_row(
     length, before = len(sampled), [0.0] * len(prompt)
     weights = [1.0] * length if mask is None else numbers(mask, "the mask of the sampled tokens", length, location)
     given = {ours: each for ours, each in (streams or {}).items() if each[1] is not None}
-    own = {ours: before + numbers(values, theirs, length, location) for ours, (theirs, values) in given.items()}
+    own = {ours: before + stream(values, theirs, length, location) for ours, (theirs, values) in given.items()}
     yield from token_row(context, location, [*prompt, *sampled], before + weights, **own, **fields)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from treewise.data.importers import openai_log, token_dumps, traces
 from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, unjoined
-from treewise.data.importers.common import Context
+from treewise.data.importers.common import MISSHAPEN, Context, kept
 from treewise.data.io.files import PathLike, Placed, RawRecord, find_files, parse, read_records
 from treewise.data.io.forms import FORMATS, Record, detect_format, has_form
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
+from treewise.data.render.messages import clean_conversation
 from treewise.data.sources import Source
 from treewise.errors import ConfigError, DataError, did_you_mean, num
 
@@ -31,7 +32,6 @@ READERS: dict[str, Callable[[Iterable[Placed], Context], Iterator[Record]]] = {
     "langfuse": partial(openai_log.read, calls_of=langfuse_calls),
     "langsmith": partial(openai_log.read, calls_of=langsmith_calls),
 }
-MISSHAPEN = (LookupError, TypeError, AttributeError)  # of a dump without the keys or lists that its format promises
 LOGS = ("openai", "langfuse", "langsmith")  # whose runs may go on in the next file
 REFUSED = (".pkl", ".pickle", ".bin", ".dill")
 MAX_SHOWN_DRIFTS = 20
@@ -64,8 +64,13 @@ class ImportReport:
 
 def _rows(source: str, name: str, records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """What the reader of a format makes of the records of a source."""
+    read = READERS[name]
     try:
-        yield from READERS[name](records, context)
+        if name in LOGS:  # whose records belong together
+            yield from read(records, context)
+            return
+        for record in records:
+            yield from kept(context, read([record], context), record)
     except MISSHAPEN as error:
         raise DataError(
             f"{source}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); see docs/rl.md, or "
@@ -103,7 +108,7 @@ class RolloutImport:
             self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
             try:
                 for row in _rows(str(path), name, chain([first], records), self.context):
-                    yield self._checked(row)
+                    yield from self._checked(row)
             except DataError as error:
                 seen = detect_format(first.value)
                 if seen in (None, name):
@@ -125,8 +130,8 @@ class RolloutImport:
             self.report.num_records += 1
             yield Placed(raw.location, parse(raw))
 
-    def _checked(self, row: Record) -> Record:
-        """The row as it is written, after the reader of `load_trees` has read it."""
+    def _checked(self, row: Record) -> Iterator[Record]:
+        """The row as it is written, after the reader of `load_trees` has read it; nothing where that leaves it out."""
         report, location = self.report, row["source"]
         has_ids = "token_ids" in row
         group = row.get("group", location)
@@ -136,6 +141,9 @@ class RolloutImport:
             result = self._reader.read(RawRecord(location, dict(row)), Path(location))
             if result.error is not None:
                 raise DataError(result.error)
+            self.context.left_out += result.left_out
+            if not result.rows:
+                return
             if self.context.tokenizer is not None and {"messages", "text"} & set(row) and has_ids:
                 report.num_compared += 1
                 report.num_drifted += bool(result.drift)
@@ -148,6 +156,9 @@ class RolloutImport:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
             report.num_without_sampler_logprobs += "sampler_logprobs" not in row
         else:
+            for name in ("messages", "prompt", "completion"):
+                if isinstance(row.get(name), list):
+                    clean_conversation(row[name], location, name)
             report.num_text_rows += 1
             if self.strict:
                 raise DataError(
@@ -160,7 +171,7 @@ class RolloutImport:
         report.num_rollouts, report.num_groups = len(self._rollouts), len(self._groups)
         if has_ids and not self.keep_messages:
             row = {name: value for name, value in row.items() if name not in ("messages", "tools", "text")}
-        return row
+        yield row
 
 
 def import_rollouts(
@@ -213,22 +224,31 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     return files
 
 
-def read_sources(sources: Sequence[Source], report: LoadReport) -> Iterator[tuple[RawRecord, Path | None]]:
+def read_sources(
+    sources: Sequence[Source], report: LoadReport, drop: Callable[[Placed, str], None] | None = None
+) -> Iterator[tuple[RawRecord, Path | None]]:
     """The records of sources in treewise's own forms, with their files. What importers leave out is reported.
+
+    drop: takes bad records of dumps, and their errors; None: they are errors.
 
     Raises:
         DataError: a source without a record; a dump that has not the shape of its format.
     """
     halves: dict[str, tuple[str, Any]] = {}
     for source in sources:
-        for raw in _read_source(source, report, halves):
-            yield raw, source.data_file
+        for raw in _read_source(source, report, halves, drop):
+            yield raw, source.data_file or source.place
     context = Context(halves=halves)
     unjoined(context)
     report.dropped += context.left_out
 
 
-def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str, Any]]) -> Iterator[RawRecord]:
+def _read_source(
+    source: Source,
+    report: LoadReport,
+    halves: dict[str, tuple[str, Any]],
+    drop: Callable[[Placed, str], None] | None,
+) -> Iterator[RawRecord]:
     records = source.records()
     first = next(records, None)
     if first is None:
@@ -242,9 +262,15 @@ def _read_source(source: Source, report: LoadReport, halves: dict[str, tuple[str
         yield first
         yield from records
         return
-    context = Context(halves=halves)
-    placed = (Placed(raw.location, parse(raw)) for raw in chain([first], records))
+    context = Context(halves=halves, drop=drop)
+    placed = (each for raw in chain([first], records) for each in _parsed(raw, context))
     for row in _rows(source.name, name, placed, context):
         yield RawRecord(row.pop("source"), row, num_bytes=first.num_bytes)
     report.dropped += context.left_out
     report.warnings += [f"{source.name}: {text} ({count} times)" for text, count in context.warnings.items()]
+
+
+def _parsed(raw: RawRecord, context: Context) -> Iterator[Placed]:
+    """A record of a dump; none where it is bad and may be dropped."""
+    text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else ""
+    yield from kept(context, (Placed(each.location, parse(each)) for each in [raw]), Placed(raw.location, {"": text}))

@@ -19,15 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treewise.data.importers.call_records import openai_calls
-from treewise.data.importers.common import (
-    Context,
-    integers,
-    messages,
-    numbers,
-    openai_tools,
-    sampled_row,
-    text_row,
-)
+from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
+from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
+from treewise.data.io.endings import KEYS, with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
@@ -45,20 +39,23 @@ TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 
 @dataclass(slots=True)
-class _Call:
-    location: str
-    history: list[Record]
-    reply: Record
-    tools: list[Record] | None
-    ids: tuple[list[int], list[int], list[float] | None] | None  # prompt, completion, log-probs
+class _Run:
+    name: str
+    prompt: str  # key of the messages of its first call
+    group: Any = None
+    reward: float | None = None
+    calls: list[Call] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Run:
-    name: str
-    group: Any = None
-    reward: float | None = None
-    calls: list[_Call] = field(default_factory=list)
+class _Line:
+    """A request and its replies. name, group: those that it gives."""
+
+    location: str
+    name: str | int | None
+    group: str | int | None
+    reward: float | None
+    calls: list[Call]
 
 
 def read(
@@ -72,23 +69,19 @@ def read(
     """
     runs: dict[str, _Run] = {}
     ends, asked = _Standing(), _Standing()  # of calls with their replies, and of requests alone
-    for record in calls_of(records, context):
-        name = _named(record.value, RUN_NAMES)
-        if record.value.get("response") is None:
-            name, calls = _replies_shown(record, name, asked, context)
-        else:
-            calls = list(_calls(record, context))
-            if not calls:
-                continue
-            if name is None:
-                keys = list(_prefix_keys(calls[0].history))
-                name, length = ends.run_at(keys, None, context)
-                ends.open.pop((name, keys[length - 1] if length else ""), None)
-        run = runs.setdefault(str(name or record.location), _Run(str(name or record.location)))
+    for line in _lines(records, calls_of, asked, context):
+        name, calls = line.name, line.calls
+        if name is None and calls:
+            keys = list(_prefix_keys(calls[0].history))
+            name, length = ends.run_at(keys, None, context)
+            ends.open.pop((name, keys[length - 1] if length else ""), None)
+        key = str(name or line.location)
+        run = runs.setdefault(key, _Run(key, _key(calls[0].history) if calls else ""))
         for call in calls:
+            run.prompt = run.prompt or _key(call.history)
             ends.add(_key([*call.history, call.reply]), run.name, call.location)
-        run.calls += calls
-        _label(run, record, context)
+        run.calls += trainable(calls, context)
+        _label(run, line, context)
     for location in asked.open.values():
         context.leave_out(location, "a request whose reply no later request shows")
     for run in runs.values():
@@ -96,12 +89,33 @@ def read(
             yield from _rows(run, context)
 
 
+def _lines(
+    records: Iterable[Placed],
+    calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]],
+    asked: "_Standing",
+    context: Context,
+) -> "Iterator[_Line]":
+    """What was logged, request by request; a reply that is not there, or of another interface, is counted."""
+
+    def read(record: Placed) -> Iterator[_Line]:
+        for each in calls_of([record], context):
+            name, group, reward = _named(each.value, RUN_NAMES), _named(each.value, GROUP_NAMES), _reward(each, context)
+            if each.value.get("response") is None:
+                name, calls = _replies_shown(each, name, asked, context)
+                yield _Line(each.location, name, group, reward, calls)
+            elif calls := list(_calls(each, context)):
+                yield _Line(each.location, name, group, reward, calls)
+
+    for record in records:
+        yield from kept(context, read(record), record)
+
+
 def _rows(run: _Run, context: Context) -> Iterator[Record]:
     group = run.group
     if group is None:  # samples of one prompt are compared with one another
-        group = "prompt " + _key(run.calls[0].history)[-16:]
+        group = "prompt " + run.prompt[-16:]
     shared = {"group": group, "rollout": run.name, "reward": run.reward}
-    by_tools: dict[str, list[_Call]] = {}
+    by_tools: dict[str, list[Call]] = {}
     for call in run.calls:
         if call.ids is None:
             by_tools.setdefault(json.dumps(call.tools, sort_keys=True), []).append(call)
@@ -113,23 +127,7 @@ def _rows(run: _Run, context: Context) -> Iterator[Record]:
             context, call.location, prompt, completion, None, streams, messages=talk, tools=call.tools, **shared
         )
     for calls in by_tools.values():
-        yield _pooled(calls, shared)
-
-
-def _pooled(calls: list[_Call], shared: Record) -> Record:
-    """One record of logged calls: each message once, each call as indices into them."""
-    pool: dict[str, int] = {}
-    talk: list[Record] = []
-
-    def index(message: Record) -> int:
-        key = json.dumps(message, sort_keys=True)
-        if key not in pool:
-            pool[key] = len(talk)
-            talk.append(message)
-        return pool[key]
-
-    entries = [{"ctx": [index(each) for each in call.history], "out": index(call.reply)} for call in calls]
-    return text_row(calls[0].location, messages=talk, calls=entries, tools=calls[0].tools, **shared)
+        yield pooled(calls, shared)
 
 
 class _Standing:
@@ -164,7 +162,7 @@ class _Standing:
 
 def _replies_shown(
     record: Placed, name: str | int | None, asked: _Standing, context: Context
-) -> tuple[str, list[_Call]]:
+) -> tuple[str, list[Call]]:
     """The run of a request alone, and the calls whose replies it shows: its assistant messages after the longest
     messages that the run has asked with. What the first request of a run holds was given to it.
     """
@@ -173,7 +171,7 @@ def _replies_shown(
     if not isinstance(request, dict) or "messages" not in request:
         context.leave_out(location, _why_no_call(request, {}))
         return str(name or location), []
-    history = [_plain(each) for each in messages(request["messages"], "messages", location)]
+    history = [_plain(each, context) for each in messages(request["messages"], "messages", location)]
     keys = list(_prefix_keys(history))
     found, start = asked.run_at(keys[:-1], None if name is None else str(name), context)
     run, tools = found or str(name or location), openai_tools(request.get("tools"), location)
@@ -182,7 +180,7 @@ def _replies_shown(
         asked.open.pop((run, keys[index - 1]), None)
         if history[index].get("role") == "assistant" and (run, keys[index]) not in asked.known:
             asked.known.add((run, keys[index]))
-            calls.append(_Call(location, history[:index], {"content": "", **history[index]}, tools, None))
+            calls.append(Call(location, history[:index], {"content": "", **history[index]}, tools))
     if keys:
         asked.add(keys[-1], run, location)
     return run, calls
@@ -201,7 +199,7 @@ def _key(history: list[Record]) -> str:
     return ["", *_prefix_keys(history)][-1]
 
 
-def _calls(record: Placed, context: Context) -> Iterator[_Call]:
+def _calls(record: Placed, context: Context) -> Iterator[Call]:
     """The calls of one line: one, or one per choice."""
     location = record.location
     request, response = (_body(record.value.get(name), f"{location}: {name}") for name in ("request", "response"))
@@ -221,15 +219,20 @@ def _calls(record: Placed, context: Context) -> Iterator[_Call]:
         is_other = response.get("type") == "message" and not why
         context.leave_out(location, f"{ANTHROPIC}; {CHAT}" if is_other else f"a call without a reply{why}")
         return
-    history = [_plain(each) for each in messages(request["messages"], "messages", location)]
+    history = [_plain(each, context) for each in messages(request["messages"], "messages", location)]
     tools = openai_tools(request.get("tools"), location)
+    rest = {name: item for name, item in response.items() if name != "choices"}
     for choice_index, choice in enumerate(messages(choices, "choices", location)):
         where = location if len(choices) == 1 else f"{location}: choices[{choice_index}]"
         if not isinstance(choice.get("message"), dict):
             raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
-        reply = {**_plain(choice["message"]), "role": "assistant"}
+        reply = {**_plain(choice["message"], context), "role": "assistant"}
         reply.setdefault("content", "")
-        yield _Call(where, history, reply, tools, _tokens(response, choice, where))
+        said = {key: record.value[key] for key in KEYS if key in record.value}
+        ending = with_reason({}, choice, rest, said, _metadata(record.value))
+        if choice["message"].get("refusal") and not choice["message"].get("content"):
+            ending = {"finish_reason": "refusal"}
+        yield Call(where, history, reply, tools, _tokens(response, choice, where), ending)
 
 
 def _why_no_call(request: object, response: Record) -> str:
@@ -238,7 +241,7 @@ def _why_no_call(request: object, response: Record) -> str:
     return "no chat call (its request has no messages)"
 
 
-def _tokens(response: Record, choice: Record, location: str) -> tuple[list[int], list[int], list[float] | None] | None:
+def _tokens(response: Record, choice: Record, location: str) -> Ids | None:
     """Token ids of the prompt and of the reply, where the server gave both, and the reply's log-probs."""
     prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
     entries = (choice.get("logprobs") or {}).get("content") or []
@@ -250,22 +253,24 @@ def _tokens(response: Record, choice: Record, location: str) -> tuple[list[int],
     completion = integers(own, "token_ids", location)
     logprobs = None
     if entries:
-        logprobs = numbers([each.get("logprob") for each in entries], "logprobs", len(completion), location)
+        logprobs = stream([each.get("logprob") for each in entries], "logprobs", len(completion), location)
     return integers(prompt, "prompt_token_ids", location), completion, logprobs
 
 
-def _label(run: _Run, record: Placed, context: Context) -> None:
-    group = _named(record.value, GROUP_NAMES)
-    if group is not None:
-        run.group = group
+def _reward(record: Placed, context: Context) -> float | None:
     name = context.reward_field or "reward"
     fields = {**(_metadata(record.value)), **record.value}
-    if fields.get(name) is None:
+    return context.reward(fields.get(name), f"{record.location}: {name}")
+
+
+def _label(run: _Run, line: _Line, context: Context) -> None:
+    if line.group is not None:
+        run.group = line.group
+    if line.reward is None:
         return
-    reward = context.reward(fields[name], f"{record.location}: {name}")
-    if run.reward is not None and reward != run.reward:
+    if run.reward is not None and line.reward != run.reward:
         context.warn("runs whose calls have different rewards: the last one counts for the whole run")
-    run.reward = reward
+    run.reward = line.reward
 
 
 def _named(value: Record, names: Iterable[str]) -> str | int | None:
@@ -293,5 +298,9 @@ def _body(value: object, location: str) -> object:
     return value
 
 
-def _plain(message: Record) -> Record:
-    return {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
+def _plain(message: Record, context: Context) -> Record:
+    """What a message holds when it is sent; a refusal is what the model sees of a turn without content."""
+    plain = {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
+    if message.get("refusal") and not plain.get("content"):
+        plain["content"] = message["refusal"]
+    return with_arguments(plain, context)

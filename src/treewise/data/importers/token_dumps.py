@@ -7,6 +7,7 @@ THUDM/slime (`slime/utils/types.py`, `slime/observability/rollout_data_utils.py`
 (`trainer/grpo_trainer.py`). A stack is a table of its names for ours, and what it does of its own.
 """
 
+import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -17,15 +18,18 @@ from treewise.data.importers.common import (
     Context,
     first_of,
     integers,
+    kept,
     messages,
     numbers,
     objects,
     prompt_at_step,
     sampled_row,
-    text_row,
+    stream,
     token_row,
 )
+from treewise.data.importers.replies import text_pair
 from treewise.data.importers.traces import read_verifiers
+from treewise.data.io.endings import UnusableError, ending_of, own_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
@@ -54,20 +58,26 @@ def read_prime_rl(records: Iterable[Placed], context: Context) -> Iterator[Recor
     and holds advantages in place of rewards.
     """
     for record in records:
-        value, location = record.value, record.location
-        if "token_ids" not in value:
+        if "token_ids" in record.value:
+            yield from kept(context, _prime_rl_sequence(record.value, record.location, context))
+        else:
             yield from read_verifiers([record], context)
-            continue
-        ids = integers(value["token_ids"], "token_ids", location)
-        weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), location)
-        rl_weights = value.get("rl_weights")
-        if isinstance(rl_weights, list) and any(each is not None for each in rl_weights):
-            factors = numbers(rl_weights, "rl_weights", len(ids), location)
-            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
-        for name in ("ce_weights", "ref_kl_weights"):
-            if isinstance(value.get(name), list) and any(value[name]):
-                context.warn(f"{name} (another component of prime-rl's loss) is not imported")
-        yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location))
+
+
+def _prime_rl_sequence(value: Record, location: str, context: Context) -> Iterator[Record]:
+    ids = integers(value["token_ids"], "token_ids", location)
+    weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), location)
+    rl_weights = value.get("rl_weights")
+    if isinstance(rl_weights, list) and any(each is not None for each in rl_weights):
+        factors = stream(rl_weights, "rl_weights", len(ids), location)
+        for index, (weight, factor) in enumerate(zip(weights, factors, strict=True)):
+            if weight and math.isnan(factor):
+                raise UnusableError(f"{location}: rl_weights[{index}]", "a sampled token without its rl_weights")
+            weights[index] = weight * factor if weight else 0.0
+    for name in ("ce_weights", "ref_kl_weights"):
+        if isinstance(value.get(name), list) and any(value[name]):
+            context.warn(f"{name} (another component of prime-rl's loss) is not imported")
+    yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location))
 
 
 def read_slime(records: Iterable[Placed], context: Context) -> Iterator[Record]:
@@ -78,15 +88,18 @@ def read_slime(records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """
     for record in records:
         if "samples" not in record.value:
-            yield from _slime_sample(record.value, record.location, context)
+            yield from kept(context, _slime_sample(record.value, record.location, context))
             continue
         for index, sample in enumerate(objects(record.value["samples"], "samples", record.location)):
-            yield from _slime_sample(sample, f"{record.location}: samples[{index}]", context)
+            yield from kept(context, _slime_sample(sample, f"{record.location}: samples[{index}]", context))
 
 
 def _slime_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
     if value.get("remove_sample"):
         context.leave_out(location, "remove_sample is set")
+        return
+    if isinstance(value.get("status"), str) and ending_of(value["status"]) == "unusable":
+        context.leave_out(location, f"a sample that ended with {shown(value['status'])}")
         return
     if value.get("multimodal_inputs"):
         raise DataError(f"{location}: the sample has multimodal inputs, which this importer does not read.")
@@ -118,10 +131,17 @@ def _tokens_or_text(
     """
     for record in records:
         if record.value.get(ids) is None:
-            yield from text(record.value, record.location, context)
+            yield from kept(context, text(record.value, record.location, context))
             continue
         for each in _samples(record, ids):
-            yield from sample(each.value, each.location, context)
+            yield from kept(context, _unless_failed(sample, each, context))
+
+
+def _unless_failed(sample: OneSample, each: Placed, context: Context) -> Iterator[Record]:
+    reason = own_reason(each.value)
+    if ending_of(reason) == "unusable":
+        raise UnusableError(each.location, f"a sample that ended with {shown(reason)}")
+    yield from sample(each.value, each.location, context)
 
 
 def _verl_text(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -133,10 +153,10 @@ def _verl_text(value: Record, location: str, context: Context) -> Iterator[Recor
         "verl's generation dump is text without special tokens: chat markers and the end token are gone, so these "
         "rows are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
     )
-    yield text_row(
+    yield from text_pair(
+        context,
         location,
-        prompt=value["input"],
-        completion=value["output"],
+        {**value, "prompt": value["input"], "completion": value["output"]},
         reward=context.reward(value if context.reward_field else value.get("score"), location),
         group=prompt_at_step(value["input"], value.get("step")),
     )
@@ -230,7 +250,7 @@ def _trl_text(value: Record, location: str, context: Context) -> Iterator[Record
     labels = _trl_labels(value, location, context)
     if labels["group"] is None:
         labels["group"] = prompt_at_step(value["prompt"], value.get("step"))
-    yield text_row(location, prompt=value["prompt"], completion=value["completion"], **labels)
+    yield from text_pair(context, location, value, **labels)
 
 
 def _trl_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -307,7 +327,7 @@ def _streams(
     for ours, several in names.items():
         theirs = next((name for name in several if value.get(name) is not None), None)
         if theirs is not None:
-            streams[ours] = [0.0] * before + numbers(value[theirs], theirs, length, location)
+            streams[ours] = [0.0] * before + stream(value[theirs], theirs, length, location)
     return streams
 
 

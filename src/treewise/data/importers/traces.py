@@ -4,20 +4,25 @@ Read from the public sources of PrimeIntellect-ai/verifiers (`verifiers/v1/trace
 `verifiers/legacy/types.py`) and OpenPipe/ART (`src/art/utils/trajectory_logging.py`, `trajectory_migration.py`).
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treewise.data.importers.common import (
     Context,
     integers,
+    kept,
     messages,
     numbers,
     objects,
     openai_tools,
     sampled_row,
+    stream,
     text_row,
     token_row,
 )
+from treewise.data.importers.replies import Call, pooled, text_pair, trainable, trainable_talk, with_arguments
+from treewise.data.io.endings import KEYS, with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
@@ -48,11 +53,12 @@ def read_verifiers(records: Iterable[Placed], context: Context) -> Iterator[Reco
                 name = group or _task_name(trace.get("task")) or _task_name(episode.get("task"))
                 if name is not None and len(agents) > 1:  # agents of different roles are not compared with one another
                     name = f"{name}:{_dict(trace.get('agent')).get('name')}"
-                yield from _trace(trace, name, f"{location}: traces[{index}]", context)
+                yield from kept(context, _trace(trace, name, f"{location}: traces[{index}]", context))
         elif "nodes" in record.value:
-            yield from _trace(record.value, _task_name(record.value.get("task")), record.location, context)
+            name = _task_name(record.value.get("task"))
+            yield from kept(context, _trace(record.value, name, record.location, context))
         else:
-            yield from _result(record.value, record.location, context)
+            yield from kept(context, _result(record.value, record.location, context))
 
 
 def _trace(trace: Record, group: object, location: str, context: Context) -> Iterator[Record]:
@@ -77,9 +83,25 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
         yield from _branches(nodes, shared, location, context)
     else:  # the model calls went through a server that gave no tokens
         pool = messages([node.get("message") for node in nodes], "message", location)
-        calls = [{"ctx": _path(nodes, index)[:-1], "out": index} for index in sampled]
+        pool = [with_arguments(message, context) for message in pool]
         tools = openai_tools(trace.get("tools"), location)
-        yield text_row(location, messages=pool, calls=calls, tools=tools, **shared)
+        last = {"is_truncated": trace.get("is_truncated")}  # of the whole rollout
+        logged = {each.get("node"): each for each in objects(trace.get("calls") or [], "calls", location)}
+        calls = [
+            Call(
+                f"{location}: nodes[{index}]",
+                [pool[above] for above in _path(nodes, index)[:-1]],
+                pool[index],
+                tools,
+                ending=with_reason(
+                    {}, nodes[index], pool[index], logged.get(index, {}), last if index == sampled[-1] else {}
+                ),
+            )
+            for index in sampled
+        ]
+        calls = trainable(calls, context)
+        if calls:
+            yield {**pooled(calls, shared), "source": location}
 
 
 def _path(nodes: list[Record], index: int | None) -> list[int]:
@@ -121,26 +143,30 @@ def _branches(nodes: list[Record], shared: Record, location: str, context: Conte
 
 
 def _spread(values: object, mask: list[float], name: str, location: str) -> list[float]:
-    """Values of the sampled tokens, put at their positions; zero elsewhere."""
+    """Values of the sampled tokens, put at their positions; NaN where there is none."""
     if not values:
-        return [0.0] * len(mask)
-    compact = iter(numbers(values, name, sum(map(bool, mask)), location))
-    return [next(compact) if each else 0.0 for each in mask]
+        return [math.nan] * len(mask)
+    compact = iter(stream(values, name, sum(map(bool, mask)), location))
+    return [next(compact) if each else math.nan for each in mask]
 
 
 def _total(trace: Record, location: str, context: Context) -> float | None:
     """The weighted sum of a trace's rewards (`Trace.reward`), or the one that the user named."""
-    scores = {}
+    scores: dict[str, float | None] = {}
     for name, value in (trace.get("rewards") or {}).items():
-        if value is None:
-            continue
         parts = value if isinstance(value, dict) else {"score": value}
         score = context.reward(parts.get("score"), f"{location}: rewards.{name}")
         weight = context.reward(parts.get("weight", 1.0), f"{location}: rewards.{name}.weight")
-        scores[name] = (score or 0.0) * (1.0 if weight is None else weight)
+        scores[name] = None if score is None else score * (1.0 if weight is None else weight)
     if not scores:
         return None
-    return context.reward(scores, location) if context.reward_field else sum(scores.values())
+    if context.reward_field:
+        return context.reward(scores, location)
+    known = [score for score in scores.values() if score is not None]
+    if len(known) < len(scores):
+        context.warn("traces of which a reward is null: the sum is not known, so they have none")
+        return None
+    return sum(known)
 
 
 def _dict(value: object) -> Record:
@@ -177,15 +203,19 @@ def _result(value: Record, location: str, context: Context) -> Iterator[Record]:
         return
     prompt, completion = value.get("prompt"), value.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
-        yield text_row(location, prompt=prompt, completion=completion, **shared)
+        yield from text_pair(context, location, value, **shared)
         return
     before = [
         {**each, "weight": 0} if each.get("role") == "assistant" else each
         for each in messages(prompt, "prompt", location)
     ]
-    after = messages(completion, "completion", location)
+    after = [with_reason(each, each) for each in messages(completion, "completion", location)]
+    if after and after[-1].get("role") == "assistant":
+        after[-1] = with_reason(after[-1], after[-1], {key: value[key] for key in KEYS if key in value})
     tools = openai_tools(value.get("tool_defs"), location)
-    yield text_row(location, messages=[*before, *after], tools=tools, **shared)
+    talk = trainable_talk([with_arguments(each, context) for each in (*before, *after)], location, context)
+    if talk is not None:
+        yield text_row(location, messages=talk, tools=tools, **shared)
 
 
 def _step(step: Record, shared: Record, location: str, context: Context) -> Iterator[Record]:
@@ -234,15 +264,17 @@ def _art_trajectory(value: Record, group: str | None, location: str, context: Co
     for index, history in enumerate([value, *objects(more or [], "additional_histories", location)]):
         where = location if not index else f"{location}: additional_histories[{index - 1}]"
         entries = history.get("messages_and_choices", history.get("messages"))
-        talk = [_art_message(entry, where) for entry in messages(entries, "messages_and_choices", where)]
+        talk = [_art_message(entry, where, context) for entry in messages(entries, "messages_and_choices", where)]
         if not any(each["role"] == "assistant" and each.get("weight", 1) for each in talk if "role" in each):
             context.leave_out(where, "no message that the model sampled")
             continue
         tools = openai_tools(_decoded(history.get("tools"), f"{where}: tools"), where)
-        yield text_row(where, messages=talk, tools=tools, **shared)
+        found = trainable_talk(talk, where, context)
+        if found is not None:
+            yield text_row(where, messages=found, tools=tools, **shared)
 
 
-def _art_message(entry: Record, location: str) -> Record:
+def _art_message(entry: Record, location: str, context: Context) -> Record:
     """A message as treewise reads it; assistant messages that were not sampled get weight 0."""
     is_choice = "message" in entry
     message = entry["message"] if is_choice else {name: value for name, value in entry.items() if name != "trainable"}
@@ -254,7 +286,7 @@ def _art_message(entry: Record, location: str) -> Record:
     cleaned.setdefault("content", "")
     if cleaned.get("role") == "assistant" and not is_choice and not entry.get("trainable"):
         cleaned["weight"] = 0
-    return cleaned
+    return with_arguments(with_reason(cleaned, {key: entry[key] for key in KEYS if key in entry}), context)
 
 
 def _decoded(value: object, location: str) -> Any:

@@ -11,8 +11,8 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from treewise.data.io.field_checks import json_kind, printable, shown
+from treewise.data.io.stored_json import StoredJson
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
 
@@ -123,16 +124,16 @@ def _errors_named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def moved_into_place(path: Path) -> Iterator[Path]:
+def moved_into_place(path: Path, named: Callable[[Path], Path] | None = None) -> Iterator[Path]:
     """A new file beside `path`, whose folder is made, which takes its place in the end: a process that is killed leaves
-    nothing half-written.
+    nothing half-written. named: gives the whole file another name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".write-", suffix=path.suffix)
     os.close(handle)
     try:
         yield Path(name)
-        os.replace(name, path)
+        os.replace(name, path if named is None else named(Path(name)))
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -301,35 +302,19 @@ def _parquet_rows(path: Path) -> Iterator[RawRecord]:
 
     try:
         with pq.ParquetFile(path) as file:
-            yield from rows_of_batches(file.iter_batches(batch_size=PARQUET_BATCH_ROWS), printable(path))
+            yield from arrow_records(file.iter_batches(batch_size=PARQUET_BATCH_ROWS), printable(path))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
 
 
-def rows_of_batches(batches: "Iterable[pa.RecordBatch]", name: str) -> Iterator[RawRecord]:
-    """The rows of Arrow record batches, numbered from 1."""
-    number = 0
-    for batch in batches:
-        num_bytes = batch.nbytes // max(1, batch.num_rows)
-        for values in zip(*map(column_values, batch.columns), strict=True):
-            number += 1
-            row = dict(zip(batch.schema.names, values, strict=True))
-            yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
+def arrow_records(
+    batches: "Iterable[pa.RecordBatch]", name: str, features: Mapping[str, Any] | None = None
+) -> Iterator[RawRecord]:
+    """The rows of Arrow record batches, numbered from 1. See `rows_of_batches`."""
+    from treewise.data.io.arrow_rows import rows_of_batches
 
-
-def column_values(column: "pa.Array") -> list[Any]:
-    """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
-    import pyarrow as pa
-
-    kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return column.to_pylist()
-    if not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)) or column.values.null_count:
-        return column.to_pylist()
-    values = column.values.to_numpy(zero_copy_only=False)
-    offsets = np.asarray(column.offsets)
-    valid = column.is_valid().to_pylist()
-    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
+    for number, row, num_bytes in rows_of_batches(batches, name, features):
+        yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
 
 
 class PartialTailError(DataError):
@@ -349,8 +334,7 @@ def parse(raw: RawRecord) -> dict[str, Any]:
         DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
         PartialTailError: the same in a last line without a line end.
     """
-    items = parsed_object(raw).items()
-    record = {key: _without_nulls(item) if raw.is_row else item for key, item in items if item is not None}
+    record = {key: item for key, item in parsed_object(raw, is_padded=raw.is_row).items() if item is not None}
     if record.get("tools") == "":  # as LLaMA-Factory writes none
         del record["tools"]
     for name in NESTED:
@@ -375,7 +359,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_text(text: str, location: str) -> object:
     """JSON inside a string (a Parquet column, the arguments of a tool call)."""
     try:
-        return json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # an error for half of a surrogate pair
+        return value
+    except _RepeatedKeyError as error:
+        raise DataError(f"{location}: the key {shown(error.args[0])} is given twice in one object.") from None
     except json.JSONDecodeError as error:
         raise DataError(
             f"{location}: text that is not valid JSON (character {error.pos}: {error.msg}): {shown(text)}. Give the "
@@ -385,10 +374,14 @@ def parse_text(text: str, location: str) -> object:
         raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
 
 
-def parsed_object(raw: RawRecord) -> dict[str, Any]:
-    """The record as the file holds it. Raises as `parse`."""
+def parsed_object(raw: RawRecord, *, is_padded: bool = False) -> dict[str, Any]:
+    """The record as the file holds it. Raises as `parse`.
+
+    is_padded: leave nulls out of structs, which Arrow pads for the keys of other rows.
+    """
     if not isinstance(raw.payload, bytes):
-        return raw.payload
+        values = raw.payload.items()
+        return {key: _row_value(value, raw.location, is_padded) for key, value in values} if raw.is_row else raw.payload
     try:
         text = raw.payload.decode()
         value = json.loads(text, object_pairs_hook=_unique)
@@ -429,12 +422,27 @@ def _check_surrogates(text: str, value: dict[str, Any], raw: RawRecord) -> None:
         ) from None
 
 
-def _without_nulls(value: Any) -> object:
-    """Arrow pads structs with nulls for the keys of other rows; those are absent, not null."""
+def raw_text(raw: RawRecord) -> str:
+    """The record as text, however bad it is."""
+    if isinstance(raw.payload, bytes):
+        return raw.payload.decode(errors="replace")
+    with suppress(DataError):
+        return json.dumps(parsed_object(raw), default=str)
+    return json.dumps(raw.payload, default=str)
+
+
+def _row_value(value: Any, location: str, is_padded: bool) -> object:
+    """A value of a row, with JSON read, in which null is a value."""
+    if isinstance(value, StoredJson):
+        return value.value(location)
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_without_nulls(item) for item in value]
+        return {
+            key: _row_value(item, location, is_padded)
+            for key, item in value.items()
+            if item is not None or not is_padded
+        }
+    if isinstance(value, list) and any(isinstance(item, dict | list | StoredJson) for item in value):
+        return [_row_value(item, location, is_padded) for item in value]
     if isinstance(value, tuple | np.generic):
         return list(value) if isinstance(value, tuple) else value.item()
     return value

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from treewise.data.io.endings import KEYS as ENDING
 from treewise.data.io.field_checks import shown
 from treewise.errors import DataError, did_you_mean
 from treewise.tree.trajectory import STREAMS
@@ -19,8 +20,8 @@ Record = dict[str, Any]
 
 LABELS = frozenset({"group", "task_id", "reward", "rollout", "advantages"})
 TOOLS = frozenset({"tools", "tools_ref", "functions"})
-CHAT = frozenset({"messages", "images", *TOOLS, *LABELS})
-PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS})
+CHAT = frozenset({"messages", "images", *TOOLS, *LABELS, *ENDING})
+PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS, *ENDING})
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
 SHOWN = frozenset({"prompt_text", "completion_text", "iteration", "turns"})  # beside rows, for people
 ROW = (CHAT | PAIR | SHOWN | {"token_ids", "text", *STREAMS}) - {"functions"}
@@ -63,7 +64,7 @@ FORMS = {
     "calls": Form(
         "logged calls",
         ("messages", "calls"),
-        CHAT | {"calls"},
+        (CHAT - ENDING) | {"calls"},
         '{"messages": [...], "calls": [{"ctx": [0], "out": 1}]}',
     ),
     "nodes": Form(
@@ -81,7 +82,7 @@ FORMS = {
     "preference": Form(
         "a preference pair",
         ("chosen", "rejected"),
-        PAIR | {"chosen", "rejected"},
+        (PAIR - ENDING) | {"chosen", "rejected"},
         '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
     ),
     "labelled": Form(
@@ -99,7 +100,7 @@ FORMS = {
         REWRITTEN,
         '{"instruction": "Add.", "input": "2+2", "output": "4"}',
     ),
-    "text": Form("plain text, all of it trained", ("text",), LABELS | {"text"}, '{"text": "2+2=4"}'),
+    "text": Form("plain text, all of it trained", ("text",), LABELS | ENDING | {"text"}, '{"text": "2+2=4"}'),
     "input_ids": Form(
         "ids with labels or a mask", ("input_ids",), REWRITTEN, '{"input_ids": [1, 15, 9], "labels": [-100, -100, 9]}'
     ),
@@ -132,14 +133,14 @@ IN_NODE = dict.fromkeys(OTHER_MASKS, "write it as loss_weights, one per token (0
 IN_SEQ = dict.fromkeys(OTHER_MASKS, "write it as loss, [start, end) of every trained range")
 MESSAGE = frozenset(
     {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "id", "refusal", "weight", "train"}
-    | {"training", "train_detail", "reasoning_content", "reasoning", "thinking"}
+    | {"training", "train_detail", "reasoning_content", "reasoning", "thinking", *ENDING}
 )
 # Lists of objects within records: the keys of these, and the advice for others.
 PARTS: dict[str, tuple[frozenset[str], dict[str, str]]] = {
     **dict.fromkeys(("messages", "prompt", "completion"), (MESSAGE, IN_MESSAGE)),
     "nodes": (NODE, IN_NODE),
     "seqs": (frozenset({"ids", "loss", "reward", "advantages", "behaviour_logprobs", "rollout"}), IN_SEQ),
-    "calls": (frozenset({"ctx", "out"}), {}),
+    "calls": (frozenset({"ctx", "out", *ENDING}), {}),
 }
 NEAR = 0.82  # of difflib: two letters swapped in six
 

@@ -30,6 +30,8 @@ class RenderOptions:
         max_record_bytes: longest line (or `.json` file), in bytes after decompression; a longer one is an error.
         max_image_bytes: largest image, in bytes as stored (a file, base64 or a download); a larger one is an error.
         images_from_network: download the images of http and https addresses, which are an error otherwise.
+        images_from_local_network: also those of addresses of this machine and its private network.
+        image_folder: where image files may lie besides the folder of the data's file, with all below; "/" for anywhere.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
 
     Raises:
@@ -47,6 +49,8 @@ class RenderOptions:
     max_record_bytes: Annotated[int, Ge(1)] = DEFAULT_MAX_RECORD_BYTES
     max_image_bytes: Annotated[int, Ge(1)] = 50_000_000
     images_from_network: bool = False
+    images_from_local_network: bool = False
+    image_folder: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,6 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
 IGNORED_LABEL = -100
-_PACKED = "where several samples are packed into one row, give each a row of its own"
 PER_TOKEN = (*OTHER_MASKS, "attention_mask", "position_ids")
 
 
@@ -110,7 +109,7 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
 
     Raises:
         DataError: two masks, a mask of another length, labels that are not the tokens, padding between tokens, or
-            several samples packed into a row.
+            positions that do not rise by 1 (`packed` cuts rows of several samples).
     """
     ids = checks.as_array(flat_list(record["token_ids"], ids_name, location), ids_name, location)
     masks = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
@@ -124,7 +123,7 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
     weights = _weights(masks, arrays, ids, ids_name, location)
     mask, keep = arrays.get("attention_mask"), None
     if mask is not None and not np.isin(mask, (0, 1)).all():
-        raise DataError(f"{location}: attention_mask holds other values than 0 and 1; {_PACKED}.")
+        raise DataError(f"{location}: attention_mask holds other values than 0 and 1.")
     if mask is not None and not mask.all():
         seen = np.flatnonzero(mask)
         if not len(seen) or len(seen) != seen[-1] - seen[0] + 1:
@@ -132,7 +131,7 @@ def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Rec
         keep = slice(int(seen[0]), int(seen[-1]) + 1)
     positions = arrays.get("position_ids", np.arange(len(ids)))[slice(None) if keep is None else keep]
     if positions.ndim == 1 and (np.diff(positions) != 1).any():
-        raise DataError(f"{location}: position_ids do not rise by 1 from token to token; {_PACKED}.")
+        raise DataError(f"{location}: position_ids do not rise by 1 from token to token.")
     rest = {key: value for key, value in record.items() if key not in ("token_ids", *per_token)}
     if keep is not None:
         for name, value in rest.items():

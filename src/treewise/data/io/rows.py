@@ -5,8 +5,8 @@ Calls of one record share almost all of their prompts, so a row stores only what
 same record (`shared` tokens are taken from there); weights of rendered rows are a few spans.
 
 An entry of the cache is one Parquet file (a memory-mapped Arrow file where the rows exceed what is held in memory),
-never a pickle. It is written beside its place and moved there, so a killed process leaves nothing half-written; on
-reading, page checksums and the content hash are verified, and a damaged entry is rendered again.
+never a pickle. It is written beside its place and moved there, so a killed process leaves nothing half-written. Its
+name ends in a hash of its bytes, which is verified before they are read, and a damaged entry is rendered again.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
-from treewise.data.io.files import column_values, moved_into_place
+from treewise.data.io.arrow_rows import column_values
+from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Trajectory
@@ -92,12 +93,15 @@ class RecordResult:
     is_declared: bool = False
     node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
     warnings: list[str] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)  # what was mended or left out of it, how often
     unused_keys: list[str] = field(default_factory=list)
     rollout: str | int | float | None = None  # as the record gives it
     is_grouped_by_prompt: bool = False  # no group was given, so equal prompts make one
     is_preference: bool = False  # holds completions that are not to be imitated
     is_compared: bool = False  # has both token ids and text
     drift: list[str] = field(default_factory=list)  # where these differ
+    is_sample: bool = False  # of a row of several, but the first
+    left_out: list[tuple[str, str]] = field(default_factory=list)  # replies that cannot be trained, and why
     error: str | None = None
     is_partial_tail: bool = False
     raw: str | None = None  # the record as text, kept where it is bad
@@ -227,8 +231,9 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-READING = 1  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
+READING = 2  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
 ENTRY_FIELD = b"treewise"
+HASH_LENGTH = 32  # of an entry's bytes, in its name
 READ_BYTES = 1 << 20
 MAPPED = ".arrow"  # suffix of entries that are memory-mapped
 MAX_MEMORY_BYTES = 1 << 30  # of rendered rows; beyond, they go to a file
@@ -261,37 +266,50 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def write_entry(path: Path, table: pa.Table, facts: dict[str, Any]) -> None:
-    """Writes an entry and moves it into place. `facts` are plain JSON values that belong to it."""
+    """Writes an entry, whose name is `path` and a hash of its bytes, in place of others of that path. `facts` are plain
+    JSON values that belong to it.
+    """
     stored = table.replace_schema_metadata({ENTRY_FIELD: json.dumps(facts).encode()})
-    with moved_into_place(path) as part:
+    with moved_into_place(path, lambda part: path.with_stem(f"{path.stem}-{_hash_of(part)}")) as part:
         if path.suffix != MAPPED:
-            pq.write_table(stored, part, compression="zstd", write_page_checksum=True)
-            return
-        with pa.ipc.new_file(str(part), stored.schema) as writer:
-            writer.write_table(stored)
+            pq.write_table(stored, part, compression="zstd")
+        else:
+            with pa.ipc.new_file(str(part), stored.schema) as writer:
+                writer.write_table(stored)
+        for old in _entries(path):
+            with contextlib.suppress(OSError):
+                old.unlink()
 
 
 def read_entry(path: Path) -> tuple[pa.Table, dict[str, Any]] | None:
-    """A verified entry, or None where there is none.
+    """An entry whose bytes are those that were written, or None where there is none. Damaged bytes are not given to
+    Arrow, which may end the process for them.
 
     Raises:
         DataError: a damaged entry.
     """
-    if not path.is_file():
-        return None
-    try:
-        if path.suffix == MAPPED:
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    for entry in _entries(path)[:1]:
+        try:
+            if _hash_of(entry) != entry.stem.rpartition("-")[2]:
+                raise DataError(f"{entry}: damaged cache entry (its content hash differs)")
+        except OSError as error:
+            raise DataError(f"{entry}: the cache entry cannot be read ({error.strerror})") from None
+        if entry.suffix == MAPPED:
+            table = pa.ipc.open_file(pa.memory_map(str(entry))).read_all()
         else:
-            with pq.ParquetFile(path, page_checksum_verification=True, memory_map=False) as file:
+            with pq.ParquetFile(entry, memory_map=False) as file:
                 table = file.read()  # `read_table` would import pandas
-        facts = json.loads((table.schema.metadata or {})[ENTRY_FIELD])
-        sound = table.schema.equals(SCHEMA) and content_hash(table, facts["names"]) == facts["fingerprint"]
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged cache entry ({type(error).__name__})") from None
-    if not sound:
-        raise DataError(f"{path}: damaged cache entry (its content hash differs)")
-    return table, facts
+        return table, json.loads(table.schema.metadata[ENTRY_FIELD])
+    return None
+
+
+def _entries(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:HASH_LENGTH]
 
 
 class RowStore:

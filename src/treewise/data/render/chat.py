@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from treewise.data.io.endings import KEYS, UnusableError, with_reason
 from treewise.data.io.field_checks import flat_list
 from treewise.data.io.rows import Row
 from treewise.data.render import turns
@@ -23,7 +24,12 @@ NOTHING_MARKED = (
     "no token is trained: neither the chat template's {% generation %} blocks nor train_detail mark one; mark some, "
     "or give another chat_template."
 )
+DOUBLED_BEGIN = "texts begin with the begin token that the tokenizer puts in front of them; it is put there once"
+DOUBLED_END = "texts end with several ends of a turn, or with space behind one; the first is kept"
+QUARANTINE = " (--on_bad_record quarantine leaves out all like it)"
+UNMARKED = "a reply of which the chat template marks no token as trained"
 CALLS_AT_ONCE = 32  # bounds the rendered text that is alive
+LeftOut = list[tuple[str, str]]  # locations and reasons
 
 
 def conversation_calls(
@@ -47,12 +53,12 @@ def conversation_calls(
         reason = "has no assistant message" if not sampled else "trains no assistant message (each has weight 0)"
         raise DataError(
             f"{location}: the record {reason} among {counts or 'no messages'}, so no token is trained; "
-            "add an assistant message, give one a weight above 0, or drop the record."
+            f"add an assistant message, give one a weight above 0, or drop the record{QUARANTINE}."
         )
     if trained[0] == 0:
         raise DataError(
             f"{location}: message 0 is a trained assistant message with nothing before it; "
-            "put a system or user message first, or set its weight to 0."
+            f"put a system or user message first, set its weight to 0, or drop the record{QUARANTINE}."
         )
     if keeps:
         shown = [i for i, m in enumerate(talk.messages) if i and m["role"] == "assistant" and talk.weights[i] > 0]
@@ -84,6 +90,7 @@ def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location:
             _pool_index(i, len(pool.messages), f"{where}.ctx") for i in list(flat_list(call["ctx"], "ctx", where))
         ]
         out = _pool_index(call["out"], len(pool.messages), f"{where}.out")
+        turn = with_reason(pool.messages[out], {key: call[key] for key in KEYS if key in call})
         if not context:
             raise DataError(f"{where} has an empty ctx; a completion needs something before it.")
         if pool.messages[out]["role"] != "assistant":
@@ -91,28 +98,39 @@ def logged_calls(pool: WeightedMessages, calls: object, train_on: str, location:
                 f"{where}: out is message {out}, of role {pool.messages[out]['role']}; it must be assistant."
             )
         history = [pool.messages[i] for i in context]
-        result.append(Call(history, pool.messages[out], pool.weights[out], f"{where} (message {out})"))
+        result.append(Call(history, turn, pool.weights[out], f"{where} (message {out})"))
     trained = [call for call in (result[-1:] if train_on == "last_assistant" else result) if call.weight > 0]
     if not trained:
-        raise DataError(f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record.")
+        raise DataError(
+            f"{location}: all {len(result)} calls have weight 0, so no token is trained; drop the record{QUARANTINE}."
+        )
     return trained
 
 
-def render_calls(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
-    """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference."""
+def render_calls(
+    template: Template, calls: Sequence[Call], tools: Tools, location: str, left_out: LeftOut
+) -> list[Row]:
+    """One row per call: prompt as context, completion as trained tokens, tokenised apart as in inference.
+
+    left_out: gets the calls that cannot be trained for how they ended.
+
+    Raises:
+        DataError: nothing is trained.
+    """
     rows: list[Row] = []
     before: Pieces = ()
     seen: set[int] = set()
-    calls = _checked(template, calls, tools)
+    calls = _checked(template, calls, tools, left_out)
     for low in range(0, len(calls), CALLS_AT_ONCE):
         block = calls[low : low + CALLS_AT_ONCE]
-        texts = _rendered(template, block, tools, location, seen)
+        block, texts = _rendered(template, block, tools, location, seen, left_out)
         shown = [text.prompt + text.opening for text in texts]
         if template.placer is not None:
             shown = [template.placer.written(text) for text in shown]
         contexts = template.encoder.encode(shown)
         for call, context, (ids, mask) in zip(block, contexts, _sampled(template, texts), strict=True):
             if mask is not None and not mask.any():
+                left_out.append((call.location, UNMARKED))
                 continue
             images: tuple[ImageSpan, ...] = ()
             if template.placer is not None:
@@ -121,19 +139,22 @@ def render_calls(template: Template, calls: Sequence[Call], tools: Tools, locati
             rows.append(replace(_row(pieces, before, [(len(context), call.weight, mask)]), images=images))
             before = pieces
     if not rows:
-        raise DataError(f"{location}: {NOTHING_MARKED}")
+        others = [each for each in left_out if each[1] != UNMARKED]
+        raise UnusableError(*others[0]) if others else DataError(f"{location}: {NOTHING_MARKED}")
     return rows
 
 
-def render_kept(template: Template, calls: Sequence[Call], tools: Tools, location: str) -> list[Row]:
+def render_kept(template: Template, calls: Sequence[Call], tools: Tools, location: str, left_out: LeftOut) -> list[Row]:
     """One row for all calls of a conversation: the reasoning of every turn stays, so the calls are append-only.
 
     The sequence is the first prompt, then what each turn sampled and what the template writes from there to the next.
     """
     if any(message.get(IMAGES) for call in calls for message in call.history):
         raise DataError(f"{location}: thinking='keep' is not supported for images; use thinking='as_inference'.")
-    calls = _checked(template, calls, tools)
-    texts = _rendered(template, calls, tools, location, set())
+    calls = _checked(template, calls, tools, left_out)
+    calls, texts = _rendered(template, calls, tools, location, set(), left_out)
+    if not any(call.weight for call in calls):
+        raise UnusableError(*left_out[0])
     tails = turns.tails(template, calls, texts, tools, location)
     encoder = template.encoder
     pieces = list(encoder.encode([texts[0].prompt + texts[0].opening])[0])
@@ -151,45 +172,76 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
     return [row]
 
 
-def render_pair(template: Template, prompt: str, completion: str, location: str) -> list[Row]:
-    """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained."""
+def render_pair(template: Template, prompt: str, completion: str, location: str, *, is_cut: bool = False) -> list[Row]:
+    """A plain prompt and completion, without a template: begin token as the tokenizer puts it, end token trained.
+
+    is_cut: the end was not sampled, so there is none.
+    """
+    if not completion:
+        raise UnusableError(location, "a completion that holds nothing")
     encoder = template.encoder
-    end = encoder.tokenizer.eos_token
-    if end and not completion.endswith(end):
-        completion += end
-    context = (encoder.begin_ids(), *encoder.encode([prompt])[0])
+    if not is_cut:
+        completion = with_end(template, completion)
+    context = (begin_ids(template, prompt), *encoder.encode([prompt])[0])
     ids = encoder.encode_continuations([completion])[0]
     if not sum(map(len, context)):
         raise DataError(
             f"{location}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."
         )
     if not len(ids):
-        raise DataError(f"{location}: completion is empty, so no token is trained.")
+        raise UnusableError(location, "a completion that holds nothing")
     return [_row((*context, ids), (), [(len(context), 1.0, None)])]
 
 
-def _checked(template: Template, calls: Sequence[Call], tools: Tools) -> list[Call]:
-    """The calls with messages that the template writes in full."""
+def begin_ids(template: Template, text: str) -> np.ndarray:
+    """What the tokenizer puts in front of a plain text, unless it begins with that."""
+    if template.encoder.begins(text):
+        template.counted[DOUBLED_BEGIN] += 1
+        return np.zeros(0, dtype=np.int32)
+    return template.encoder.begin_ids()
+
+
+def with_end(template: Template, text: str) -> str:
+    """A plain text with one end behind it: that which it has, or the tokenizer's end-of-text token."""
+    ends = [text[slice(*span)] for span in template.encoder.endings(text)]
+    own = next((end for end in ends if end in template.ends), template.eos or "")
+    found = template.without_end(text) + own
+    if ends and found != text:
+        template.counted[DOUBLED_END] += 1
+    return found
+
+
+def _checked(template: Template, calls: Sequence[Call], tools: Tools, left_out: LeftOut) -> list[Call]:
+    """The calls that can be trained, with messages that the template writes in full."""
     checked: dict[int, Message] = {}
     result = []
     for call in calls:
         call = replace(call, history=template.check_history(call.history, tools, call.location, checked))
-        turns.check_turn(template, call, tools)
-        result.append(call)
+        try:
+            turns.check_turn(template, call, tools)
+        except UnusableError as error:
+            left_out.append((error.location, error.reason))
+        else:
+            result.append(call)
     return result
 
 
 def _rendered(
-    template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int]
-) -> list[turns.RenderedCall]:
-    """The calls as text. `seen` are ids of messages that some prompt is known to hold."""
+    template: Template, calls: Sequence[Call], tools: Tools, location: str, seen: set[int], left_out: LeftOut
+) -> tuple[list[Call], list[turns.RenderedCall]]:
+    """The calls that can be trained, and each as text. `seen` are ids of messages that some prompt is known to hold."""
     prompts = template.render([call.history for call in calls], tools, location, generation=True)
     wholes = template.render([[*call.history, call.turn] for call in calls], tools, location)
-    texts = []
+    kept, texts = [], []
     for call, prompt, whole in zip(calls, prompts, wholes, strict=True):
         template.check_prompt(call.history, prompt, tools, call.location, seen)
-        texts.append(turns.rendered(template, call, tools, prompt, whole))
-    return texts
+        try:
+            texts.append(turns.rendered(template, call, tools, prompt, whole))
+        except UnusableError as error:
+            left_out.append((error.location, error.reason))
+        else:
+            kept.append(call)
+    return kept, texts
 
 
 def _sampled(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tuple[np.ndarray, np.ndarray | None]]:

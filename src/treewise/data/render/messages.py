@@ -3,14 +3,17 @@
 Tools are a record's own, or a `tools_ref` into a file that lies beside the data.
 """
 
+import ast
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treewise.data.io.field_checks import shown, weight
+from treewise.data.io.endings import KEYS, REASONING_NAMES, with_reason
+from treewise.data.io.field_checks import json_kind, shown, weight
 from treewise.data.io.files import Placed, parse_text, read_bytes, stem
 from treewise.errors import DataError
 
@@ -22,6 +25,10 @@ IMAGES = "images"  # key of a message
 COLUMN = object()  # an image part without a value, which is the next of the record's column
 KINDS = ("image", "image_url", "input_image")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+BAD_CALL = "bad_call"  # key of a message with a tool call that cannot be written: the error
+OTHER_ARGUMENTS = ("input", "parameters", "args", "params", "kwargs")  # what others call them
+BLANK_ARGUMENTS = "tool calls with blank arguments are read as calls without any ({})"
+PYTHON_ARGUMENTS = "tool calls with arguments in Python's notation are read as JSON"
 WEIGHTS = ("weight", "train", "training")  # the last two are axolotl's
 # What blocks and items of other interfaces are in a chat record, where they are no text.
 _AS_CALLS, _AS_REPLY = "Write it among the tool_calls of its message.", "Write it as a message of role tool."
@@ -30,7 +37,6 @@ OTHERS = {
     **{"tool_use": _AS_CALLS, "tool_result": _AS_REPLY, "thinking": _AS_REASONING},  # Anthropic's Messages
     **{"function_call": _AS_CALLS, "function_call_output": _AS_REPLY, "reasoning": _AS_REASONING},  # OpenAI's Responses
 }
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,10 @@ def clean_conversation(value: object, location: str, name: str = "messages") -> 
 
 
 def clean_message(value: object, location: str) -> tuple[Message, float]:
-    """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others."""
+    """One message without its weight, and the weight: what was given, else 1 for an assistant and 0 for others.
+
+    Why a reply ended is its `finish_reason`, whatever key gave it; `turns` reads it, and templates do not get it.
+    """
     if not isinstance(value, dict):
         raise DataError(f"{location} must be an object with role and content, found {type(value).__name__}.")
     if "trainable" in value:
@@ -88,6 +97,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         if trains:
             raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
         return message, 0.0
+    said = {key: message.pop(key) for key in KEYS if key in message}
+    message = with_reason(message, said)
     for other in REASONING_NAMES[1:]:
         if isinstance(message.get(other), str):
             message.setdefault("reasoning_content", message.pop(other))
@@ -114,23 +125,68 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
     return message, 0.0 if trains is False else own_weight
 
 
-def with_arguments(message: Message, as_text: bool, location: str) -> Message:
-    """The message with all tool-call arguments as JSON text, or as objects: what the template at hand can write."""
+def with_arguments(message: Message, as_text: bool, location: str, counted: Counter[str]) -> Message:
+    """The message with all tool-call arguments as JSON text, or as objects: what the template at hand can write.
+
+    Arguments that are no object are left, with the error as `BAD_CALL`: `Template.render` raises it for a message that
+    some prompt or turn would hold.
+
+    counted: gets what was mended.
+    """
     calls = message.get("tool_calls")
     if not calls:
         return message
     changed = []
-    for call in calls:
+    for number, call in enumerate(calls):
         function = call["function"]
-        arguments = function["arguments"]
-        if not as_text and isinstance(arguments, str):
-            arguments = (
-                parse_text(arguments, f"{location}: arguments of {shown(function['name'])}") if arguments else {}
-            )
-        elif as_text and isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        changed.append({**call, "function": {**function, "arguments": arguments}})
+        try:
+            written, read = arguments_of(function["arguments"], counted)
+        except ValueError as error:
+            where = f"{location}.tool_calls[{number}]"
+            return {**message, BAD_CALL: f"{where}: the arguments of {shown(function['name'])} are {error}."}
+        changed.append({**call, "function": {**function, "arguments": written if as_text else read}})
     return {**message, "tool_calls": changed}
+
+
+def arguments_of(given: str | dict[str, Any], counted: Counter[str]) -> tuple[str, dict[str, Any]]:
+    """The arguments of a tool call as text, as it was sampled where it is JSON, and as an object.
+
+    counted: gets what was mended: blank text, which is how several servers write no arguments, and Python's notation.
+
+    Raises:
+        ValueError: text of anything but an object; its message says what is wrong.
+    """
+    if isinstance(given, dict):
+        return json.dumps(given, ensure_ascii=False), given
+    if not given.strip():
+        counted[BLANK_ARGUMENTS] += 1
+        return "{}", {}
+    try:
+        value = parse_text(given, "")
+    except DataError as error:
+        value = _python_object(given)
+        if value is None:
+            raise ValueError(str(error).removeprefix(": ").removesuffix(".")) from None
+        counted[PYTHON_ARGUMENTS] += 1
+        return json.dumps(value, ensure_ascii=False), value
+    if isinstance(value, dict):
+        return given, value
+    found = "JSON that was written as text once more" if isinstance(value, str) else json_kind(value).partition(";")[0]
+    raise ValueError(f"{found}, not an object: {shown(given)}; give {{}} for none")
+
+
+def _python_object(text: str) -> dict[str, Any] | None:
+    """What `str` wrote of a dictionary; None for other text."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict) and len({ast.dump(key) for key in node.keys if key}) < len(node.keys):
+                return None
+        value = ast.literal_eval(tree)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
 
 
 def as_parts(message: Message, *, always: bool) -> Message:
@@ -200,6 +256,9 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
         raise DataError(f"{location} needs {{function: {{name, arguments}}}}, found {shown(call)}.")
     arguments = function.get("arguments")
     if arguments is None:
+        other = next((key for key in OTHER_ARGUMENTS if function.get(key) or call.get(key)), None)
+        if other is not None:
+            raise DataError(f"{location}: {shown(function['name'])} has {other}; write it as arguments.")
         arguments = {}
     if not isinstance(arguments, str | dict):
         raise DataError(f"{location}: arguments must be an object or JSON text, found {type(arguments).__name__}.")

@@ -7,12 +7,13 @@ instead of a new tokenisation. Tokens that reach over their borders (`lstrip`, `
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treewise.errors import DataError
+from treewise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,11 @@ MAX_REMEMBERED_CHARS = 64_000_000
 
 
 class Encoder:
-    """A tokenizer with a memory of pieces, for several threads. `encode` never adds special tokens."""
+    """A tokenizer with a memory of pieces, for several threads. `encode` never adds special tokens.
+
+    Raises:
+        ConfigError: a tokenizer of no vocabulary, as transformers makes of a folder without its files.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -32,11 +37,19 @@ class Encoder:
         self._cut = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._safe = safe if getattr(tokenizer, "is_fast", False) else set()
         special = sorted({t.content for t in added if t.special} | set(tokenizer.all_special_tokens), key=len)
-        self._ending = re.compile("(?:" + ("|".join(map(re.escape, special[::-1])) or "(?!)") + r")(?=\s*\Z)")
+        any_special = "(?:" + ("|".join(map(re.escape, special[::-1])) or "(?!)") + ")"
+        self._special = re.compile(any_special)
+        self._ending = re.compile(any_special + r"(?=\s*\Z)")
+        self._endings = re.compile(rf"(?:{any_special}\s*)+\Z")
         self._known: dict[str, np.ndarray] = {}
         self._known_chars = 0
         self._newline = self._encode_all(["\n"])[0]
         alone, after = self._encode_all(["a", "\na"])
+        if not len(alone) and not len(self._encode_all(["the Quick 0"])[0]):
+            raise ConfigError(
+                f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}: {type(tokenizer).__name__} makes no "
+                "token of a text; are its files (tokenizer.json) complete?"
+            )
         self._adds_space = not np.array_equal(alone, after[len(self._newline) :])
 
     def encode(self, texts: Sequence[str]) -> list[Pieces]:
@@ -103,8 +116,30 @@ class Encoder:
         match = self._ending.search(text, max(0, len(text.rstrip()) - 256))
         return match.span() if match else None
 
+    def endings(self, text: str) -> list[tuple[int, int]]:
+        """Where the special tokens lie that close the text one after another; white space may stand between them."""
+        match = self._endings.search(text, max(0, len(text.rstrip()) - 256))
+        return [each.span() for each in self._special.finditer(text, match.start())] if match else []
+
+    def special_at(self, text: str) -> str | None:
+        """The special token that a text begins with."""
+        match = self._special.match(text)
+        return match.group() if match else None
+
+    def special_tokens(self, text: str) -> list[str]:
+        """The special tokens that a text holds as text, each once."""
+        return list(dict.fromkeys(self._special.findall(text)))
+
     def begin_ids(self) -> np.ndarray:
         """The ids that the tokenizer puts in front of a plain text (a begin-of-sequence token), if any."""
+        return self._begin
+
+    def begins(self, text: str) -> bool:
+        """Whether a plain text begins with the token that the tokenizer puts in front of it."""
+        return len(self._begin) > 0 and text.startswith(self.tokenizer.bos_token)
+
+    @cached_property
+    def _begin(self) -> np.ndarray:
         bos = getattr(self.tokenizer, "bos_token_id", None)
         ids = self.tokenizer("a")["input_ids"]
         return np.array([bos] if bos is not None and ids and ids[0] == bos else [], dtype=np.int32)

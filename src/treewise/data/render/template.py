@@ -11,18 +11,23 @@ back is hidden. Later messages of the same shape cost one look-up.
 Records of one tree repeat their first turns, so what was rendered is kept: each conversation is rendered once.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from treewise.data.io.endings import KEYS
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
-from treewise.data.render.messages import IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
+from treewise.data.render import limits
+from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.errors import ConfigError, DataError
 
@@ -33,6 +38,7 @@ MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no 
 THINK, THINK_END = "<think>", "</think>"
 MAX_KEPT = 16_000_000  # characters that were rendered
 MAX_CALLS = 2  # tool calls of one message: one, or several
+DOUBLED_ENDS = "end tokens at the end of an assistant's content, which the chat template writes again, are left out"
 MAX_LOOKS = 20  # at messages of one shape whose content a template rewrites
 STANDARD_ROLES = {"developer": "system", "function": "tool"}
 CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").partition("#}\n")[2]
@@ -43,7 +49,7 @@ NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, fo
 class Template:
     """One chat template bound to a tokenizer. `notes` collects what users should be aware of.
 
-    placer: of images, for the tokenizer of a model that sees.
+    counted: what was mended in messages. placer: of images, for the tokenizer of a model that sees.
     """
 
     def __init__(
@@ -58,10 +64,13 @@ class Template:
         self.encoder = encoder
         self.eos: str | None = getattr(self.tokenizer, "eos_token", None)
         self.text = template_text(chat_template)
+        is_named = chat_template is not None and "{" not in chat_template
+        self.name = f"chat_template {shown(chat_template)}" if is_named else "the chat template"
         self.kwargs = kwargs
         self.on_hidden = on_hidden
         self.placer = placer
         self.notes: dict[str, None] = {}
+        self.counted: Counter[str] = Counter()
         self._hidden: dict[tuple[Any, ...], tuple[str, ...]] = {}  # by shape: the fields that are hidden
         self._looks: dict[tuple[Any, ...], int] = {}
         self._kept: dict[tuple[object, ...], str] = {}  # rendered conversations
@@ -77,11 +86,71 @@ class Template:
 
     def prepare(self, talk: WeightedMessages, location: str) -> WeightedMessages:
         """Messages with tool-call arguments in the form that this template writes correctly."""
-        as_text = self._arguments_as_text
-        return WeightedMessages(
-            [with_arguments(m, as_text, f"{location}: messages[{i}]") for i, m in enumerate(talk.messages)],
-            talk.weights,
-        )
+        messages = [self.prepared(each, f"{location}: messages[{i}]") for i, each in enumerate(talk.messages)]
+        return WeightedMessages(messages, talk.weights)
+
+    def prepared(self, message: Message, location: str) -> Message:
+        """One message of those, without end tokens in an assistant's content that the template writes again.
+
+        Special tokens that stand elsewhere in it become these tokens, as they do in servers, and are counted.
+        """
+        content = message["content"]
+        if message["role"] == "assistant" and "train_detail" not in message:
+            content = self.without_end(content)
+        if content != message["content"]:
+            self.counted[DOUBLED_ENDS] += 1
+        for token in self.encoder.special_tokens(content):
+            self.counted[f"messages hold {shown(token)} as text, which becomes that special token"] += 1
+        return with_arguments({**message, "content": content}, self._arguments_as_text, location, self.counted)
+
+    def without_end(self, text: str) -> str:
+        """A text without the end-of-turn tokens at its end."""
+        spans = self.encoder.endings(text)
+        kept = len(spans)
+        while kept and text[slice(*spans[kept - 1])] in self.ends:
+            kept -= 1
+        return text if kept == len(spans) else text[: spans[kept][0]]
+
+    @cached_property
+    def ends(self) -> frozenset[str]:
+        """The special tokens that end a turn: those that the template writes behind an assistant's content, and eos."""
+        last, later = self._behind_content
+        found = [*self._leading(last), *self._leading(later)[:1], self.eos]
+        return frozenset(token for token in found if token)
+
+    @cached_property
+    def end(self) -> str:
+        """What the template writes behind an assistant's content, up to the token that ends the turn; empty: none."""
+        last, later = self._behind_content
+        if ends := self._leading(last[: common_prefix(last, later)]) or self._leading(last):
+            return last[: last.index(ends[-1]) + len(ends[-1])]
+        span = self.encoder.end_of_turn(last)  # behind text of the template's own
+        return last[: span[1]] if span else ""
+
+    @cached_property
+    def behind_end(self) -> str:
+        """What it writes behind that only where no turn follows, with a token: Phi-3's <|endoftext|>."""
+        last, later = self._behind_content
+        behind = last[len(self.end) :].rstrip()
+        return behind if self.end and self._leading(behind) and not later.startswith(self.end + behind) else ""
+
+    @cached_property
+    def _behind_content(self) -> tuple[str, str]:
+        """What stands behind an assistant's content that is the last, and behind one that is not."""
+        question: Message = {"role": "user", "content": "a"}
+        talk, found = [question, {"role": "assistant", "content": MARK}], ["", ""]
+        for number, each in enumerate((talk, [*talk, question])):
+            with suppress(DataError):  # a template with demands of its own, or none
+                found[number] = self.render([each], None, "a probe")[0].rpartition(MARK)[2]
+        return found[0], found[1] or found[0]
+
+    def _leading(self, text: str) -> list[str]:
+        """The special tokens at the beginning of a text; white space may stand between them."""
+        found: list[str] = []
+        while match := self.encoder.special_at(text := text.lstrip()):
+            found.append(match)
+            text = text[len(match) :]
+        return found
 
     def render(
         self,
@@ -94,8 +163,12 @@ class Template:
         """Rendered text of each conversation; `generation`: with the header that opens the model's turn.
 
         Raises:
-            DataError: the template raises an error for a conversation, which the message holds.
+            DataError: the template raises an error for a conversation, which the message holds; a tool call that cannot
+                be written.
         """
+        for message in itertools.chain(*conversations):
+            if BAD_CALL in message:
+                raise DataError(message[BAD_CALL])
         if tools and not self._tools_seen:
             self._tools_seen = True
             if self.render(conversations[:1], tools, location) == self.render(conversations[:1], None, location):
@@ -120,14 +193,17 @@ class Template:
         self, conversations: Sequence[list[Message]], tools: Tools, location: str, *, generation: bool
     ) -> list[str]:
         try:
-            return self.tokenizer.apply_chat_template(
-                [self.shaped(talk) for talk in conversations],
-                tools=tools,
-                chat_template=self.text,
-                add_generation_prompt=generation,
-                tokenize=False,
-                **self.kwargs,
-            )
+            with self.limited(tools, location):
+                return self.tokenizer.apply_chat_template(
+                    [self.shaped(talk) for talk in conversations],
+                    tools=tools,
+                    chat_template=self.text,
+                    add_generation_prompt=generation,
+                    tokenize=False,
+                    **self.kwargs,
+                )
+        except ConfigError:
+            raise
         except ValueError as error:
             if self.text is None and not getattr(self.tokenizer, "chat_template", None):
                 raise DataError(f"{location}: {NO_TEMPLATE}") from None
@@ -137,9 +213,25 @@ class Template:
                 f"{location}: the chat template raises an error for this conversation ({shown(str(error), 200)})."
             ) from error
 
+    @contextmanager
+    def limited(self, tools: Tools, location: str) -> Iterator[None]:
+        """Inside, what the template computes is limited.
+
+        Raises:
+            ConfigError: it goes beyond a limit, as it may for other records, too.
+        """
+        try:
+            with limits.limited(self.tokenizer.get_chat_template(self.text, tools)):
+                yield
+        except limits.TemplateLimitError as error:
+            raise ConfigError(
+                f"{self.name} {error} for one conversation ({location}), so it is not applied; give another "
+                "chat_template."
+            ) from None
+
     def shaped(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with content in the form that the template reads: text, or parts."""
-        return [as_parts(message, always=self._reads_parts_alone) for message in messages]
+        """The messages as the template reads them: content as text or parts, without why a reply ended."""
+        return [as_parts(_written(message), always=self._reads_parts_alone) for message in messages]
 
     def check_history(
         self,
@@ -267,9 +359,25 @@ class Template:
     def _writes(self, text: str, talk: list[Message]) -> bool:
         """Whether the template writes a text that a conversation holds."""
         try:
-            return text in self.render([talk], None, "probe")[0]
+            return text in self.render([talk], None, "a probe")[0]
         except DataError:
             return False
+
+
+def _written(message: Message) -> Message:
+    return message if KEYS.isdisjoint(message) else {key: value for key, value in message.items() if key not in KEYS}
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Length of the longest common start, by bisection on slices."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _keys(conversations: Sequence[list[Message]], tools: Tools, *, generation: bool) -> list[tuple[object, ...]]:

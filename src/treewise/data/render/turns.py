@@ -16,9 +16,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from treewise.data.io.endings import STOP_SEQUENCE, UnusableError, ending_of, is_known, why_unusable
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message, Span, Tools, clip, detail_spans, union
-from treewise.data.render.template import MARK, THINK, THINK_END, Template
+from treewise.data.render.template import MARK, THINK, THINK_END, Template, common_prefix
 from treewise.errors import DataError
 
 # Thinking that holds nothing, at the start of a turn; in the tags of Qwen, DeepSeek, Seed and Mistral.
@@ -51,33 +52,48 @@ class RenderedCall:
     """A call as text.
 
     `prompt` is what the model saw, `opening` what the template wrote for it after that, `sampled` what it sampled, with
-    its end token. spans: the characters of that which are trained; None: all.
+    its end token, or without it where the reply was cut off; then `closing` is what the template writes after that in a
+    history. spans: the characters of `sampled` which are trained; None: all.
     """
 
     prompt: str
     opening: str
     sampled: str
     spans: list[Span] | None
+    closing: str = ""
 
 
 def check_turn(template: Template, call: Call, tools: Tools) -> None:
-    """Checks that all that a trained turn holds is trained.
+    """Checks that a trained turn can be trained for how it ended, and that all that it holds is trained.
 
     Raises:
-        DataError: neither content nor tool calls, of which a template would make an empty turn; a field in use that the
-            template does not write (`on_hidden="error"`).
+        UnusableError: a reply that cannot be trained for how it ended, or with neither content nor tool calls, of which
+            a template would make an empty turn.
+        DataError: a field in use that the template does not write (`on_hidden="error"`).
     """
-    if call.weight and not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
-        holds = "only reasoning" if call.turn.get("reasoning_content") else "nothing"
-        raise DataError(
-            f"{call.location}: the trained message holds {holds}, neither content nor tool_calls; "
-            "give what was sampled, set its weight to 0, or drop it."
-        )
+    reason = call.turn.get("finish_reason")
+    if call.weight:
+        _check_ending(call, reason)
     hidden = template.hidden_in_turn(
         call.history, call.turn, bool(tools), lambda marked: _with_turn(template, call, marked, tools)
     )
+    if hidden and call.weight and not call.turn["content"] and ending_of(reason) == "cut":
+        raise UnusableError(call.location, "reasoning alone that was cut off, which the chat template does not write")
     if hidden:
         template.report_hidden(hidden, f"{call.location}: this trained message")
+    if call.weight and reason is not None and not is_known(reason):
+        note = f"finish_reason {shown(reason)} is not known: such turns are trained without an end of turn"
+        template.notes[note] = None
+
+
+def _check_ending(call: Call, reason: str | None) -> None:
+    if reason is not None:
+        why = why_unusable(call.turn, reason)
+        if why is not None:
+            raise UnusableError(call.location, why)
+    elif not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
+        holds = "only reasoning" if call.turn.get("reasoning_content") else "nothing"
+        raise UnusableError(call.location, f"a reply that holds {holds}")
 
 
 def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: str) -> RenderedCall:
@@ -87,21 +103,60 @@ def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: s
         DataError: the turn cannot be located in the text, or the content that `train_detail` marks in the turn.
     """
     opening, sampled = _completion(template, call, tools, prompt, whole)
+    if call.weight and not call.turn["content"].strip() and not _content_of(template, sampled):
+        raise UnusableError(call.location, "a reply of white space alone, which the chat template does not write")
+    is_cut = _is_cut(template, call, sampled)
+    if is_cut and opening and call.turn["content"].lstrip().startswith(THINK):  # a thought whose end is missing
+        thought = call.turn["content"].lstrip().removeprefix(THINK).lstrip("\n")
+        call = replace(call, turn={**call.turn, "content": "", "reasoning_content": thought})
+        whole = template.render([[*call.history, call.turn]], tools, call.location)[0]
+        opening, sampled = _completion(template, call, tools, prompt, whole)
     spans = [(0, len(sampled))]
     if _GENERATION_BLOCK.search(str(template.text or getattr(template.tokenizer, "chat_template", None))):
-        spans = spans_of_sampled(_generation_spans(template, call, tools, whole), sampled, whole, template.eos)
+        inside = whole.removesuffix(_behind_end(template, whole))
+        spans = spans_of_sampled(_generation_spans(template, call, tools, whole), sampled, inside, template.eos)
         if spans != [(0, len(sampled))]:
             template.notes[_GENERATION_NOTE] = None
     if call.turn.get("train_detail") is not None:
         details = _detail_in_sampled(template, call, sampled, tools)
         spans = union([part for limits in details for part in clip(spans, limits)])
-    return RenderedCall(prompt, opening, sampled, None if spans == [(0, len(sampled))] else spans)
+    closing = ""
+    if is_cut:
+        end = _last_sampled(template, call, sampled)
+        sampled, closing, spans = sampled[:end], sampled[end:], clip(spans, (0, end))
+    return RenderedCall(prompt, opening, sampled, None if spans == [(0, len(sampled))] else spans, closing)
+
+
+def _content_of(template: Template, sampled: str) -> str:
+    """What was sampled before the end of a turn."""
+    end = template.encoder.end_of_turn(sampled)
+    return sampled if end is None else sampled[: end[0]]
+
+
+def _is_cut(template: Template, call: Call, sampled: str) -> bool:
+    """Whether the model did not sample the end of its turn; a stop sequence may be that end itself."""
+    turn = call.turn
+    if ending_of(turn.get("finish_reason")) != "cut":
+        return False
+    end = template.encoder.end_of_turn(sampled)
+    return end is None or sampled[slice(*end)] != turn.get(STOP_SEQUENCE)
+
+
+def _last_sampled(template: Template, call: Call, sampled: str) -> int:
+    """Where the text of a reply ends that was cut off: with its content, or its reasoning where it has none."""
+    text = call.turn["content"] or call.turn["reasoning_content"]
+    end = template.encoder.end_of_turn(sampled)
+    for part in (text, text.rstrip(), text.strip()):  # templates may trim it
+        start = sampled.rfind(part, 0, len(sampled) if end is None else end[0])
+        if start >= 0 and part:
+            return start + len(part)
+    raise UnusableError(call.location, "a reply that was cut off, whose text the chat template changes")
 
 
 def tails(
     template: Template, calls: Sequence[Call], texts: Sequence[RenderedCall], tools: Tools, location: str
 ) -> list[str]:
-    """What the template writes in each prompt but the first after the end-of-turn token of the turn before it.
+    """What the template writes in each prompt but the first after what was sampled in the turn before it.
 
     Raises:
         DataError: the template has no append-only form, so `thinking="keep"` cannot be honoured.
@@ -115,15 +170,16 @@ def tails(
         if MARK not in other:  # a template that writes either content or tool calls
             alone = _with_mark(later.history, turn, with_calls=False)
             other = template.render([alone], tools, location, generation=True)[0]
-        closing = template.encoder.end_of_turn(text.sampled)
+        whole = text.sampled + text.closing
+        closing = template.encoder.end_of_turn(whole)
         assert closing is not None
-        _, closed, tail = other.rpartition(MARK)[2].partition(text.sampled[slice(*closing)])
+        _, closed, tail = other.rpartition(MARK)[2].partition(whole[slice(*closing)])
         if not closed or not later_text.prompt.endswith(tail):
             raise DataError(
                 f"{location}: the chat template has no append-only form after turn {turn}, so thinking='keep' is "
                 "not possible; use thinking='as_inference'."
             )
-        found.append(tail)
+        found.append(text.closing + tail)
     return found
 
 
@@ -138,6 +194,7 @@ def _completion(template: Template, call: Call, tools: Tools, prompt: str, whole
     """What the template wrote for the model after the prompt, and what the model sampled, with its end token."""
     turn, location = call.turn, call.location
     text = whole[len(prompt) :] if whole.startswith(prompt) else _behind_header(template, call, tools, prompt, whole)
+    text = text.removesuffix(_behind_end(template, text))
     for each in turn.get("tool_calls", ()):
         if each["function"]["name"] not in text:
             raise DataError(
@@ -158,6 +215,18 @@ def _completion(template: Template, call: Call, tools: Tools, prompt: str, whole
         raise DataError(f"{location}: the template writes no end-of-turn token and the tokenizer has no eos_token.")
     template.notes["the chat template writes no end-of-turn token; eos_token was added to every trained turn"] = None
     return opening, text.rstrip() + template.eos
+
+
+def _behind_end(template: Template, text: str) -> str:
+    """What the template writes behind the end of a turn only where it is the last; it was not sampled."""
+    behind, text_alone = template.behind_end, text.rstrip()
+    if not behind or not text_alone.endswith(behind):
+        return ""
+    template.notes[
+        f"the chat template writes {shown(behind.strip())} behind the end of a turn that is the last; it is not "
+        "trained, because no prompt holds it"
+    ] = None
+    return text[len(text_alone) - len(behind) :]
 
 
 def _behind_header(template: Template, call: Call, tools: Tools, prompt: str, whole: str) -> str:
@@ -205,13 +274,14 @@ def _generation_spans(template: Template, call: Call, tools: Tools, whole: str) 
     """The spans of the rendered conversation that the template's `{% generation %}` blocks wrote."""
     from transformers.utils.chat_template_utils import render_jinja_template  # loaded with the tokenizer
 
-    again, spans = render_jinja_template(
-        conversations=[template.shaped([*call.history, call.turn])],
-        tools=tools,
-        chat_template=template.tokenizer.get_chat_template(template.text, tools),
-        return_assistant_tokens_mask=True,
-        **{**template.tokenizer.special_tokens_map, **template.kwargs},
-    )
+    with template.limited(tools, call.location):
+        again, spans = render_jinja_template(
+            conversations=[template.shaped([*call.history, call.turn])],
+            tools=tools,
+            chat_template=template.tokenizer.get_chat_template(template.text, tools),
+            return_assistant_tokens_mask=True,
+            **{**template.tokenizer.special_tokens_map, **template.kwargs},
+        )
     if again[0] != whole:
         raise DataError(
             f"{call.location}: the chat template renders another text each time; {_difference(whole, again[0])}"
@@ -247,18 +317,6 @@ def _detail_in_sampled(template: Template, call: Call, sampled: str, tools: Tool
     details = detail_spans(call.turn["train_detail"], content, call.location)
     spans = [(low + start, high + start) for low, high in details]
     return union([*clip(spans, (at, at + len(kept))), (at + len(kept), len(sampled))])
-
-
-def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common start, by bisection on slices."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _difference(a: str, b: str) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treewise.errors import PlanError
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN
 
 LETTERS = {FORWARD: "F", HOLD: "H", TRAIN: "T", BACKWARD: "B"}
 ACTIONS = {letter: action for action, letter in LETTERS.items()}

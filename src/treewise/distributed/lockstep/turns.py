@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from treewise.distributed.lockstep.merged_sequence import LETTERS, Turn, align, common_sequence
 from treewise.distributed.placement.cost_model import pairs_before
 from treewise.planning.partition import FORWARD_FRACTION
-from treewise.planning.planner import BACKWARD, FORWARD, HOLD, TRAIN, Plan
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 
 # Query-key pairs that take as long as a token, for a model of about 2B parameters. Weights only rank passes.
 PAIRS_PER_TOKEN = 12_000

@@ -12,7 +12,7 @@ import numpy as np
 
 from treewise.errors import ConfigError
 from treewise.planning.partition import FORWARD_FRACTION, PAIR_FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.planning.planner import BACKWARD, Plan
+from treewise.planning.plans import BACKWARD, Plan
 from treewise.tree.forest import Forest
 
 

@@ -25,16 +25,18 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from treewise.distributed import ranks
-from treewise.distributed.mesh import check_same_rows, mesh_of
+from treewise.distributed.mesh import check_same_rows
+from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
+from treewise.engine.step import with_less_memory
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
 from treewise.integrations.trl.call import rows_of_call
-from treewise.nn.device import Autocast
-from treewise.nn.model import is_peft, unwrap_model
 from treewise.nn.router_loss import RouterLossRule, router_loss_rule
-from treewise.planning.planner import Plan
+from treewise.nn.tensors import Autocast
+from treewise.nn.wrapped import is_peft, unwrap_model
+from treewise.planning.plans import Plan
 
 # Fields of TRL's output that are not one value per label computed from hidden rows.
 _NOT_PER_LABEL = ("loss", "label_mask", "aux_loss")
@@ -203,7 +205,7 @@ class Sharing:
                 return self._batches.fields(rows, self._head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
-        return self.engine.budget.run(compute, rows.forest.num_tokens)
+        return with_less_memory(compute, self.engine.budget, rows.forest.num_tokens, None)
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Tree attention on CPU by unmasked kernel calls whose partial results are merged by log-sum-exp.
 
-Each row block (see `row_blocks`) takes one causal call over its own rows and one full call over the path above it; both
+Each row block (`mask.plan_blocks`) takes one causal call over its own rows and one full call over the path above; both
 return their log-sum-exp, so the two results add up exactly. The backward calls the kernel's backward per part with the
 *merged* output and log-sum-exp, which gives the exact gradient of each part; nothing is saved but queries, own keys and
 values, output and log-sum-exp. Gradients of keys that many blocks read are accumulated in float32, or in float64.
@@ -17,20 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
-from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.attention.row_blocks import Block, Ranges, plan_blocks
+from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
 from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
-from treewise.nn.device import has_data, part_of_torch
+from treewise.nn.device import part_of_torch
 from treewise.nn.gradients import BackwardContext
-from treewise.shapes import Float
+from treewise.nn.tensors import has_data
 
 _forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-def cascade_attention(
+def attend(
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 Hkv T D"],
     value: Float[Tensor, "1 Hkv T Dv"],
@@ -71,11 +71,6 @@ def kernel_takes_groups() -> bool:
     return grads[1].shape == key.shape
 
 
-def is_available(device_type: str) -> bool:
-    """Whether `attention="auto"` may take this implementation on a type of device."""
-    return device_type == "cpu" and kernel_takes_groups()
-
-
 def num_key_rows(mask: TreeMask, _: torch.device) -> int:
     """Key rows that one layer without a window reads in a forward of a micro-batch: the keys of all its blocks."""
     blocks = mask.derived(plan_blocks, None, None)
@@ -101,7 +96,21 @@ class _Cascade(torch.autograd.Function):
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, sources.width)
         for rows, parts in _to_run(blocks, query):
-            _attend(padded_query[:, :, rows], sources, parts, rule, out[:, :, rows], lse[:, :, rows])
+            row_query, row_out, row_lse = padded_query[:, :, rows], out[:, :, rows], lse[:, :, rows]
+            results = [_forward_part(row_query, *sources.read(pieces), visible, rule) for pieces, visible in parts]
+            rest, rest_lse = results[0]
+            if len(results) == 1:
+                row_out.copy_(rest)
+                row_lse.copy_(rest_lse)
+                continue
+            full, full_lse = results[1]
+            torch.logaddexp(rest_lse, full_lse, out=row_lse)
+            # exp(lse of the rest - total) is the sigmoid of the difference.
+            weight = torch.sub(rest_lse, full_lse).sigmoid_().unsqueeze(-1)
+            if out.dtype == full.dtype == weight.dtype:
+                torch.lerp(full, rest, weight, out=row_out)
+            else:  # a weight in half precision would round once more
+                row_out.copy_(torch.lerp(full.to(weight.dtype), rest.to(weight.dtype), weight))
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             out *= torch.exp(lse - total).unsqueeze(-1)
@@ -140,37 +149,14 @@ class _Cascade(torch.autograd.Function):
 
 def _to_run(blocks: "list[_Rows]", query: torch.Tensor) -> "list[_Rows]":
     """All blocks; of tensors without data the largest alone, after which no other takes more memory."""
+    if has_data(query):
+        return blocks
 
     def num_pairs(block: "_Rows") -> int:
         rows, parts = block
         return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
 
-    return blocks if has_data(query) else [max(blocks, key=num_pairs)]
-
-
-def _attend(
-    query: Float[Tensor, "1 H R D"],
-    sources: "_Sources",
-    parts: "list[_Part]",
-    rule: LayerRule,
-    out: Float[Tensor, "1 H R D"],
-    lse: Float[Tensor, "1 H R"],
-) -> None:
-    """Writes the output and log-sum-exp of one block's rows into views of them."""
-    results = [_forward_part(query, *sources.read(pieces), visible, rule) for pieces, visible in parts]
-    rest, rest_lse = results[0]
-    if len(results) == 1:
-        out.copy_(rest)
-        lse.copy_(rest_lse)
-        return
-    full, full_lse = results[1]
-    torch.logaddexp(rest_lse, full_lse, out=lse)
-    # exp(lse of the rest - total) is the sigmoid of the difference.
-    weight = torch.sub(rest_lse, full_lse).sigmoid_().unsqueeze(-1)
-    if out.dtype == full.dtype == weight.dtype:
-        torch.lerp(full, rest, weight, out=out)
-    else:  # a weight in half precision would round once more
-        out.copy_(torch.lerp(full.to(weight.dtype), rest.to(weight.dtype), weight))
+    return [max(blocks, key=num_pairs)]
 
 
 def _forward_part(
@@ -189,23 +175,18 @@ def _forward_part(
 def _backward_part(
     grad: torch.Tensor, part: Attended, visible: Visibility, rule: LayerRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values from some rows over some keys."""
-    if rule.softcap is not None:
-        return softcap_attention_backward(grad, part, visible, rule)
-    mask = visible.mask
-    if _is_backward_wide(grad):
-        grad, part = grad.float(), Attended(*(each.float() for each in part))
-        mask = None if mask is None else mask.float()
-    return _backward_kernel(grad, *part, dropout_p=0.0, is_causal=visible.is_causal, attn_mask=mask, scale=rule.scaling)
-
-
-def _is_backward_wide(grad: Float[Tensor, "1 H R D"]) -> bool:
-    """Whether the backward of a part in half precision runs in float32.
+    """Gradients of queries, keys and values from some rows over some keys.
 
     Measured with torch 2.13 on a CPU with AMX, the kernel's bfloat16 backward takes 1.1 to 6 times as long as its
     float32 backward (its forward 0.4), except with large heads and many rows.
     """
-    return grad.dtype in (torch.bfloat16, torch.float16) and (grad.shape[3] < 128 or grad.shape[2] < 256)
+    if rule.softcap is not None:
+        return softcap_attention_backward(grad, part, visible, rule)
+    mask = visible.mask
+    if grad.dtype in (torch.bfloat16, torch.float16) and (grad.shape[3] < 128 or grad.shape[2] < 256):
+        grad, part = grad.float(), Attended(*(each.float() for each in part))
+        mask = None if mask is None else mask.float()
+    return _backward_kernel(grad, *part, dropout_p=0.0, is_causal=visible.is_causal, attn_mask=mask, scale=rule.scaling)
 
 
 class _Piece(NamedTuple):
@@ -240,21 +221,34 @@ class _Sources:
         self.width = max(query_width, value.shape[3])
         keys = [*(take(read.gateway.keys[call], read.rows) for read in reads), key]
         values = [*(take(read.gateway.values[call], read.rows) for read in reads), value]
-        self.keys = [_padded(each, self.width) for each in keys]
-        self.values = [_padded(each, self.width) for each in values]
-        self.bounds = tuple(accumulate((each.shape[2] for each in keys), initial=0))
+        self.keys, self.values = ([_padded(each, self.width) for each in of] for of in (keys, values))
+        self.bounds = tuple(accumulate((each.shape[2] for each in self.keys), initial=0))
 
     def read(self, pieces: list[_Piece]) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K D"]]:
         """Keys and values [1, Hkv, rows of the pieces, D]; views where it is one piece."""
-        return _joined(self.keys, pieces), _joined(self.values, pieces)
+        keys = [self.keys[source].narrow(2, low, high - low) for source, low, high in pieces]
+        values = [self.values[source].narrow(2, low, high - low) for source, low, high in pieces]
+        return (keys[0], values[0]) if len(pieces) == 1 else (torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
 
 class _KeyGradients:
-    """Gradients of all keys and values of a layer, summed over blocks in float32 or wider."""
+    """Gradients of all keys and values of a layer, summed over blocks in float32 or wider, in the order of memory of
+    what the projections take.
+    """
 
     def __init__(self, sources: _Sources) -> None:
         self.sources = sources
-        self.of_keys, self.of_values = ([_zeros_of(each) for each in of] for of in (sources.keys, sources.values))
+        self.of_keys, self.of_values = (
+            [
+                torch.zeros(
+                    each.transpose(1, 2).shape,
+                    dtype=torch.promote_types(each.dtype, torch.float32),
+                    device=each.device,
+                ).transpose(1, 2)
+                for each in of
+            ]
+            for of in (sources.keys, sources.values)
+        )
 
     def add(self, pieces: list[_Piece], key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
         """Adds those of one part."""
@@ -274,17 +268,6 @@ class _KeyGradients:
         return key_grads[-1].to(key.dtype), value_grads[-1].to(value.dtype)
 
 
-def _joined(sources: list[torch.Tensor], pieces: list[_Piece]) -> Float[Tensor, "1 Hkv K D"]:
-    found = [sources[source].narrow(2, low, high - low) for source, low, high in pieces]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
-
-
-def _zeros_of(keys: Float[Tensor, "1 Hkv n D"]) -> Float[Tensor, "1 Hkv n D"]:
-    """An accumulator in float32 or wider, in the order of memory of what the projections take."""
-    shape, dtype = keys.transpose(1, 2).shape, torch.promote_types(keys.dtype, torch.float32)
-    return torch.zeros(shape, dtype=dtype, device=keys.device).transpose(1, 2)
-
-
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - tensor.shape[3]
     return tensor if missing == 0 else F.pad(tensor, (0, missing))
@@ -301,8 +284,11 @@ def _blocks(
     """The rows of each block of a mask, and its parts: the keys that some rows see, then those that all see."""
     blocks = []
     for block in mask.derived(plan_blocks, window, chunk):
-        rest = Visibility(is_causal=block.is_causal, mask=_additive(block, dtype, device))
-        parts = [(_pieces(block.rest, bounds), rest)]
+        tile = None  # added to scores ([1, 1, R, K])
+        if block.tile is not None:
+            seen = torch.from_numpy(block.tile).to(device)
+            tile = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]
+        parts = [(_pieces(block.rest, bounds), Visibility(is_causal=block.is_causal, mask=tile))]
         if block.full:
             parts.append((_pieces(block.full, bounds), Visibility()))
         blocks.append((slice(block.start, block.end), parts))
@@ -317,11 +303,3 @@ def _pieces(ranges: Ranges, bounds: tuple[int, ...]) -> list[_Piece]:
             if max(low, first) < min(high, last):
                 pieces.append(_Piece(source, max(low, first) - first, min(high, last) - first))
     return pieces
-
-
-def _additive(block: Block, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """The tile of a block as a tensor that is added to scores ([1, 1, R, K])."""
-    if block.tile is None:
-        return None
-    seen = torch.from_numpy(block.tile).to(device)
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[None, None]

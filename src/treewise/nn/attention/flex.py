@@ -25,9 +25,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
+from treewise.base.shapes import Float
 from treewise.errors import PlanError, UnsupportedModelError
+from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.shapes import Float
+from treewise.nn.compiler_errors import compiler_failure
+from treewise.nn.device import untested_torch_named
 
 BLOCK_SIZE = 128
 # torch compiles a size of 1 in, and would make another kernel for tables of one block.
@@ -45,6 +48,21 @@ MaybeTensor = torch.Tensor | None
 # sets torch's configuration and marks lengths, which takes the host 60 microseconds.
 Kinds = dict[Hashable, FlexKernelOptions]
 Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]
+
+
+def attend(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 Hkv T D"],
+    value: Float[Tensor, "1 Hkv T Dv"],
+    mask: TreeMask,
+    rule: LayerRule,
+    sinks: Float[Tensor, " H"] | None = None,
+    reads: tuple[GatewayRead, ...] = (),
+    call: LayerCall = 0,
+) -> Float[Tensor, "1 H T Dv"]:
+    """`flex_attention_tree` of a micro-batch's own tokens behind the rows that it reads from gateways."""
+    with untested_torch_named():
+        return flex_attention_tree(query, *extend(key, value, reads, call), mask, rule, sinks)
 
 
 def flex_attention_tree(
@@ -304,9 +322,9 @@ def _compiled(
         *(query.dtype, query.shape[1], query.shape[3], key.shape[1], value.shape[3]),
         *(query.requires_grad, key.requires_grad, value.requires_grad),
     )
-    options = kinds.get(kind)
+    options, inputs = kinds.get(kind), (query, key, value, blocks, softcap, scaling, needs_lse)
     if options is not None:
-        return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
+        return _called(*inputs, options)
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
     # also make symbols of heads, head sizes and the scale, and one symbol of two lengths that happen to be equal.
     for tensor in (query, key, value):
@@ -321,10 +339,23 @@ def _compiled(
     with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
         # torch's compiler looks whether an input has a gradient, and hides its own warning only where none is an error.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        return _compiled_kernel()(query, key, value, blocks, softcap, scaling, needs_lse, options)
+        return _called(*inputs, options)
 
 
-# Compute capabilities for which benchmarks/flex_kernels.py compiled the kernels: every head size fits (its results).
+def _called(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, MaybeTensor]:
+    try:
+        return _compiled_kernel()(query, *others)
+    except Exception as error:  # errors of compilers share no class
+        name, sizes = str(query.dtype).removeprefix("torch."), f"{query.shape[3]} and values of {others[1].shape[3]}"
+        failure = compiler_failure(error, f"FlexAttention's kernels for heads of {sizes} in {name}", query.device)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+# Compute capabilities on which the kernels ran and were right (benchmarks/results), and those for which
+# benchmarks/flex_kernels.py compiled them: every head size fits.
+RUN_ON = ((9, 0),)
 COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 

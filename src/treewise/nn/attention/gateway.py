@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treewise.base.shapes import Float
 from treewise.nn.attention.side_copies import Arrival, side_copies
-from treewise.nn.device import free_bytes, on_host
+from treewise.nn.device import free_bytes
 from treewise.nn.gradients import BackwardContext
-from treewise.shapes import Float
+from treewise.nn.tensors import on_host
 
 # Rows of one gateway: a slice, or ascending indices ([n] int64).
 RowIndex = slice | torch.Tensor

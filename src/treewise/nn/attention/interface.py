@@ -5,17 +5,13 @@ recomputation by gradient checkpointing finds the same arguments. Some models dr
 their layers; all pass the attention mask on, so the empty mask that replaces theirs carries the same context. The name
 stays installed: a forward without a tree (generation, evaluation) goes to the implementation that the model had before,
 which the name itself carries.
-
-Layers from before the interface (GPT-Neo; GPT-J and CodeGen before transformers 5.24) compute their scores in a method
-`_attn` of their own, which they call with queries, keys and values with positions already in them, and the mask, which
-carries the tree. A layer's instance gets an `_attn` that follows the tree if one is given; its class is unchanged.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
-from treewise.nn.attention.context_parallel import ContextExchange, exchange, keep
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
-from treewise.nn.attention.implementations import implementation_named
+from treewise.nn.attention.implementations import IMPLEMENTATIONS, unknown_attention
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.device import autocast_dtype, to_device
-
-if TYPE_CHECKING:
-    from treewise.nn.recurrent.rows import TreeRows
+from treewise.nn.tensors import autocast_dtype, to_device
 
 NAME = "treewise"
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
@@ -60,7 +52,8 @@ class TreeContext:
 
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
-    layers, for models that have some. exchange: with the ranks that compute other tokens of the micro-batch. carried:
+    layers, for models that have some (`nn.recurrent.TreeRows`). exchange: with the ranks that compute other tokens of
+    the micro-batch (`distributed.context.ContextExchange`). carried:
     the layers whose keys, values and states carry gradients to what is above the micro-batch, or to other ranks, as the
     walk decided. is_done: the forward is over; later calls of attention recompute.
 
@@ -73,14 +66,17 @@ class TreeContext:
     reads: tuple[GatewayRead, ...] = ()
     writes: Gateway | None = None
     injects: Gateway | None = None
-    rows: "TreeRows | None" = None
-    exchange: ContextExchange | None = None
+    rows: Any = None
+    exchange: Any = None
     carried: Carried = NOTHING
     is_done: bool = False
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        implementation_named(self.impl)
+        if self.impl not in IMPLEMENTATIONS:
+            raise unknown_attention(self.impl)
+        run = IMPLEMENTATIONS[self.impl].run
+        self.run = resolve_name(run) if isinstance(run, str) else run
 
     def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[1, 1, 0, 0], the attention mask to give to the model: a prepared one, so that it builds none of its own.
@@ -178,23 +174,24 @@ def attend(
     sinks = kwargs.get("s_aux")
     call = context.next_call(module)
     dtype = autocast_dtype(query.device.type)  # which kernels that are called directly bypass
-    tensors = (_rescaled_for_depth(module, query, context.mask), key, value)
-    query, key, value = tensors if dtype is None else (each.to(dtype) for each in tensors)
-    if context.carried.includes(*call):
+    if getattr(module, "attn_temperature_tuning", False):
+        query = _rescaled_for_depth(module, query, context.mask)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if context.carried is not NOTHING and context.carried.includes(*call):
         key, value = carry(key, value)
     reads = context.reads
     if context.exchange is not None:
-        key, value = exchange(key, value, context.exchange, call, context.writes, context.injects)
+        key, value = context.exchange.exchanged(key, value, call, context.writes, context.injects)
         reads = (*reads, context.exchange.read) if len(context.exchange.rows) else reads
     else:
         if context.writes is not None:
             context.writes.write(call, key, value)
         if context.injects is not None:
             key, value = inject(key, value, context.injects, call)
-    run = implementation_named(context.impl).run
-    out = run(query, key, value, context.mask.of_layer(rule), rule, sinks, reads, call)
+    out = context.run(query, key, value, context.mask.of_layer(rule), rule, sinks, reads, call)
     if context.exchange is not None:
-        out = keep(out, context.exchange, call)
+        out = context.exchange.kept(out, call)
     return out.transpose(1, 2).contiguous()
 
 
@@ -206,7 +203,7 @@ def _rescaled_for_depth(module: Any, query: torch.Tensor, mask: TreeMask) -> tor
     Scalable-Softmax, 2025, arXiv:2501.19399) and count `p` themselves, from 0 at the first row of the call. Before
     position `floor_scale` (8192) the factor is 1, so a probe on short sequences cannot detect it.
     """
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+    if getattr(module, "use_rope", True):
         return query
     factor_T = mask.derived(_factors, module.floor_scale, module.attn_scale, query.device)
     return query if factor_T is None else query * factor_T[:, None].to(query.dtype)
@@ -274,50 +271,3 @@ def _previous_mask(*args: object, config: PreTrainedConfig, **kwargs: object) ->
     if isinstance(mask, torch.Tensor):
         mask.mask_function = kwargs.get("mask_function")  # type: ignore[attr-defined]
     return mask
-
-
-# -- layers from before the interface ---------------------------------------------------------------------------------
-
-
-def _divided(layer: Any) -> dict[str, Any]:
-    return {"scaling": 1.0 / float(layer.scale_attn)}
-
-
-# Class of a layer -> the arguments that it would give to the attention interface.
-_RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "CodeGenAttention": _divided,
-    "GPTJAttention": _divided,
-    # It does not scale its scores, and its local layers see the last `window_size` tokens.
-    "GPTNeoSelfAttention": lambda layer: {
-        "scaling": 1.0,
-        "sliding_window": layer.config.window_size if layer.attention_type == "local" else None,
-    },
-}
-
-
-def install_legacy_layers(decoder: nn.Module) -> bool:
-    """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing. Whether there are
-    some.
-    """
-    found = [each for each in decoder.modules() if type(each).__name__ in _RULES and hasattr(each, "_attn")]
-    for module in found:
-        module.__dict__.setdefault("_attn", MethodType(_attn, module))
-    return bool(found)
-
-
-def _attn(
-    self: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[1, H, T, D] in, ([1, H, T, D], weights) out."""
-    context = context_of(self, attention_mask)
-    if context is not None:
-        return attend(self, query, key, value, context, _RULES[type(self).__name__](self)).transpose(1, 2), None
-    if mask_audit.is_observing():
-        rule = layer_rule(self, query, _RULES[type(self).__name__](self))
-        # A local layer hides keys by a table of its own, so its window is not in the mask.
-        mask_audit.record(self, rule, attention_mask if rule.window is None else None)
-    return type(self)._attn(self, query, key, value, attention_mask)  # noqa: SLF001

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
-from treewise.planning.layout import lay_out
 from treewise.planning.planner import plan
+from treewise.planning.plans import lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -7,8 +7,9 @@ first and what to run when in doubt. Memory is quadratic in the micro-batch.
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Bool, Float
+from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.shapes import Bool, Float
 
 
 def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch.device) -> Bool[Tensor, "T K"]:
@@ -22,6 +23,20 @@ def visible(mask: TreeMask, window: int | None, chunk: int | None, device: torch
     if chunk is not None:
         seen_TK &= depth_T // chunk == depth_K[None] // chunk
     return seen_TK
+
+
+def attend(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 Hkv T D"],
+    value: Float[Tensor, "1 Hkv T Dv"],
+    mask: TreeMask,
+    rule: LayerRule,
+    sinks: Float[Tensor, " H"] | None = None,
+    reads: tuple[GatewayRead, ...] = (),
+    call: LayerCall = 0,
+) -> Float[Tensor, "1 H T Dv"]:
+    """`reference_attention` of a micro-batch's own tokens behind the rows that it reads from gateways."""
+    return reference_attention(query, *extend(key, value, reads, call), mask, rule, sinks)
 
 
 def reference_attention(

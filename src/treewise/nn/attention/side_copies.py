@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treewise.nn.device import on_host
+from treewise.nn.tensors import on_host
 
 Arrival = Callable[[], Tensor]  # the copy on the device; what the caller queues from then on runs after it
 

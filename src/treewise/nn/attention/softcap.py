@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Float
 from treewise.nn.attention.mask import LayerRule
-from treewise.shapes import Float
 
 # Rows and keys of a tile: with 32 heads, 32 MiB of float32 scores.
 TILE_ROWS, TILE_KEYS = 256, 1024

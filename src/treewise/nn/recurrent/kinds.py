@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from treewise.base.shapes import Float
 from treewise.nn.recurrent.rows import LayerContext, collect, gather, spread
 from treewise.nn.recurrent.segments import GATEWAY, NOTHING, SegmentBatch
-from treewise.shapes import Float
 
 # -- Recurrences and short convolutions on a tree: every segment once, from the state that its parent end -------------
 

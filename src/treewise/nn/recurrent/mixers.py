@@ -19,12 +19,10 @@ from torch import nn
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention.interface import TreeContext, context_of
+from treewise.nn.model import RECURRENT_CLASSES, RECURRENT_PARAMETERS
 from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
 from treewise.nn.recurrent.rows import LayerContext
 
-# What only recurrent layers have: names of parameters and buffers, and classes without such names.
-RECURRENT_PARAMETERS = {"A_log", "dt_bias", "time_decay", "recurrent_param", "slope_rate"}
-RECURRENT_CLASSES = {"xLSTMLayer"}
 _HELP = "Supported models: docs/models.md."
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.shapes import Context, Float, Int
 from treewise.nn.attention.gateway import ANCHOR, Gateway
 from treewise.nn.attention.interface import TreeContext
-from treewise.nn.device import to_device
 from treewise.nn.recurrent.segments import (
     RowSegments,
     Schedule,
@@ -23,9 +23,8 @@ from treewise.nn.recurrent.segments import (
     rows_before,
     rows_up_to_end,
 )
-from treewise.planning.layout import Layout
-from treewise.planning.planner import Plan
-from treewise.shapes import Context, Float, Int
+from treewise.nn.tensors import to_device
+from treewise.planning.plans import Layout, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treewise.planning.layout import Layout
-from treewise.planning.planner import FORWARD, HOLD, Plan
+from treewise.planning.plans import FORWARD, HOLD, Layout, Plan
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 

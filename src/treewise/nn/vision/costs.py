@@ -29,8 +29,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.nn.flops import NO_FLOPS, PerRow, VisionCosts
-from treewise.nn.model import base_model
 from treewise.nn.vision.tower import PixelInputs, feature_rows, image_token_of
+from treewise.nn.wrapped import base_model
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
-from treewise.nn.model import SUPPORTED_MODELS, DecoderAndHead, base_model
+from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.support_table import own_table
-from treewise.shapes import Float, Int
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 

@@ -37,7 +37,7 @@ MEANINGS = {
     "very short trajectory": f"fewer than {VERY_SHORT} tokens",
     "no sharing": f"several trajectories, share ratio below {LITTLE_SHARING}; check that they share their prompt",
     "single trajectory": "a tree of one, which trains as fast as flat",
-    "beyond max_tokens": "larger than one micro-batch: cut, with gateways",
+    "beyond max_tokens": "cut to fit; the tokens above a cut are computed forward twice",
 }
 
 
@@ -59,7 +59,6 @@ class TreeFacts:
     num_tree_pairs: int
     max_depth: int
     num_forks: int
-    num_row_tokens: int
     flat_flops: float | None = None
     leaf_flops: float | None = None
     tree_flops: float | None = None
@@ -70,11 +69,6 @@ class TreeFacts:
     @property
     def share_ratio(self) -> float:
         return self.num_flat_tokens / self.num_tree_tokens
-
-    @property
-    def row_ratio(self) -> float:
-        """One row per conversation / tree tokens."""
-        return self.num_row_tokens / self.num_tree_tokens
 
     @property
     def leaf_ratio(self) -> float:
@@ -94,7 +88,7 @@ class TreeFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, ratios included."""
-        ratios = ("share_ratio", "leaf_ratio", "row_ratio", "pair_ratio", "flop_bound", "leaf_flop_bound")
+        ratios = ("share_ratio", "leaf_ratio", "pair_ratio", "flop_bound", "leaf_flop_bound")
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
@@ -184,7 +178,6 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
         num_tree_pairs=forest.num_tree_pairs,
         max_depth=int(forest.path_lengths.max()),
         num_forks=int((np.bincount(above[above >= 0]) > 1).sum()),
-        num_row_tokens=row_tokens(forest),
         flat_flops=flops.flat(forest) if flops else None,
         leaf_flops=flops.leaf(forest) if flops else None,
         tree_flops=flops.tree(forest) if flops else None,
@@ -196,24 +189,6 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
             for image in item.images
         ),
     )
-
-
-def row_tokens(forest: Forest) -> int:
-    """Tokens of one row per conversation, as a trainer without trees takes them: the longest trajectory of each record.
-    A rollout or logged call has all of its trajectories that are not contained in another: each is trained.
-    """
-    rows: dict[Any, int] = {}
-    has_more = (
-        np.bincount(forest.segments.parent[forest.segments.parent >= 0], minlength=len(forest.segments.parent)) > 0
-    )
-    ends = forest.segments.end_segment.tolist()
-    for index, (item, length) in enumerate(zip(forest.trajectories or (), forest.path_lengths.tolist(), strict=False)):
-        if item.rollout is None:
-            record = str(item.source or index).split("#")[0]
-            rows[record] = max(rows.get(record, 0), length)
-        elif not has_more[ends[index]]:
-            rows[item.group, item.rollout, ends[index]] = length
-    return sum(rows.values())
 
 
 def sum_facts(name: str, facts: Sequence[TreeFacts]) -> TreeFacts:

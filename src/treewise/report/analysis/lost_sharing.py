@@ -1,5 +1,4 @@
-"""Where sharing is lost: branches that differ early and agree again later, with their text and the tokens lost; and
-three lines that decide: what tree training is worth here, what costs most sharing, and what to change.
+"""Where sharing is lost: branches that differ early and agree again later, with their text and the tokens lost.
 
 The cost is the number of tokens of the lighter branch that the heavier one contains in the same order after the first
 difference (`alignment.py`). They are computed twice, and would be computed once if the branches did not differ. It is a
@@ -15,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from treewise.errors import num
 from treewise.report.analysis.alignment import Fork, chain_heads, realigned_forks
-from treewise.report.analysis.facts import EQUAL_REWARDS, InspectReport, TreeFacts, sources_of
+from treewise.report.analysis.facts import sources_of
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree import prefix_merge
 from treewise.tree.forest import Forest
@@ -49,12 +47,6 @@ CAUSES = {
     SAMPLED: "both were sampled, and came back to the same tokens: the nature of sampling",
 }
 AVOIDABLE = (RETOKENISED, VOLATILE, REWRITTEN, PROMPT_DIFFERS)
-REMEDIES = {
-    RETOKENISED: "keep the sampled ids (token rows), or give on_drift: error to find where they are lost",
-    VOLATILE: "move clocks, counters and ids behind what is shared, or freeze them for a group",
-    REWRITTEN: "keep what the template drops (thinking: keep, where the model is used so), or do not edit the history",
-    PROMPT_DIFFERS: "move what differs to the end of the prompt",
-}
 
 # What opens a message of a user or a tool in the templates of known families, followed by no other opening.
 _SPEAKER = re.compile(
@@ -284,6 +276,11 @@ class LostReport:
     max_tokens_between_trees: int = MAX_ROOT_TOKENS
 
     @property
+    def num_lost_tokens(self) -> int:
+        """Tree tokens that are computed twice inside trees, for whatever cause."""
+        return sum(each.num_lost_tokens for each in self.causes)
+
+    @property
     def num_avoidable_tokens(self) -> int:
         """Tree tokens that are computed twice for an avoidable cause, inside trees."""
         return sum(each.num_lost_tokens for each in self.causes if each.is_avoidable)
@@ -295,7 +292,7 @@ class LostReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        names = ("num_avoidable_tokens", "num_avoidable_tokens_between")
+        names = ("num_lost_tokens", "num_avoidable_tokens", "num_avoidable_tokens_between")
         return {name: getattr(self, name) for name in names} | asdict(self)
 
 
@@ -351,76 +348,3 @@ class LostCollector:
 def _causes(forks: Counter[str], tokens: Counter[str]) -> tuple[CauseTotal, ...]:
     found = [(cause, meaning) for cause, meaning in CAUSES.items() if forks[cause]]
     return tuple(CauseTotal(cause, text, cause in AVOIDABLE, forks[cause], tokens[cause]) for cause, text in found)
-
-
-# -- three lines that decide ------------------------------------------------------------------------------------------
-
-WORTH = 1.2  # times less work, below which the gain drowns in the noise of a machine
-MIN_PART = 0.01  # of the tree tokens, below which a loss is not named
-PER_CONVERSATION, PER_TRAJECTORY = "one row per conversation", "a row of each trajectory"
-
-
-def ratios_without(total: TreeFacts, num_lost_tokens: int) -> tuple[float, float]:
-    """What the row ratio and the share ratio would be if so many tree tokens were not computed twice."""
-    left = total.num_tree_tokens - num_lost_tokens
-    return total.num_row_tokens / left, total.num_flat_tokens / left
-
-
-def verdict(facts: InspectReport, lost: LostReport) -> list[str]:
-    """What it is worth, the largest avoidable loss, and what to change. Ratios are in tokens; FLOPs where known."""
-    total = facts.total
-    ways = {
-        PER_CONVERSATION: total.row_ratio,
-        "rows of the leaves": total.leaf_ratio,
-        PER_TRAJECTORY: total.share_ratio,
-    }
-    worth = f"worth: {_compared(ways)}"
-    row_ratio = total.row_ratio
-    if lost.num_shared_between >= MIN_PART * total.num_tree_tokens:
-        row_ratio, share_ratio = ratios_without(total, lost.num_shared_between)
-        worth += (
-            f"; trees begin alike ({num(lost.num_shared_between, 'token')}), and in one batch "
-            f"{_compared({PER_CONVERSATION: row_ratio, PER_TRAJECTORY: share_ratio})}"
-        )
-    if row_ratio < WORTH:
-        worth += "; against one row per conversation there is little to gain"
-    causes = [each for each in lost.causes if each.is_avoidable]
-    largest = max(causes, key=lambda each: each.num_lost_tokens, default=None)
-    if largest is None or largest.num_lost_tokens < MIN_PART * total.num_tree_tokens:
-        return [worth, "lost sharing: none that a change of templates or data could avoid", _advice(facts, row_ratio)]
-    row_ratio, share_ratio = ratios_without(total, largest.num_lost_tokens)
-    part = largest.num_lost_tokens / total.num_tree_tokens
-    without = _compared({PER_CONVERSATION: row_ratio, PER_TRAJECTORY: share_ratio})
-    loss = (
-        f"lost sharing: {largest.cause}, {part:.1%} of the tree tokens ({num(largest.num_lost_tokens, 'token')}); "
-        f"without it {without}"
-    )
-    return [worth, loss, f"change: {REMEDIES[largest.cause]}"]
-
-
-def _compared(ratios: dict[str, float]) -> str:
-    """Tokens of the rows / tokens of the trees, for each way of making rows; once where all are equal."""
-    first, *others = ((way, f"{ratio:.2f}") for way, ratio in ratios.items())
-    if all(times == first[1] for _, times in others):
-        return f"flat rows hold {first[1]} times as many tokens as the trees"
-    more = "".join(f", {way} {times} times" for way, times in others)
-    return f"{first[0]} holds {first[1]} times as many tokens as the trees{more}"
-
-
-def _advice(facts: InspectReport, ratio_of_a_batch: float) -> str:
-    equal = next((each.count for each in facts.findings if each.kind == EQUAL_REWARDS), 0)
-    if ratio_of_a_batch < WORTH:
-        advice = "change: nothing in the data; several samples or branches of each prompt would make it worth more"
-    elif facts.total.row_ratio < WORTH:
-        advice = (
-            "change: let trees that begin alike meet: name them one tree (group, or group_by), or make batches large "
-            "(per_device_train_batch_size)"
-        )
-    else:
-        advice = "change: nothing; train as it is"
-    if not equal:
-        return advice
-    return (
-        f"{advice}. Reinforcement learning learns nothing from {num(equal, 'group')} whose rewards are all equal: "
-        "drop_flat_groups leaves them out, other rewards or more samples tell rollouts apart"
-    )

@@ -1,8 +1,7 @@
-"""What this machine has, which attention and kernels will run, and checks that they are right."""
+"""What this machine has, which attention will run, and a check that a tiny model is right on it."""
 
 import os
 import platform
-import time
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,9 +13,8 @@ import treewise
 from treewise.engine.engine import TreeEngine
 from treewise.errors import bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
-from treewise.nn.attention.flex import COMPILED_FOR, card, flex_attention_tree
-from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
-from treewise.nn.device import free_bytes, half_precision_times, synchronized_clock
+from treewise.nn.attention.flex import COMPILED_FOR, RUN_ON, card
+from treewise.nn.device import free_bytes, half_precision_times
 from treewise.nn.support_table import CapabilityTable, installed_version, untested_torch
 from treewise.objectives import logprob_gap
 from treewise.rl.samplers import SampleRequest, TransformersSampler
@@ -36,7 +34,7 @@ _LIMIT = 1e-4
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Facts as plain JSON values by title; under `self-check` whether gradients and log-probs are right (`passed`)."""
+    """Facts as plain JSON values by title."""
     versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     if versions["transformers"] != (made_with := CapabilityTable.load().transformers):
         versions["transformers"] += f" (the table of `treewise models` was made with {made_with})"
@@ -61,7 +59,6 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
             for name, why in _OPTIONAL.items()
             if find_spec(name) is None
         },
-        "self-check": _self_check(device),
     }
 
 
@@ -89,8 +86,9 @@ def _precision(device: torch.device) -> dict[str, str]:
     return {"bfloat16": f"matrix products take {times:.2f} times as long as in float32{verdict}"}
 
 
-def _self_check(device: torch.device) -> dict[str, Any]:
-    """A tiny model: loss and gradients of a tree against flat training, whole and in parts."""
+def self_check(device: torch.device) -> dict[str, Any]:
+    """A tiny model: loss and gradients of a tree against flat training, whole and in parts, and log-probs of a sampler
+    against the engine's; `passed`, and the errors."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
@@ -99,7 +97,7 @@ def _self_check(device: torch.device) -> dict[str, Any]:
     rollouts = [Trajectory(np.array([*base, *rest])) for rest in ([5, 3, 5], [8, 9, 7, 9], [5, 3, 8])]
     try:
         budgets = {"whole": len(base) * len(rollouts), "max_tokens=6": 6}
-        errors = {name: verify(model, rollouts, budget).gradient_error for name, budget in budgets.items()}
+        errors = {name: verify(model, rollouts, [budget]).gradient_error for name, budget in budgets.items()}
         sampler = _sampler_gap(model, base)
     except Exception as error:  # whatever a broken installation raises is what this command is to show
         return {"passed": False, "error": f"{type(error).__name__}: {error}"}
@@ -128,55 +126,8 @@ def untested(device: torch.device) -> dict[str, str]:
         found["torch"] = torch_release
     if device.type == "cuda":
         capability = card(device).capability
-        known = ", ".join(f"{major}.{minor}" for major, minor in COMPILED_FOR)
-        name = "ROCm" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
-        found["gpu"] = f"{name}: tests run on no GPU; kernels were compiled, without one, for NVIDIA's {known}"
+        ran, compiled = (", ".join(f"{major}.{minor}" for major, minor in each) for each in (RUN_ON, COMPILED_FOR))
+        if capability not in RUN_ON:
+            name = "ROCm" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+            found["gpu"] = f"{name}: kernels ran on NVIDIA's {ran}, and were compiled, without a GPU, for {compiled}"
     return found
-
-
-def check_gpu(device: torch.device, max_seconds: float) -> dict[str, Any]:
-    """Facts as plain JSON values: `kernels` by case, `passed`, and `issue`, None where nothing is wrong.
-
-    On a CPU, FlexAttention's uncompiled operator stands in for the kernels. No case begins after
-    `max_seconds`; those left out are named under `not run`, and then the whole has not passed.
-    """
-    kernels = _kernels(device, time.perf_counter() + max_seconds)
-    wrong = [f"{name}: {each['shown']}" for name, each in kernels.items() if not each["passed"]]
-    machine = platform.machine()
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        on = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
-        machine = f"{torch.cuda.get_device_name(device)} ({on})"
-    installed = {each: installed_version(each) for each in ("torch", "triton", "transformers")}
-    versions = ", ".join(f"{each} {found}" for each, found in installed.items() if found)
-    left_out = [name for name in CASES if name not in kernels]
-    return {
-        "kernels": kernels,
-        "not run": left_out,
-        "passed": not wrong and not left_out,
-        "issue": f"treewise {treewise.__version__}, {versions}, {machine}: {'; '.join(wrong)}" if wrong else None,
-    }
-
-
-def _kernels(device: torch.device, deadline: float) -> dict[str, Any]:
-    """Each case: whether it is as it should be, its errors, and seconds of the first and a second call.
-
-    The first call compiles; the second one takes the kernel of the same family from the cache.
-    """
-    kernels: dict[str, Any] = {}
-    for name, case in CASES.items():
-        if time.perf_counter() > deadline:
-            break
-        try:
-            seconds = []
-            for _ in range(2):
-                started = synchronized_clock(device)
-                errors = kernel_errors(flex_attention_tree, case, device)
-                seconds.append(synchronized_clock(device) - started)
-            passed, text = is_within(errors) is not case.is_broken, shown(errors)
-            if case.is_broken and not passed:
-                text = f"a wrong key was not noticed ({text})"
-        except Exception as error:  # whatever a broken installation raises is what the user is to see
-            passed, text, seconds = False, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", []
-        kernels[name] = {"passed": passed, "shown": text, "seconds": seconds}
-    return kernels

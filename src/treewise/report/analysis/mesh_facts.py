@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.distributed.mesh import mesh_config
+from treewise.distributed.mesh import check_mesh_sizes
 from treewise.errors import ConfigError
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.model_flops import flop_model
@@ -77,7 +77,7 @@ def read_mesh(text: str) -> dict[str, int]:
         sizes[axis] = int(size)
     processes = sizes["tp"] * sizes["fsdp"] * sizes["dp"]
     try:
-        mesh_config(sizes["tp"], sizes["ep"], processes)
+        check_mesh_sizes(sizes["tp"], sizes["ep"], processes)
     except ConfigError as error:
         raise ConfigError(f"--mesh {text!r}, of tp x fsdp x dp = {processes} processes: {error}") from None
     return sizes
@@ -111,8 +111,8 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    for axis, plan in (("tp", model.tp_plan), ("ep", model.ep_plan)):
-        if mesh[axis] > 1 and not plan:
+    for axis in ("tp", "ep"):
+        if mesh[axis] > 1 and not getattr(model, f"{axis}_plan"):  # before 5.20 transformers has no `ep_plan`
             raise ConfigError(f"{type(model).__name__} has no plan for {axis}={mesh[axis]}; leave {axis} out.")
     text, width = config.get_text_config(), dtype.itemsize
     kinds = set(getattr(model, "_no_split_modules", None) or ())

@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treewise.advantages import segment_values
+from treewise.base.own_files import damage, read_own, unsealed
 from treewise.errors import DataError
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -19,6 +21,7 @@ _NUM_PARTS = 10  # of predictions from 0 to 1, in the calibration
 _OVER_TOKENS = {"reward": "reward, training", "eval_reward": "reward, held out", "eval_pass@1": "pass@1, held out"}
 _MAX_ROWS = 20_000  # of one iteration that is read for its trees
 _MAX_HELD_OUT = 12  # held-out items that are shown
+_ADVICE = "move it away, and the page is made without it"
 _MAX_CHARS = 4_000  # of a text; the end of a longer prompt is shown
 
 
@@ -119,18 +122,36 @@ def _calibration(run: Path) -> tuple[tuple[float, ...], tuple[float, ...], tuple
     """
     sums, tried = np.zeros((3, _NUM_PARTS)), set[int]()
     for path in _files(run / DRAWS):
-        try:
-            draws = json.loads(path.read_text(encoding="utf-8"))["draws"]
-            known = [each for each in draws if each["observed"] is not None]
-            for each in known:
-                if each["index"] in tried:
-                    part = min(int(each["predicted"] * _NUM_PARTS), _NUM_PARTS - 1)
-                    sums[:, part] += each["trials"] * np.array([each["predicted"], each["observed"], 1.0])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not the draws of an iteration ({type(error).__name__}: {error}).") from None
-        tried |= {each["index"] for each in known}
+        known = read_own(path, _read_draws, f"draws of an iteration: {_ADVICE}", DataError)
+        for index, (predicted, observed, trials) in known:
+            if index in tried:
+                part = max(0, min(int(predicted * _NUM_PARTS), _NUM_PARTS - 1))
+                sums[:, part] += trials * np.array([predicted, observed, 1.0])
+        tried |= {index for index, _ in known}
     predicted, observed, trials = sums[:, sums[2] > 0]
     return tuple((predicted / trials).tolist()), tuple((observed / trials).tolist()), tuple(trials.tolist())
+
+
+def _read_draws(data: bytes) -> list[tuple[int, list[float]]]:
+    """Index, and prediction, observed success and trials of the items whose outcome is known."""
+    known = [each for each in unsealed(data, may_lack=True)["draws"] if each["observed"] is not None]
+    names = ("predicted", "observed", "trials")
+    return [(int(each["index"]), [_finite(each[name]) for name in names]) for each in known]
+
+
+def _each_line(take: Callable[[dict[str, Any]], None], data: bytes) -> None:
+    """Gives the objects of the first lines of a file away. Raises `ValueError` with the line where that raises."""
+    for number, line in enumerate(data.decode().splitlines()[:_MAX_ROWS], start=1):
+        try:
+            take(json.loads(line))
+        except Exception as error:  # of JSON, or of what takes it
+            raise ValueError(f"line {number}: {damage(error)}") from None
+
+
+def _finite(value: object) -> float:
+    if not _is_finite(value):
+        raise ValueError(f"found {value!r:.20} for a number")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _trees(run: Path) -> tuple[RewardTree, ...]:
@@ -168,13 +189,15 @@ def _held_out(run: Path) -> tuple[HeldOut, ...]:
 
 def _samples(path: Path) -> dict[str, dict[str, Any]]:
     """Held-out samples by the key of their item."""
+
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            sample = json.loads(line)
-            found[str(sample["key"])] = {name: sample[name] for name in ("prompt", "completion", "reward")}
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number}: not a held-out sample ({type(error).__name__}: {error}).") from None
+
+    def take(sample: dict[str, Any]) -> None:
+        reward = None if sample["reward"] is None else _finite(sample["reward"])
+        texts = {name: sample[name] for name in ("prompt", "completion")}
+        found[str(sample["key"])] = {**texts, "reward": reward}
+
+    read_own(path, partial(_each_line, take), f"held-out samples: {_ADVICE}", DataError)
     return found
 
 
@@ -191,17 +214,15 @@ def _groups(path: Path) -> tuple[dict[str, list[Trajectory]], dict[str, list[tup
     """Rows by group; and their prompts and completions, where they hold these."""
     groups: dict[str, list[Trajectory]] = {}
     texts: dict[str, list[tuple[str, str]]] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in zip(range(1, _MAX_ROWS + 1), lines, strict=False):
-            try:
-                row = json.loads(line)
-                item = Trajectory(row["token_ids"], row["loss_weights"], reward=row["reward"], draws=row.get("draws"))
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path}:{number}: not a row of rollouts ({type(error).__name__}: {error}).") from None
-            group = str(row.get("group"))
-            groups.setdefault(group, []).append(item)
-            if "prompt_text" in row and "completion_text" in row:
-                texts.setdefault(group, []).append((str(row["prompt_text"]), str(row["completion_text"])))
+
+    def take(row: dict[str, Any]) -> None:
+        item = Trajectory(row["token_ids"], row["loss_weights"], reward=row["reward"], draws=row.get("draws"))
+        group = str(row.get("group"))
+        groups.setdefault(group, []).append(item)
+        if "prompt_text" in row and "completion_text" in row:
+            texts.setdefault(group, []).append((str(row["prompt_text"]), str(row["completion_text"])))
+
+    read_own(path, partial(_each_line, take), f"rows of rollouts: {_ADVICE}", DataError)
     return groups, texts
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.load_model import DTYPES
 from treewise.planning.partition import FORWARD_FRACTION
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import TreeFacts
 from treewise.tree.forest import Forest
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from treewise.engine.step_memory import StepMemory
 
 ADAMW_VALUES = 2  # moments kept per trained parameter
+# Bytes of an optimizer's state per trained parameter, by a part of its name (transformers' `optim`); others keep none
+# that counts (`sgd`), or two values of the model's dtype, as AdamW does.
+_STATE_BYTES = {"8bit": 2.0, "4bit": 1.0, "sgd": 0.0}
 # The part of a GPU that a step can use; the rest is the context, fragmentation and buffers of collectives.
 USABLE = 0.9
 BUDGETS, MAX_BUDGETS = [2**power for power in range(15, 6, -1)], 4  # of `report_budgets`
@@ -27,10 +31,10 @@ class PlanReport:
     """A plan, and what it should cost on a model. Bytes and times are predictions from shapes, not measurements.
 
     relative_time: FLOPs of the plan / FLOPs of flat training; relative_tree_time: / those of the tree in one
-    micro-batch. bytes_*: of the model's dtype; bytes_peak adds weights, gradients, AdamW's moments and what a step
-    holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is held, the
-    graph of the images where it is kept (bytes_images), the gateways, logits, gradients between layers (bytes_others),
-    and on a CPU what the resident set has beyond tensors (bytes_allocator).
+    micro-batch. bytes_*: of the model's dtype. bytes_weights: with gradients and the optimizer's state; bytes_peak adds
+    what a step holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is
+    held, the graph of the images where it is kept (bytes_images), the gateways, logits, gradients between layers
+    (bytes_others), and on a CPU what the resident set has beyond tensors (bytes_allocator).
     """
 
     max_tokens: int | None
@@ -70,15 +74,18 @@ def report_plan(
     dtype: str = "float32",
     *,
     memory: "Callable[[Plan], StepMemory] | None" = None,
+    optim: str | None = None,
 ) -> PlanReport:
     """Facts of a plan, with predictions where the costs of a model are known; `name` is what it is called.
 
-    memory: of a step of a plan (`engine.step_memory`), where its peak is asked for, which takes seconds.
+    memory: of a step of a plan (`engine.step_memory`), where its peak is asked for, which takes seconds. optim: the
+    name of the run's optimizer; None: AdamW.
     """
     predictions: dict[str, Any] = {}
     if flops is not None:
-        trained = flops.num_trained_parameters * (1 + ADAMW_VALUES)
-        weights = DTYPES[dtype] * (flops.num_parameters + trained)
+        width = DTYPES[dtype]
+        state = next((size for part, size in _STATE_BYTES.items() if part in (optim or "")), ADAMW_VALUES * width)
+        weights = width * flops.num_parameters + round((width + state) * flops.num_trained_parameters)
         predictions = {
             "model": name,
             "dtype": dtype,
@@ -139,6 +146,31 @@ def report_budgets(
     return tuple(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuFit:
+    """Whether a step fits into the memory of one GPU, a tenth of it left free, by the prediction of its peak.
+
+    max_tokens: the largest of the budgets that were predicted that does where it does not; None: none of them.
+    """
+
+    gpu_bytes: int
+    bytes_peak: int
+    bytes_weights: int
+    fits: bool
+    max_tokens: int | None = None
+
+
+def fit_of(report: PlanReport, budgets: Sequence[BudgetMemory], gpu_bytes: int) -> GpuFit:
+    """The verdict on a plan whose peak is predicted. budgets: `report_budgets`, or none where one was given."""
+    assert report.bytes_peak is not None
+    assert report.bytes_weights is not None
+    usable, weights = USABLE * gpu_bytes, report.bytes_weights
+    fitting = [each for each in budgets if each.bytes_step is not None and weights + each.bytes_step <= usable]
+    is_fitting = report.bytes_peak <= usable
+    smaller = next((each.max_tokens for each in fitting), None)
+    return GpuFit(gpu_bytes, report.bytes_peak, weights, is_fitting, None if is_fitting else smaller)
+
+
 # -- costs of all data: flat, flat without contained trajectories, on trees, and on trees under budgets --------------
 
 
@@ -193,10 +225,9 @@ class BudgetCosts:
     def rows(self, total: TreeFacts) -> list[Cost]:
         """Flat, leaves, tree, and the budgets from large to small."""
         rows = [
-            self._cost(total, "flat, every trajectory", None, total.num_flat_tokens, total.flat_flops),
-            self._cost(total, "flat, contained ones left out", None, total.num_leaf_tokens, total.leaf_flops),
-            self._cost(total, "one row per conversation", None, total.num_row_tokens, None),
-            self._cost(total, "tree, one micro-batch", None, total.num_tree_tokens, total.tree_flops),
+            self._cost(total, "flat, one row per call", None, total.num_flat_tokens, total.flat_flops),
+            self._cost(total, "flat, turns merged", None, total.num_leaf_tokens, total.leaf_flops),
+            self._cost(total, "tree, no budget", None, total.num_tree_tokens, total.tree_flops),
         ]
         for budget in reversed(self.budgets):
             num_open, held, recomputed = self._sums[budget]

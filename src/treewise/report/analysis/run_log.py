@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from treewise.base.own_files import read_own
 from treewise.errors import ConfigError
 from treewise.report.analysis.online_log import OnlineReport, read_online
 
@@ -25,7 +26,9 @@ KNOWN = {
     "leaf_ratio": ("share ratio", "leaf ratio", "flat / tree"),
     "flop_bound": ("share ratio", "FLOP bound", "flat / tree"),
     "efficiency": ("efficiency", "efficiency", "speed-up / FLOP bound"),
-    "efficiency_at_least": ("efficiency", "at least", "speed-up / FLOP bound"),
+    "efficiency_at_least": ("efficiency", "at least, against matrix products alone", "speed-up / FLOP bound"),
+    "mfu": ("use of the device (MFU)", "FLOPs that the trees need", "share of what the device reaches at most"),
+    "batch_wait_share": ("waiting for batches", "waiting for batches", "share of the time"),
     "arithmetic": ("arithmetic", "FLOPs that the trees need", "TFLOP per second"),
     "memory_bytes": ("memory", "in use", "GiB"),
     "tree_tokens": ("tree tokens", "tree tokens", "tokens"),
@@ -106,13 +109,7 @@ def read_run(folder: str | Path) -> RunReport:
     """
     run = Path(folder)
     state_file = _state_file(run)
-    try:
-        state = json.loads(state_file.read_text(encoding="utf-8"))
-        history = [entry for entry in state["log_history"] if isinstance(entry, dict)]
-        num_steps, max_steps = int(state.get("global_step", 0)), int(state.get("max_steps") or 0)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{state_file}: not the log of a run ({reason}).") from None
+    state, history, num_steps, max_steps = read_own(state_file, _read_state, "it is not the log of a run")
     # The last entry holds totals of the whole run, under keys of their own.
     totals = [entry for entry in history if "train_runtime" in entry]
     steps = [entry for entry in history if "train_runtime" not in entry]
@@ -138,6 +135,13 @@ def read_run(folder: str | Path) -> RunReport:
         config=_config(run),
         online=online,
     )
+
+
+def _read_state(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]], int, int]:
+    """transformers' state of a run, what it logged, its steps, and the steps that it shall have."""
+    state = json.loads(data)
+    history = [entry for entry in state["log_history"] if isinstance(entry, dict)]
+    return state, history, int(state.get("global_step", 0)), int(state.get("max_steps") or 0)
 
 
 def _state_file(run: Path) -> Path:
@@ -198,7 +202,10 @@ def _is_number(value: object) -> bool:
 
 
 def _config(run: Path) -> str | None:
-    try:
-        return (run / RESOLVED).read_text(encoding="utf-8")[:MAX_CONFIG_CHARS]
-    except (OSError, UnicodeDecodeError):
+    """The settings of a run as text, or why they cannot be shown."""
+    if not (run / RESOLVED).exists():
         return None
+    try:
+        return read_own(run / RESOLVED, bytes.decode, "the settings cannot be shown")[:MAX_CONFIG_CHARS]
+    except ConfigError as error:
+        return f"# {error}"

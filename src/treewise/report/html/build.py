@@ -4,7 +4,7 @@ Data is read twice, one tree at a time: first for facts, costs and lost sharing 
 are loaded again, planned side by side, and turned into pictures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from treewise.base.progress import begin_work, tell_progress
 from treewise.data import LoadReport, Trees
 from treewise.engine.step_memory import step_memory
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
-from treewise.planning.planner import Plan, plan
+from treewise.planning.planner import plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
-from treewise.report.analysis.lost_sharing import LostCollector, LostReport, ratios_without, verdict
+from treewise.report.analysis.lost_sharing import LostCollector, LostReport
 from treewise.report.analysis.online_log import OnlineReport
 from treewise.report.analysis.plan_facts import BudgetCosts, Cost, PlanReport, report_plan
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.analysis.token_text import TokenText
+from treewise.report.analysis.verdict import Verdict, ratios_without, verdict_on
 from treewise.report.html.charts import Chart, histogram, histogram_chart, line_chart
 from treewise.report.html.picture import (
     Thumbnails,
@@ -34,7 +37,7 @@ from treewise.report.html.picture import (
 )
 from treewise.tree.forest import Forest
 
-SCHEMA, SCHEMA_VERSION = "treewise.report", 1
+SCHEMA, SCHEMA_VERSION = "treewise.report", 2
 MAX_PAGE_CHARS = 20_000_000  # of pictures
 MAX_TIMELINE_POINTS = 5000
 DRAWN_RULE = "in turn the tree with the most tokens, the highest leaf ratio, and the most lost sharing"
@@ -94,33 +97,33 @@ class DataReport:
         return {
             "sources": list(self.sources),
             "tokenizer": self.tokenizer,
+            **self.verdict.to_dict(),
             **self.facts.to_dict(),
             "costs": [asdict(cost) for cost in self.costs],
             "distributions": {name: asdict(histogram(values)) for name, values in _ratios(self.facts).items()},
-            "verdict": self.verdict,
             "lost_sharing": self.lost.to_dict() | {"ratios_if_mended": self.ratios_if_mended},
             "drawn_trees": {"rule": DRAWN_RULE, "num_without_room": self.num_without_room, "trees": self.segments},
             "plans": [each.to_dict() for each in self.plans],
         }
 
     @property
-    def verdict(self) -> list[str]:
-        """Three lines: what it is worth, the largest avoidable loss, what to change."""
-        return verdict(self.facts, self.lost)
+    def verdict(self) -> Verdict:
+        """Three lines: whether it is worth it, the largest avoidable loss, what to change; and the numbers behind."""
+        return verdict_on(self.facts, self.lost)
 
     @property
     def ratios_if_mended(self) -> dict[str, dict[str, float]]:
         """By avoidable cause, the ratios of all trees without its loss alone."""
         losses = {each.cause: each.num_lost_tokens for each in self.lost.causes if each.is_avoidable}
         ratios = {cause: ratios_without(self.facts.total, lost) for cause, lost in losses.items()}
-        return {cause: {"row_ratio": row, "share_ratio": share} for cause, (row, share) in ratios.items()}
+        return {cause: {"share_ratio": share, "leaf_ratio": leaf} for cause, (share, leaf) in ratios.items()}
 
     @property
     def charts(self) -> list[Chart]:
         """Distributions over trees."""
         titles = {
             "share_ratio": ("Share ratio", "flat tokens / tree tokens"),
-            "leaf_ratio": ("Leaf ratio", "tokens not contained / tree tokens"),
+            "leaf_ratio": ("Leaf ratio", "leaf tokens / tree tokens"),
             "pair_ratio": ("Pair ratio", "attention pairs, flat / tree"),
             "num_tree_tokens": ("Size", "tokens of a tree"),
         }
@@ -156,13 +159,16 @@ def build_data_report(
 
     def forests() -> Any:
         for index in range(len(trees)):
+            tell_progress("looking at trees", index, len(trees), "tree")
             tree = trees[index]
             forest = tree.forest()
             costs.add(forest)
             could_save.append(lost.add(tree.name, forest))
             yield tree.name, forest
 
+    begin_work("looking at trees")
     facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
+    begin_work("drawing the page")
     chosen = interesting(facts.trees, could_save, num_drawn)
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
     size = sum(forest.num_tokens for _, forest in drawn)
@@ -199,12 +205,15 @@ def interesting(facts: Sequence[TreeFacts], could_save: Sequence[int], count: in
     return list(chosen)[: max(0, count)]
 
 
-def twin(data: DataReport | None, run: RunReport | None, version: str) -> dict[str, Any]:
+def twin(
+    data: DataReport | None, run: RunReport | None, version: str, sections: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """The JSON twin of a page. Its fields are described in docs/inspect.md."""
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
         "treewise": version,
+        "sections": list(sections),
         "data": None if data is None else data.to_dict(),
         "run": None if run is None else run.to_dict(),
     }
@@ -215,7 +224,7 @@ def timeline_chart(drawn: DrawnPlan) -> Chart:
     # A step lasts until the next one, the last one too.
     steps = list(range(len(drawn.timeline) + 1))
     gateways, live = zip(*drawn.timeline, drawn.timeline[-1], strict=True)
-    series = [("holding activations", steps, live), ("in gateways", steps, gateways)]
+    series = [("kept for a backward", steps, live), ("in gateways", steps, gateways)]
     return line_chart(series, "Tokens in memory", "step of the schedule", "tokens", is_stepped=True, from_zero=True)
 
 
@@ -232,7 +241,7 @@ def memory_chart(drawn: DrawnPlan) -> Chart | None:
     above = [always + gateway for gateway in gateways]
     total = [below + per_live * live / 2**30 for below, (_, live) in zip(above, points, strict=True)]
     series = [
-        ("with activations", steps, total),
+        ("with what backwards need", steps, total),
         ("weights, gradients, AdamW and gateways", steps, above),
         ("gateways", steps, gateways),
     ]

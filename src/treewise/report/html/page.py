@@ -37,7 +37,7 @@ STYLES = ("sections.css", "picture.css", "report.css")  # the last has the rules
 
 
 class Section(NamedTuple):
-    """Curves and a table of several runs, under a heading: what a benchmark shows. table: its head first."""
+    """Curves and a table under a heading: what a benchmark or the demo measured. table: its head first."""
 
     title: str
     text: str
@@ -47,13 +47,19 @@ class Section(NamedTuple):
 
 def write_charts(path: Path, title: str, sections: Sequence[Section], version: str) -> None:
     """Writes a page of sections alone."""
-    charts = {f"{part}-{index}": chart for part, each in enumerate(sections) for index, chart in enumerate(each.charts)}
+    charts = _charts_of(sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_rendered(title, charts, {"charts": _drawn(charts), "trees": []}, version, sections=sections))
 
 
-def write_page(path: str | Path, data: DataReport | None, run: RunReport | None, version: str) -> tuple[Path, Path]:
-    """Writes the page and its twin (`.json` beside it); returns both paths.
+def _charts_of(sections: Sequence[Section]) -> dict[str, Chart]:
+    return {f"{part}-{index}": chart for part, each in enumerate(sections) for index, chart in enumerate(each.charts)}
+
+
+def write_page(
+    path: str | Path, data: DataReport | None, run: RunReport | None, version: str, sections: Sequence[Section] = ()
+) -> tuple[Path, Path]:
+    """Writes the page and its twin (`.json` beside it); returns both paths. sections: what the page begins with.
 
     Raises:
         ConfigError: neither data nor a run, a name that does not end in `.html`, or a folder that cannot be written.
@@ -66,16 +72,17 @@ def write_page(path: str | Path, data: DataReport | None, run: RunReport | None,
     twin_path = html.with_suffix(".json")
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render_page(data, run, version), encoding="utf-8")
-        twin_path.write_text(json.dumps(twin(data, run, version), indent=1), encoding="utf-8")
+        html.write_text(render_page(data, run, version, sections), encoding="utf-8")
+        own = [{"title": each.title, "text": each.text, "table": each.table} for each in sections]
+        twin_path.write_text(json.dumps(twin(data, run, version, own), indent=1), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename or html}: cannot be written ({error.strerror}).") from None
     return html, twin_path
 
 
-def render_page(data: DataReport | None, run: RunReport | None, version: str) -> str:
+def render_page(data: DataReport | None, run: RunReport | None, version: str, sections: Sequence[Section] = ()) -> str:
     """The page as text."""
-    charts: dict[str, Chart] = {}
+    charts = _charts_of(sections)
     if data is not None:
         charts |= {f"ratio-{index}": chart for index, chart in enumerate(data.charts)}
         for index, each in enumerate(data.plans):
@@ -85,7 +92,8 @@ def render_page(data: DataReport | None, run: RunReport | None, version: str) ->
                 charts[f"memory-{index}"] = memory
     if run is not None:
         charts |= {f"run-{index}": chart for index, chart in enumerate(run_charts(run))}
-    return _rendered(_title(data, run), charts, _page_data(data, charts), version, data=data, run=run)
+    parts: dict[str, object] = {"data": data, "run": run, "sections": sections}
+    return _rendered(_title(data, run), charts, _page_data(data, charts), version, **parts)
 
 
 def _rendered(title: str, charts: dict[str, Chart], page_data: object, version: str, **parts: object) -> str:

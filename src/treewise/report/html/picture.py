@@ -17,7 +17,7 @@ import numpy as np
 
 from treewise.data.images import decoded
 from treewise.errors import ConfigError, DataError
-from treewise.planning.planner import Plan
+from treewise.planning.plans import Plan
 from treewise.report.analysis.facts import sources_of
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree.forest import Forest

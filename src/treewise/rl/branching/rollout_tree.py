@@ -36,15 +36,16 @@ class RolloutNode:
 
     Parameters:
         token_ids: [n] int32, tokens of its own, at least one.
-        logprobs: [n] float32, natural logarithms under the distribution that they were sampled from; 0 where not
-            sampled.
+        logprobs: [n] float32, natural logarithms, as of `Completion.logprobs`: after the temperature, before top-k and
+            top-p, which is what the engine computes; 0 where not sampled. A first token that a policy drew from the
+            sampler's candidates (`Branch.first_token`) has the log-prob of that draw.
         parent: index of the node that it continues, or `PROMPT`.
         cut: how many of the parent's own tokens come before it; 0 for `PROMPT`.
         is_sampled: [n] bool, False for observations (tool results), which are context; True throughout by default.
-        entropies: [n] float32, entropy in nats of the distribution that each token was sampled from, 0 where not
-            sampled; None where the sampler gave none.
-        top_ids, top_logprobs: [n, k] int32 and float32, the most probable candidates at each position; `-inf` marks an
-            unused place. They go together.
+        entropies: [n] float32, entropy in nats of the distribution of `logprobs` at each token, 0 where not sampled;
+            None where the sampler gave none.
+        top_ids, top_logprobs: [n, k] int32 and float32, the most probable candidates at each position that top-k and
+            top-p leave, under the same distribution; `-inf` marks an unused place. They go together.
         turn_ends: ascending offsets in 1..n at which a turn (what the policy wrote, and the observation that answered
             it) ends. The last turn of a node that ended ends at n.
         versions: [n] int32, of the policy that sampled each token, -1 where not sampled; None where nobody counts them.

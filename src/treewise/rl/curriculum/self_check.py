@@ -2,7 +2,8 @@
 
 Of each task one half of its rollouts is what is known, the other half is what comes: a posterior that is compared with
 the rollouts that it was made of would look good on noise. A signal predicts by its rank correlation with what comes;
-one whose bootstrap interval is not above zero is useless here.
+one whose bootstrap interval is not above zero is useless here. Where what comes is the same for all tasks, as where
+rewards differ within none, nothing is measured.
 """
 
 import math
@@ -31,13 +32,15 @@ SIGNAL_OF = {"learnability": "learnability", "gain": "angle"}  # by which a curr
 class Correlation:
     """Spearman's rank correlation over tasks, and the percentile interval of `LEVEL` from resampled tasks.
 
-    value, low, high: -1..1. A signal or a target that is the same for all tasks predicts nothing: its correlation is 0.
+    value, low, high: -1..1; 0 where signal or target are the same for all tasks. is_measurable: whether the target
+    differs among them, without which no signal could predict it. A signal that does not differ predicts nothing.
     """
 
     value: float
     low: float
     high: float
     num_tasks: int
+    is_measurable: bool = True
 
     @property
     def is_above_zero(self) -> bool:
@@ -45,6 +48,8 @@ class Correlation:
         return self.low > 0
 
     def __str__(self) -> str:
+        if not self.is_measurable:
+            return "not measurable"
         return f"{self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
@@ -79,6 +84,8 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
     signal, target = np.asarray(signal, dtype=np.float64), np.asarray(target, dtype=np.float64)
     require_tasks(len(signal))
     value = spearman(signal, target)
+    if (target == target[0]).all():
+        return Correlation(0.0, 0.0, 0.0, len(signal), is_measurable=False)
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
     resampled = [spearman(signal[each], target[each]) for each in drawn]
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -110,7 +117,13 @@ class CheckReport:
     @property
     def useless(self) -> list[str]:
         """Signals whose interval is not above zero for what they claim to predict."""
-        return [each.signal for each in self.checks if each.is_claimed and not each.correlation.is_above_zero]
+        measured = [each for each in self.checks if each.is_claimed and each.correlation.is_measurable]
+        return [each.signal for each in measured if not each.correlation.is_above_zero]
+
+    @property
+    def not_measurable(self) -> list[str]:
+        """Signals for which what they claim to predict is the same for all tasks."""
+        return [each.signal for each in self.checks if each.is_claimed and not each.correlation.is_measurable]
 
     def claimed(self, signal: str) -> SignalCheck | None:
         """A signal against what it claims to predict; None where this was not measured."""
@@ -118,7 +131,7 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "useless": self.useless}
+        return {**asdict(self), "useless": self.useless, "not_measurable": self.not_measurable}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CheckReport":
@@ -140,8 +153,22 @@ class CheckReport:
         for each in self.checks:
             verdict = "useful" if each.correlation.is_above_zero else "useless here"
             line = f"{each.signal:<14} {TARGETS[each.target]:<30} {each.correlation!s:<24} "
-            lines.append(line + verdict * each.is_claimed)
+            lines.append(line + verdict * (each.is_claimed and each.correlation.is_measurable))
+        if self.useless:
+            lines.append(f"useless here: {', '.join(self.useless)}; the interval is not above zero.")
+        if self.not_measurable:
+            lines.append(f"not measurable here: {', '.join(self.not_measurable)}; {self.why_not_measurable}")
         return "\n".join(line.rstrip() for line in lines)
+
+    @property
+    def why_not_measurable(self) -> str:
+        """Why, and what to do."""
+        if self.num_varied:
+            return "what they predict is the same for all tasks. Take more tasks or rollouts."
+        return (
+            "rewards differ within no task, so all gradients are zero. Take more rollouts of each task, a higher "
+            "temperature, or tasks that are neither always nor never solved."
+        )
 
 
 def check_signals(
@@ -152,11 +179,14 @@ def check_signals(
     num_tokens: int,
     num_varied: int,
 ) -> CheckReport:
-    """Correlates every signal with every target, [tasks] each.
+    """Correlates every signal with every target, [tasks] each. Where rewards differ within no task, a gradient is that
+    of other terms of the loss, which no signal claims to predict.
 
     Raises:
         DataError: values that are not finite, or fewer than 3 tasks.
     """
+    if not num_varied:
+        targets = {name: np.zeros_like(values) for name, values in targets.items()}
     checks = tuple(
         SignalCheck(signal, target, correlation(values, targets[target]), CLAIMS[signal] == target)
         for signal, values in signals.items()
@@ -171,8 +201,12 @@ def refusal(curriculum: str, report: CheckReport) -> str | None:
     check = report.claimed(SIGNAL_OF.get(curriculum, ""))
     if check is None or check.correlation.is_above_zero:
         return None
-    why = "" if report.num_varied else " All rewards within each task were equal."
+    if not check.correlation.is_measurable:
+        return (
+            f"curriculum {curriculum!r} draws by {check.signal}, whose worth is not measurable here, over "
+            f"{num(report.num_tasks, 'task')}: {report.why_not_measurable}"
+        )
     return (
         f"curriculum {curriculum!r} draws by {check.signal}, which is useless here: its rank correlation with the "
-        f"{TARGETS[check.target]} is {check.correlation} over {num(report.num_tasks, 'task')}, not above zero.{why}"
+        f"{TARGETS[check.target]} is {check.correlation} over {num(report.num_tasks, 'task')}, not above zero."
     )

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from treewise.engine.engine import TreeEngine
-from treewise.engine.walk import MicroBatchOutput
 from treewise.errors import DataError
-from treewise.nn.device import to_device
 from treewise.nn.gradients import clear_gradients, gradients_restored
+from treewise.nn.guest import MicroBatchOutput
+from treewise.nn.tensors import to_device
 from treewise.objectives import Objective
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import common_prefix

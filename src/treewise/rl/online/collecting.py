@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treewise.base.progress import busy_with, listeners, tell_progress
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
@@ -349,9 +350,21 @@ def _longest(settings: OnlineSettings, model: Any) -> int:
 
 @contextmanager
 def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Callable[[int], None] | None]:
-    """A bar, on terminals alone, of how much of a budget of tokens is sampled; yields what to call with each batch's
-    number of tokens.
+    """How much of a budget of tokens is sampled: told to whoever listens, else a bar on terminals; yields what to call
+    with each batch's number of tokens.
     """
+    if listeners:
+        sampled = 0
+
+        def advance(count: int) -> None:
+            nonlocal sampled
+            sampled += count
+            tell_progress("sampling", sampled, num_tokens)
+
+        with busy_with(what):
+            tell_progress("sampling", 0, num_tokens)
+            yield advance
+        return
     if hidden or not sys.stderr.isatty():
         yield None
         return

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from treewise.distributed import ranks
-from treewise.errors import TaskError, num
+from treewise.errors import TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutTree
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation, OpenRollout
 from treewise.rl.tasks import RewardFailure, TaskItem
-from treewise.rl.tasks.rewards import RewardTally
+from treewise.rl.tasks.rewards import RewardTally, too_many_failed
 
 logger = logging.getLogger("treewise")
 _say_once = cache(logger.warning)
@@ -157,10 +157,9 @@ def check_failures(tally: RewardTally, max_failed: float, where: str, journal: J
     Raises:
         TaskError: more than `max_failed` of the rollouts have no reward.
     """
-    if tally.num_failed > max_failed * tally.num_rollouts:
+    found = too_many_failed(tally, max_failed)
+    if found is not None:
         journal.forget_from_mark()
         raise TaskError(
-            f"{where}: {tally.num_failed} of {num(tally.num_rollouts, 'rollout')} without reward, more than max_failed="
-            f"{max_failed:g} of them. The first: {tally.first}. Mend the reward and go on with --resume, or raise "
-            "max_failed if that is meant."
+            f"{where}: {found} Mend the reward and go on with --resume, or raise max_failed if that is meant."
         )

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.own_files import damage, read_own, sealed, unsealed
 from treewise.distributed import ranks
-from treewise.errors import num
+from treewise.errors import CheckpointError, num
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -149,7 +150,7 @@ class Journal:
         self._last = 0  # offset of the line of the answer that was given last
         self._marked: int | None = None
         self._has_warned = False
-        if path is not None and path.is_file():
+        if path is not None and path.exists():
             self._read(path)
 
     def begin_phase(self) -> None:
@@ -182,7 +183,7 @@ class Journal:
         names = [f"{kind} {self._phase} {name}" for name, _, _ in answers]
         keys = [_hash(kind, question) for _, question, _ in answers]
         entry = {"names": names, "keys": keys, "answers": [each[2] for each in answers], "facts": self._facts}
-        line = json.dumps(entry).encode() + b"\n"
+        line = sealed(entry).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
             stream.truncate(self._size)
@@ -211,18 +212,26 @@ class Journal:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The whole lines of a journal up to the first that is not: where each begins and ends, and what it holds."""
+    """The lines of a journal up to the first that is not what was written: where each begins and ends, and what it
+    holds. A last line without an end was cut off by a kill; anything else is a warning.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     start = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    content = read_own(path, bytes, "remove it, and what it holds is sampled again", CheckpointError)
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        end = start + len(line) + 1
+        if end > len(content):  # without a line end
+            return
         try:
-            entry: dict[str, Any] = json.loads(line)
-            is_whole = len(entry["names"]) == len(entry["keys"]) == len(entry["answers"])
-        except (ValueError, KeyError, TypeError):
+            entry = unsealed(line)
+        except (ValueError, RecursionError) as error:
+            left = "it and what follows are computed again"
+            logger.warning("%s:%d: damaged (%s): %s", path, number, damage(error), left)
             return
-        if not is_whole or not line.endswith(b"\n"):
-            return
-        yield start, start + len(line), entry
-        start += len(line)
+        yield start, end, entry
+        start = end
 
 
 def _hash(kind: str, question: object) -> str:

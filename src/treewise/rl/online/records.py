@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import Outcome
 from treewise.rl.curriculum.self_check import CheckReport
@@ -146,7 +147,7 @@ def write_draws(
         for position, (tree, wave, each) in enumerate(zip(collected.trees, collected.waves, outcomes, strict=True))
     ]
     values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
-    _write(draws_file(run_dir, iteration), json.dumps(values) + "\n")
+    _write(draws_file(run_dir, iteration), sealed(values) + "\n")
 
 
 def write_check(run_dir: Path, curriculum: str, report: CheckReport) -> None:

@@ -28,7 +28,7 @@ _LINE = (
     ("eval_reward", "held-out reward {:.3f}"),
     ("sampled_tokens", "token"),
     ("num_rollouts", "rollout"),
-    ("share_ratio", "share {:.2f}"),
+    ("share_ratio", "share ratio {:.2f}"),
     ("logprob_gap", "logprob gap {:.4f}"),
     ("loss", "loss {:.4g}"),
     ("entropy", "entropy {:.3f}"),

@@ -13,6 +13,7 @@ from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named
 from treewise.rl.curriculum.self_check import SIGNAL_OF
 from treewise.rl.success_book import BookSettings
+from treewise.rl.tasks.rewards import MAX_FAILED
 
 if TYPE_CHECKING:
     from treewise.objectives import Objective
@@ -162,7 +163,7 @@ class OnlineSettings:
     save_every: Count = 5
     reward_timeout: Annotated[float, Gt(0)] | None = 30.0
     on_reward_error: Literal["quarantine", "raise"] = "quarantine"
-    max_failed: Annotated[float, Ge(0), Le(1), "it is a share of rollouts"] = 0.5
+    max_failed: Annotated[float, Ge(0), Le(1), "it is a share of rollouts"] = MAX_FAILED
     reward_workers: CountOrNone = 0
     episodes_at_once: Count = 64
     gather_seconds: Annotated[float, Ge(0)] | None = 0.1

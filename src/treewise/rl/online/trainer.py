@@ -27,11 +27,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.distributed.mesh import copy_first
-from treewise.distributed.signals import StepAbandoned
+from treewise.distributed.signals import StepAbandoned, stop_of_all
 from treewise.engine.engine import TreeEngine
-from treewise.engine.scoring import StepOutput
+from treewise.engine.prepared import StepOutput
 from treewise.errors import CheckpointError, ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
@@ -60,9 +61,9 @@ from treewise.rl.tasks import Calls, ChatTokens, RewardRunner
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
+from treewise.trainer.batches import collate
 from treewise.trainer.checkpoint import contents, store
-from treewise.trainer.data_loader import collate
-from treewise.trainer.run_context import entered_run, stop_of_all, stopped_error
+from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.tree.trajectory import Trajectory
 
 logger = logging.getLogger("treewise")
@@ -352,7 +353,7 @@ class OnlineTrainer(TreeTrainer):
             "optimizer_steps": float(len(norms)),
             "loss": sums[0] / len(norms),
             "grad_norm": math.fsum(norms) / len(norms),
-            **runner.means.take(runner.sum_over_batches),
+            **runner.means.take(runner.sum_over_batches, is_alone=runner.ranks is None),
             "share_ratio": sums[2] / max(1, sums[1]),
             "seconds_update": time.perf_counter() - started,
         }
@@ -373,7 +374,8 @@ class OnlineTrainer(TreeTrainer):
         self.rewards.begin(self.state)
         rounds = replace(rounds, version=iteration)
         has_own = self._ahead is not None and self.rollouts.sampler is self.sampler  # not the model at hand
-        with self._ahead.newest() if self._ahead is not None and has_own else nullcontext():
+        newest = self._ahead.newest() if self._ahead is not None and has_own else nullcontext()
+        with busy_with(f"evaluation after iteration {iteration}"), newest:
             found, samples = self.rollouts.evaluation(rounds, self.args.seed + _EVALUATION)
         if samples and self.args.should_save:
             records.write_evaluation(self.folder, iteration, samples)

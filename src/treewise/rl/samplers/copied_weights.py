@@ -14,10 +14,10 @@ from transformers.initialization import no_init_weights
 
 from treewise.distributed import ranks
 from treewise.distributed.fsdp import whole_tensor
-from treewise.distributed.mesh import as_whole_model, mesh_of
+from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.device import free_bytes
-from treewise.nn.model import base_model
+from treewise.nn.wrapped import base_model
 from treewise.rl.samplers.protocol import Sampler
 from treewise.rl.samplers.shared_prefix import device_of
 from treewise.rl.samplers.transformers_sampler import TransformersSampler

@@ -19,8 +19,9 @@ from transformers.cache_utils import Cache
 
 from treewise.data.images import decoded
 from treewise.errors import DataError, UnsupportedModelError
-from treewise.nn.model import base_model, split_model
+from treewise.nn.model import split_model
 from treewise.nn.vision import pixel_inputs, row_arguments, tree_positions, vision_model
+from treewise.nn.wrapped import base_model
 from treewise.rl.samplers.shared_prefix import (
     Prefix,
     SharedPrefix,

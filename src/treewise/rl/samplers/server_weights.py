@@ -26,6 +26,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
+from treewise.nn.adapters import parted_table, tables_of
+from treewise.nn.wrapped import innermost
 
 if TYPE_CHECKING:
     from treewise.rl.samplers.servers import Server
@@ -265,15 +267,20 @@ def _refuse_tied(base: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners = Counter(id(each) for _, each in base.named_parameters(remove_duplicate=False))
+    parted, tables = parted_table(base), [innermost(each) for each in tables_of(base).values()]
     for path, module in base.named_modules():
+        is_parted = path == parted
         if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters):
             parts = [getattr(module, part) for part in module.adapter_layer_names]
             is_adapted = any(name in part for part in parts for name in module.active_adapters)
-            if is_adapted and any(owners[id(each)] > 1 for each in module.get_base_layer().parameters()):
-                raise ConfigError(
-                    f"{path} has an adapter and shares its weights with another layer, so the adapter cannot be merged "
-                    "into them; give weights=adapter, or train no adapter there."
-                )
+            layer = module.get_base_layer()
+            is_shared = any(owners[id(each)] > 1 for each in layer.parameters())
+            is_parted |= is_adapted and is_shared and not any(layer is each for each in tables)
+        if is_parted:
+            raise ConfigError(
+                f"{path} has an adapter and shares its weights with another layer, so the adapter cannot be merged "
+                "into them; give weights=adapter, or train no adapter there."
+            )
 
 
 def _below(prefix: str, module: Any, merged: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -282,6 +289,7 @@ def _below(prefix: str, module: Any, merged: bool | None) -> Iterator[tuple[str,
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
+        module = getattr(module, "token_adapter", module)  # trainable_token_indices
         if isinstance(module, AuxiliaryTrainingWrapper):
             module = module.modules_to_save[module.active_adapters[0]] if merged else module.original_module
         elif isinstance(module, BaseTunerLayer):

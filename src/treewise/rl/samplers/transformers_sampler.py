@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.errors import ConfigError, NonFiniteError
-from treewise.nn.compilation import uncompiled
+from treewise.base.progress import busy_with, tell_progress
+from treewise.errors import ConfigError, NonFiniteError, num
 from treewise.nn.model_checks import refuse_lengths
+from treewise.nn.wrapped import uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
@@ -109,7 +110,7 @@ class TransformersSampler:
                     self._decoder = choose_decoder(self.model, self.method, known)
             missing = Counter(row.request_index for row in rows)
             for batch in self._batches(rows):
-                with self._lock:
+                with self._lock, busy_with(f"sampling {num(len(batch), 'continuation')} side by side"):
                     self._run(batch)
                 missing.subtract(row.request_index for row in batch)
                 for index in dict.fromkeys(row.request_index for row in batch):
@@ -159,6 +160,7 @@ class TransformersSampler:
         logits = decoder.start(list(counts), list(counts.values()), limit)
         while True:
             token_ids = _append(rows, logits)
+            tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
             alive = [
                 i
                 for i, row in enumerate(rows)

@@ -56,8 +56,9 @@ class ChatTokens:
         return tuple(joined(self.encoder.encode([text])[0]).tolist())
 
     def text_ids(self, text: str) -> tuple[int, ...]:
-        """The ids of a prompt that is a text: as the tokenizer writes it, without a template."""
-        return tuple(int(i) for i in self.tokenizer(text)["input_ids"])
+        """The ids of a prompt that is a text: as the tokenizer writes it, with one begin token, without a template."""
+        ids = tuple(int(i) for i in self.tokenizer(text)["input_ids"])
+        return ids[1:] if self.encoder.begins(text) and ids[:1] == ids[1:2] else ids
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message | None:
         """A sampled turn as the tokenizer's own response template reads it; None where it has none, or cannot."""
@@ -74,11 +75,8 @@ class ChatTokens:
         eos = self.tokenizer.eos_token_id
         if self.template.text is None and not getattr(self.tokenizer, "chat_template", None):
             return () if eos is None else (eos,)
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
-        whole = self.template.render([talk], None, "chat template", generation=False)[0]
-        tail = whole.partition(MARK)[2]
-        span = self.encoder.end_of_turn(tail)
-        ids = self.encoder.encode_continuations([tail[span[0] : span[1]].strip()])[0].tolist() if span else []
+        span = self.encoder.end_of_turn(end := self.template.end)
+        ids = self.encoder.encode_continuations([end[slice(*span)].strip()])[0].tolist() if span else []
         ids = ids if len(ids) == 1 else []
         return tuple(dict.fromkeys([*ids, *([eos] if eos is not None else [])]))
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from treewise.data.io.field_checks import printable
-from treewise.errors import TaskError
+from treewise.errors import TaskError, num
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
 from treewise.rl.tasks.episode import Episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
@@ -20,6 +20,7 @@ from treewise.rl.tasks.reward_functions import Logged, number
 from treewise.rl.tasks.single_turn import RowsTask
 
 logger = logging.getLogger(__name__)
+MAX_FAILED = 0.5  # the share of rollouts that may have no reward, where nothing else is asked for
 MAX_SHOWN = 20  # different failures that are logged; all are counted
 _ALONE = 2.0  # time limits that finding the rollouts of a batch that fail may take
 
@@ -41,7 +42,9 @@ Outcome = float | RewardFailure
 
 @dataclass(slots=True)
 class RewardTally:
-    """Of the rewards of an iteration. first: the first failure, as text. metrics: that reward functions logged."""
+    """Of the rewards of an iteration, or of recorded rollouts. first: the first failure, as text. metrics: that reward
+    functions logged.
+    """
 
     num_rollouts: int = 0
     num_failed: int = 0
@@ -55,6 +58,18 @@ class RewardTally:
         self.first = self.first or other.first
         for name, values in other.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
+
+
+def too_many_failed(tally: RewardTally, max_failed: float) -> str | None:
+    """What is wrong where more than `max_failed` of the rollouts, sampled or recorded, have no reward; None where few
+    enough have none: these are set aside and counted.
+    """
+    if tally.num_failed <= max_failed * tally.num_rollouts:
+        return None
+    return (
+        f"{tally.num_failed} of {num(tally.num_rollouts, 'rollout')} without reward, more than max_failed="
+        f"{max_failed:g} of them. The first: {tally.first}."
+    )
 
 
 @dataclass(slots=True)

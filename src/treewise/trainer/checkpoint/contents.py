@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import whole_state, whole_tensor
-from treewise.distributed.mesh import as_whole_model, mesh_of
+from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
@@ -82,7 +82,7 @@ def write(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
     has_parts, settings = is_sharded_model(run.model), run.args.shard_settings()
     is_sharded = has_parts and mesh_of(run.model) is None  # a mesh's are whole, so that any other mesh reads them
     is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
-    weights = whole_state(run.model) if is_whole and has_parts else None
+    weights = feature("fsdp").whole_state(run.model) if is_whole and has_parts else None
     try:
         ranks.on_first_rank(explained()(lambda: str(store.new_folder(run_dir, step))))
         for stage in _stages(run, folder, weights, is_sharded=is_sharded, is_whole=is_whole):
@@ -108,7 +108,7 @@ def _stages(
             """What this rank writes of each tensor; of a mesh, with parts on several ranks, the first the whole."""
 
             def whole_on_first(_: str, tensor: torch.Tensor) -> torch.Tensor:
-                whole = whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                whole = feature("fsdp").whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
                 return whole.cpu() if ranks.own() == 0 else torch.empty(0)
 
             state = optimizer_state(run.optimizer, run.model)
@@ -173,7 +173,7 @@ def save_model(
     Raises:
         CheckpointError: on all ranks, if any of them could not write. Files that were there are untouched.
     """
-    state = whole_state(model) if is_sharded_model(model) else None
+    state = feature("fsdp").whole_state(model) if is_sharded_model(model) else None
     num_bytes = sum(each.numel() * each.element_size() for each in sharded_weights(model).values())
 
     def write_files() -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from treewise.base.own_files import CHECKSUM, sealed
 from treewise.errors import CheckpointError, ConfigError, bytes_as_text
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -206,7 +207,6 @@ def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
 
 MANIFEST = "treewise.json"
 _FORMAT = 3
-_CHECKSUM = "checksum"
 # Formats whose reading may run code. treewise never writes them.
 _PICKLED = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 
@@ -254,6 +254,15 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
+def facts_of(checkpoint: Path) -> dict[str, Any]:
+    """What the run of a checkpoint was, from its manifest alone; its files are not compared with it.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    return _parsed(checkpoint)
+
+
 def is_verified(checkpoint: Path) -> bool:
     """Whether the files are what the manifest lists. Those of a checkpoint that this process has verified before are
     read again only where their sizes or times have changed.
@@ -297,9 +306,7 @@ def listed_files(checkpoint: Path) -> Iterator[Path]:
 
 def sealed_text(content: dict[str, Any]) -> str:
     """The text of a manifest, with the checksum of all else in it."""
-    body = json.dumps(content, indent=1)
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    return json.dumps({**content, _CHECKSUM: checksum}, indent=1)
+    return sealed(content, indent=1)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -324,11 +331,11 @@ def own_file(path: Path, mode: str) -> Iterator[Any]:
         raise
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """The whole file or nothing, also when the machine stops."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with own_file(temporary, "w") as stream:
-        stream.write(text)
+    with own_file(temporary, "wb" if isinstance(content, bytes) else "w") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
@@ -377,7 +384,7 @@ def _parsed(checkpoint: Path) -> dict[str, Any]:
     format_number = content.get("format") if isinstance(content, dict) else None
     if format_number != _FORMAT:
         raise CheckpointError(f"{path}: format {format_number!r}; this treewise reads {_FORMAT}.")
-    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
     if sealed_text(rest) != text:
         raise CheckpointError(f"{path}: damaged (its checksum differs); use an earlier checkpoint.")
     root, files = checkpoint.resolve(), rest.get("files")

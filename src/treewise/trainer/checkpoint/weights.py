@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from treewise.distributed.fsdp import like_shard, whole_tensor
-from treewise.distributed.mesh import load_on_mesh, mesh_of
+from treewise.base.features import feature
+from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
+from treewise.nn.wrapped import innermost
 from treewise.trainer.checkpoint.store import listed_files
 
 # -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------
@@ -135,6 +136,39 @@ def refuse_unsaved(model: PreTrainedModel) -> None:
             f"model: {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. Name the modules in modules_to_save of "
             "the adapter's configuration, or freeze them."
         )
+    _refuse_lost_rows(model)
+
+
+def _refuse_lost_rows(model: Any) -> None:
+    """Raises `ConfigError` where a resized vocabulary would not be saved: where one of two tables of tokens is named in
+    `target_modules`, PEFT saves that one alone, and none where it has no adapter then (`layers_to_transform`)."""
+    tables, name = (
+        feature("adapters").tables_of(model.get_base_model()),
+        model.active_peft_config.base_model_name_or_path,
+    )
+    if not name:
+        return
+    try:
+        num_before = feature("load_model").load_config(name).get_text_config().vocab_size
+    except ConfigError:  # a base that is not there, of which PEFT holds that nothing was resized
+        return
+    from peft import get_peft_model_state_dict
+
+    num_tokens = {len(innermost(each).weight) for each in tables.values()}
+    if num_tokens == {num_before}:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT, that it saves tables
+        state = get_peft_model_state_dict(model)
+    saved = feature("adapters").saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
+    held = {id(innermost(tables[path]).weight) for path in saved}
+    lost = [path for path, each in tables.items() if id(innermost(each).weight) not in held]
+    if lost:
+        raise ConfigError(
+            f"{', '.join(lost)} was resized from {num_before:,} tokens, and would be in no checkpoint and not in the "
+            "saved model, as PEFT saves tables with adapters alone where target_modules name one. Put adapters on both "
+            "or on none, or save the resized model and begin with that."
+        )
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None = None) -> None:
@@ -163,7 +197,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
     mesh = mesh_of(model)
     wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     if mesh is not None and isinstance(model, PreTrainedModel):
-        load = partial(load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
+        load = partial(feature("mesh").load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
         _check_complete(_load_converted(model, load, folder, wanted))
         return
     if is_sharded_model(model):
@@ -206,8 +240,13 @@ def _load_converted(
 def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A weight that was loaded on a mesh, in the shards of a model that was sharded on it since."""
     if not isinstance(value, DTensor) or not isinstance(loaded, DTensor) or loaded.device_mesh == value.device_mesh:
-        return loaded if isinstance(loaded, DTensor) or not isinstance(value, DTensor) else like_shard(loaded, value)
-    return like_shard(whole_tensor(loaded), value)
+        return (
+            loaded
+            if isinstance(loaded, DTensor) or not isinstance(value, DTensor)
+            else feature("fsdp").like_shard(loaded, value)
+        )
+    fsdp = feature("fsdp")
+    return fsdp.like_shard(fsdp.whole_tensor(loaded), value)
 
 
 def _load_adapters(model: PreTrainedModel, folders: dict[str, Path]) -> None:

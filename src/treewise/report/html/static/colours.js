@@ -70,7 +70,7 @@
         legend: {
           kind: "categories",
           colours,
-          text: `${TW.format(order.size)} micro-batches in this tree; hatched: open, a gateway for those below`,
+          text: `${TW.format(order.size)} micro-batches in this tree; hatched: open (others continue it; see Plan)`,
         },
       };
     }

@@ -1,0 +1,149 @@
+"""Stages of `make gpu` (`benchmarks/gpu.py`), each a process of its own that saves what it has as it has it.
+
+python benchmarks/gpu_stages.py kernels --device cuda --seconds 120 --out kernels.json
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from treewise.bench import make, random_model
+from treewise.cli.commands.doctor import case_line
+from treewise.cli.main import main as treewise
+from treewise.engine.engine import TreeEngine
+from treewise.engine.profiling import profile_step
+from treewise.nn.device import matmul_flops
+from treewise.nn.gradients import zero_gradients
+from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
+from treewise.report.analysis.machine_facts import machine_facts
+from treewise.tree.forest import Forest
+
+MODEL = {"full": "qwen3-1.7b", "tiny": "qwen3-tiny"}
+SMALL_MODEL = {"full": "qwen3-0.6b", "tiny": "qwen3-tiny"}
+BUDGET = {"full": 5000, "tiny": 20}
+NUM_KERNELS = 20  # that are named, by their time
+
+
+def save(out: Path, results: Any) -> None:
+    """Whole or not at all: who ends this process may read the file."""
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(out)
+
+
+def found(args: argparse.Namespace) -> int:
+    """Facts of the machine and the rate of products."""
+    device = torch.device(args.device)
+    facts: dict[str, Any] = {**machine_facts(device), "card": gpu_facts(device)}
+    save(args.out, facts)
+    facts["products"] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        if (rate := matmul_flops(device.type, dtype)) is not None:
+            facts["products"][str(dtype).removeprefix("torch.")] = rate
+    save(args.out, facts)
+    for title, lines in facts.items():
+        for name, text in lines.items():
+            print(f"{title}: {name}: {text}")
+    return 0
+
+
+def kernels(args: argparse.Namespace) -> int:
+    """The cases of `treewise doctor --gpu`."""
+    device, checks = torch.device(args.device), KernelChecks()
+
+    def on_case(name: str, each: dict[str, Any]) -> None:
+        print(case_line(name, each))
+        save(args.out, checks.facts(device))
+
+    checks.run(device, perf_counter() + args.seconds, on_case=on_case)
+    facts = checks.facts(device)
+    save(args.out, facts)
+    return 0 if facts["passed"] else 1
+
+
+def bench(args: argparse.Namespace, model: str, workloads: tuple[str, ...], against: tuple[str, ...]) -> int:
+    """`treewise bench`, which saves after each step."""
+    size = ("--size", "tiny") if args.size == "tiny" else ()
+    seconds = str(max(1.0, args.seconds / len(workloads)))
+    words = ["bench", "--device", args.device, "--model", model, "--workload", *workloads, "--against", *against, *size]
+    words += ["--max_tokens", str(BUDGET[args.size]), "--reference", "flat", "--repetitions", "2"]
+    return treewise([*words, "--max_seconds", seconds, "--json", str(args.out)])
+
+
+def speed(args: argparse.Namespace) -> int:
+    """Whole trees and a budget beside packed flat rows."""
+    return bench(args, MODEL[args.size], ("ratio-6.5", "tau2"), ("flat",))
+
+
+def trl(args: argparse.Namespace) -> int:
+    """TRL's tree rows."""
+    return bench(args, SMALL_MODEL[args.size], ("tau2",), ("flat", "trl"))
+
+
+def profiled(args: argparse.Namespace) -> int:
+    """A whole tree, and the same under a budget: seconds by part, launches, the kernels that take longest."""
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_model(MODEL[args.size], dtype, device)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    forest = Forest.from_trajectories(make("ratio-6.5", args.size, vocabulary).trajectories)
+    results: dict[str, Any] = {"model": MODEL[args.size], "workload": "ratio-6.5", "dtype": str(dtype)}
+    for name, budget in (("whole", None), (f"at {BUDGET[args.size]}", BUDGET[args.size])):
+        engine = TreeEngine(model, budget, check=False)
+        engine.step(forest)
+        zero_gradients(model)
+        found = asdict(profile_step(lambda engine=engine: engine.step(forest), device))
+        zero_gradients(model)
+        results[name] = {**found, **_kernels(engine, forest, device)}
+        save(args.out, results)
+        each = results[name]
+        print(f"{name}: {each['seconds']:.3f} s, kernels {each['kernel_seconds']:.3f} s, {each['launches']:,} launches")
+        for part, cost in each["parts"].items():
+            print(f"  {part:32} {cost['seconds']:.3f} s  {cost['calls']:,} operations")
+        for kernel in each["kernels"]:
+            print(f"  {1000 * kernel['seconds']:9.2f} ms {kernel['calls']:6} x {kernel['name'][:100]}")
+    return 0
+
+
+def _kernels(engine: TreeEngine, forest: Forest, device: torch.device) -> dict[str, Any]:
+    """Kernels of a step by name, on a CPU its operations."""
+    is_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as record:
+        engine.step(forest)
+        if is_gpu:
+            torch.cuda.synchronize()
+    seconds = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    averages = [each for each in record.key_averages() if getattr(each, seconds) > 0]
+    ordered = sorted(averages, key=lambda each: -getattr(each, seconds))
+    named = [{"name": each.key, "seconds": getattr(each, seconds) / 1e6, "calls": each.count} for each in ordered]
+    return {
+        "kernel_seconds": sum(each["seconds"] for each in named),
+        "launches": sum(each["calls"] for each in named),
+        "kernels": named[:NUM_KERNELS],
+    }
+
+
+STAGES = {"found": found, "kernels": kernels, "speed": speed, "profile": profiled, "trl": trl}
+
+
+def main() -> int:
+    """Runs one stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--size", choices=MODEL, default="full")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    return STAGES[args.stage](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

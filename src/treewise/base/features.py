@@ -1,0 +1,60 @@
+"""What a plain step on text does without: features in files of their own, loaded when something asks for them.
+
+A model asks (recurrent layers, a sharded head), a setting (`offload`, `tp_size`, `sharded`, an objective), or a record
+(an image, a dump of another library). Nothing else imports these modules, so a reader may leave them out, and taking
+one away takes its feature away and nothing else (`tests/base/test_features.py`).
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from treewise.errors import ConfigError
+
+# name -> its module, and who asks for it, as the subject of a sentence in the plural.
+FEATURES = {
+    "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
+    "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
+    "compilation": ("treewise.nn.compilation", "compiled layers (torch_compile)"),
+    "context": ("treewise.distributed.context", "batches divided among ranks (context_size)"),
+    "fsdp": ("treewise.distributed.fsdp", "sharded parameters (sharded)"),
+    "host_memory": ("treewise.nn.host_memory", "gateways in host memory (offload)"),
+    "images": ("treewise.nn.vision", "trajectories with images"),
+    "importers": ("treewise.data.importers", "dumps of other libraries"),
+    "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
+    "many_ranks": ("treewise.trainer.many_ranks", "runs of several processes"),
+    "mesh": ("treewise.distributed.mesh", "meshes of processes (tp_size, ep_size)"),
+    "objectives": ("treewise.objectives.registry", "objectives by name"),
+    "online_placement": ("treewise.distributed.online_placement", "trees that are placed on several processes"),
+    "placement": ("treewise.distributed.placement", "trees that are placed on several processes"),
+    "preference": ("treewise.objectives.preference", "preference objectives (dpo, ipo, kto)"),
+    "recurrent": ("treewise.nn.recurrent", "models with recurrent layers or short convolutions"),
+    "load_model": ("treewise.nn.load_model", "models, tokenizers and processors by name"),
+    "references": ("treewise.trainer.references", "preference objectives (dpo, ipo, kto)"),
+    "router_loss": ("treewise.nn.router_loss", "losses on routers of mixtures of experts"),
+    "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
+    "tensor_parallel": ("treewise.nn.tensor_parallel", "layers that are spread over processes"),
+}
+
+
+def feature(name: str) -> Any:
+    """The module of a feature.
+
+    Raises:
+        ConfigError: it was taken out of this installation.
+    """
+    module, who = FEATURES[name]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name) or is_there(name):
+            raise
+        raise ConfigError(f"{who} need {module}, which this installation of treewise was made without.") from None
+
+
+def is_there(name: str) -> bool:
+    """Whether the module of a feature is installed."""
+    try:
+        return find_spec(FEATURES[name][0]) is not None
+    except ModuleNotFoundError:
+        return False

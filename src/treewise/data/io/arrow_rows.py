@@ -1,0 +1,149 @@
+"""Rows of Arrow record batches as records: the values of each column by its type.
+
+A column of `datasets` may hold JSON text (its feature `Json`, Arrow's type `arrow.json`), in lists and structs, too. It
+is marked here and decoded where the record is parsed, in the worker processes, with the record's own location in an
+error. What is left of the types has a plain meaning, or is an error that names column and type.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from treewise.data.io.field_checks import printable
+from treewise.data.io.stored_json import StoredJson
+from treewise.errors import DataError
+
+JSON = "arrow.json"
+# Features of `datasets` whose Arrow values are the values of a record; `Json` is decoded. Others are files of a kind.
+FEATURES = (
+    *("Value", "ClassLabel", "Translation", "TranslationVariableLanguages", "List", "LargeList", "Sequence", "Image"),
+    *(f"Array{number}D" for number in (2, 3, 4, 5)),
+    "Json",
+)
+EXTENSIONS = re.compile(r"arrow\.(json|uuid|bool8)|datasets\.features\.features\.Array\dDExtensionType")
+Mend = Callable[[Any], Any]
+
+
+def rows_of_batches(
+    batches: "Iterable[pa.RecordBatch]", name: str, features: Mapping[str, Any] | None = None
+) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """The rows of record batches: number from 1, values by column, bytes.
+
+    features: of a data set, as `Features.to_dict` writes them; those in the schema's metadata where not given.
+
+    Raises:
+        DataError: a column of a type that has no meaning in a record.
+    """
+    number, schema, mends = 0, None, {}
+    for batch in batches:
+        if schema is None or not batch.schema.equals(schema, check_metadata=True):
+            schema = batch.schema
+            mends = mends_of(schema, _features_of(schema, name) if features is None else features, name)
+        num_bytes = batch.nbytes // max(1, batch.num_rows)
+        columns = [column_values(column, mends[key]) for key, column in zip(schema.names, batch.columns, strict=True)]
+        for values in zip(*columns, strict=True):
+            number += 1
+            yield number, dict(zip(schema.names, values, strict=True)), num_bytes
+
+
+def column_values(column: pa.Array, mend: Mend | None = None) -> list[Any]:
+    """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
+    kind = column.type
+    if mend is not None:
+        return [mended(mend, value) for value in column.to_pylist()]
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return column.to_pylist()
+    if not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)) or column.values.null_count:
+        return column.to_pylist()
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets = np.asarray(column.offsets)
+    valid = column.is_valid().to_pylist()
+    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
+
+
+def mends_of(
+    schema: pa.Schema, features: Mapping[str, Any], name: str, stored: Callable[..., object] = StoredJson
+) -> dict[str, Mend | None]:
+    """For each column what `_mend_of` gives. features: of `datasets`, by column. Raises as it does."""
+    return {
+        field.name: _mend_of(field, features.get(field.name), f"{name}: column {printable(field.name)}", stored)
+        for field in schema
+    }
+
+
+def _mend_of(field: pa.Field, feature: object, where: str, stored: Callable[..., object]) -> Mend | None:
+    """What turns Python values of an Arrow field (not null) into those of a record; None where they are the same.
+
+    feature: of `datasets`, as plain JSON; None without one. stored: what marks JSON.
+
+    Raises:
+        DataError: a type that has no meaning in a record.
+    """
+    kind, name = field.type, feature.get("_type") if isinstance(feature, Mapping) else None
+    if isinstance(name, str) and name not in FEATURES:
+        raise DataError(
+            f"{where} is of the type {printable(name)} of datasets, which is not read; leave the column out "
+            "(remove_columns)."
+        )
+    extension = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode(errors="replace")
+    if isinstance(kind, pa.BaseExtensionType):
+        extension = kind.extension_name
+    if extension and not EXTENSIONS.fullmatch(extension):
+        raise DataError(
+            f"{where} is of the Arrow type {printable(extension)}, which is not read; write plain numbers, texts, "
+            "lists or structs, or leave the column out."
+        )
+    if extension == JSON or name == "Json":
+        return partial(stored, field=field.name)
+    if isinstance(kind, pa.BaseExtensionType):
+        return str if extension == "arrow.uuid" else None
+    return _mend_of_nested(field, feature, where, stored)
+
+
+def _mend_of_nested(field: pa.Field, feature: object, where: str, stored: Callable[..., object]) -> Mend | None:
+    kind = field.type
+    if pa.types.is_map(kind):
+        inner = _mend_of(kind.item_field, None, f"{where}.value", stored)
+        return lambda pairs: {str(key): mended(inner, value) for key, value in pairs}
+    if pa.types.is_struct(kind):
+        own = feature if isinstance(feature, Mapping) else {}
+        mends = {child.name: _mend_of(child, own.get(child.name), f"{where}.{child.name}", stored) for child in kind}
+        if not any(mends.values()):
+            return None
+        return lambda value: (
+            {key: mended(mends.get(key), item) for key, item in value.items()} if isinstance(value, dict) else value
+        )
+    if hasattr(kind, "value_field"):  # lists of every kind
+        inner_feature = feature.get("feature") if isinstance(feature, Mapping) else feature
+        if isinstance(inner_feature, list):
+            inner_feature = inner_feature[0] if inner_feature else None
+        child = kind.value_field.with_name(field.name)
+        if (inner := _mend_of(child, inner_feature, f"{where}[]", stored)) is None:
+            return None
+        return lambda value: [mended(inner, item) for item in value] if isinstance(value, list) else value
+    return None
+
+
+def mended(mend: Mend | None, value: object) -> object:
+    """The value, if nothing is to be done, or what `mend` makes of it."""
+    return value if mend is None or value is None else mend(value)
+
+
+def _features_of(schema: pa.Schema, name: str) -> Mapping[str, Any]:
+    """The features that `datasets` wrote into a schema; none where another library did."""
+    written = (schema.metadata or {}).get(b"huggingface")
+    if written is None:
+        return {}
+    try:
+        found = json.loads(written)["info"].get("features")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{name}: the features that datasets wrote into its metadata are damaged ({type(error).__name__}); write "
+            "it again."
+        ) from None
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,219 @@
+"""What must hold before a forest is trained: tokens that the model has, and a model that passed the probe as it is.
+
+A model may change between steps: a hook, another `forward`, a dropout, a factor of the logits. Outside of the decoder
+none of these would be seen by a tree. So every check compares the model's state with those that passed: what modules
+it has, their hooks, overrides, modes and dropouts, the numbers of its configuration, and which parameters are trained.
+A new state is searched for what trees refuse (`nn.model_checks`), and probed (`engine.probe`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treewise.base.progress import busy_with
+from treewise.engine.probe import check_router_losses, probe
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn import model_checks
+from treewise.nn.decoder import DecoderAndHead
+from treewise.nn.device import warn_of_slow_precision
+from treewise.nn.tensors import autocast_dtype
+from treewise.nn.wrapped import base_model
+from treewise.tree.forest import Forest
+
+_NUM_KEPT = 8  # states; more only where something is new at every step
+
+
+def refuse_no_gradients(model: nn.Module) -> None:
+    """Raises `ConfigError` where a step would do nothing: gradients are disabled, or no parameter is trained."""
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "step computes gradients, which are disabled here (torch.no_grad or inference_mode); for the loss alone "
+            "call evaluate."
+        )
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ConfigError(
+            "no parameter of the model requires a gradient, so a step would do nothing (PEFT loads adapters so without "
+            "is_trainable=True)."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. longest: tokens of a path;
+    None: any number. has_placeholders: whether some tokens stand for images, videos or sounds."""
+
+    num_tokens: int
+    longest: int | None
+    has_placeholders: bool
+
+    def check(self, lm: DecoderAndHead, forest: Forest) -> None:
+        """Raises what `model_checks.refuse_tokens`, `refuse_lengths` and `refuse_placeholders` raise."""
+        length = int(forest.depth.max()) + 1
+        if int(forest.token_ids.max()) >= self.num_tokens:
+            model_checks.refuse_tokens(lm, forest)
+        if self.has_placeholders:
+            model_checks.refuse_placeholders(
+                lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids)
+            )
+        if self.longest is not None and length > self.longest:
+            model_checks.refuse_lengths(lm.decoder, length, "the longest path", "Shorten the trajectories")
+
+
+def limits_of(lm: DecoderAndHead) -> Limits:
+    """The limits of a model as it is now."""
+    config: Any = lm.base.config
+    longest = model_checks.length_limit(lm.decoder)
+    has_placeholders = config.get_text_config() is not config
+    return Limits(min(lm.num_embeddings, lm.num_logits), None if longest is None else longest[0], has_placeholders)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """What a model is beside its weights: of each module, of those outside of the decoder, of configurations; and which
+    parameters are trained."""
+
+    modules: tuple[tuple[Any, ...], ...]
+    outer: tuple[tuple[str, Any], ...]
+    is_trained: tuple[bool, ...]
+
+    def changes_to(self, later: "_State", lm: DecoderAndHead) -> Iterator[str]:
+        """Sentences' parts that name what differs."""
+        if len(self.modules) != len(later.modules):
+            yield f"it has {len(later.modules)} modules, where it had {len(self.modules)}"
+            return
+        for (name, module), before, now in zip(lm.model.named_modules(), self.modules, later.modules, strict=True):
+            label = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            for what, old, new in zip(_FACTS, before, now, strict=True):
+                if old != new:
+                    yield f"{label} has {what}"
+        was, is_now = dict(self.outer), dict(later.outer)
+        for name in sorted(was.keys() | is_now.keys()):
+            if was.get(name) != is_now.get(name):
+                yield f"{name} is {is_now.get(name)!r}, was {was.get(name)!r}"
+        if self.is_trained != later.is_trained:
+            yield f"{sum(later.is_trained)} parameters are trained, where {sum(self.is_trained)} were"
+
+
+_FACTS = (
+    *("been replaced", "another class", "another mode", "other forward hooks", "other forward pre-hooks"),
+    *("other backward hooks", "other backward pre-hooks", "another forward", "another dropout"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passed:
+    """A state that passed. with_images, with_gradients: what was probed. limits: of its tokens."""
+
+    state: _State
+    with_images: bool
+    with_gradients: bool
+    limits: Limits
+
+
+class StepChecks:
+    """Checks one model with each forest that it is to train.
+
+    Parameters:
+        model: as the engine was given it.
+        has_probes: whether the model is probed.
+    """
+
+    def __init__(self, model: nn.Module, *, has_probes: bool) -> None:
+        self._model, self._has_probes = model, has_probes
+        self._passed: list[_Passed] = []
+        self.stands_in_for: nn.Module | None = None  # its `forward` calls the engine, so it is no change of the model
+
+    def check(
+        self,
+        lm: DecoderAndHead,
+        impl: str,
+        forest: Forest,
+        router_rule: Any,
+        *,
+        processor: object = None,
+        hold: str = "auto",
+        offload: bool = False,
+        before_probe: Callable[[], object] | None = None,
+    ) -> None:
+        """Raises what `TreeEngine.check` raises.
+
+        lm: the model, split. impl, hold, offload: of the walks that will run. router_rule: of the losses that steps
+        add; None: none. processor: the model's, for a probe with an image of the forest; None: none is probed.
+        before_probe: what must hold before ranks probe together, of which one alone would wait for the others.
+        """
+        state, has_gradients = _state_of(lm, self.stands_in_for), torch.is_grad_enabled()
+        has_images = forest.has_images and processor is not None
+        passed = None
+        for each in reversed(self._passed):
+            is_same = (each.state.modules, each.state.outer) == (state.modules, state.outer)
+            is_trained_same = not has_gradients or state.is_trained == each.state.is_trained
+            if is_same and is_trained_same and each.with_images == has_images and each.with_gradients >= has_gradients:
+                passed = each
+                break
+        limits = self._limits(lm) if passed is None else passed.limits
+        limits.check(lm, forest)
+        if passed is not None:
+            return
+        if self._has_probes:
+            if before_probe is not None:
+                before_probe()
+            try:
+                with busy_with("comparing a few tokens with the model's own forward"):
+                    probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
+                check_router_losses(lm, router_rule, forest)
+            except UnsupportedModelError as error:
+                if not self._passed:
+                    raise
+                now = _state_of(lm, self.stands_in_for)
+                changes = "; ".join(self._passed[-1].state.changes_to(now, lm))
+                since = f"Since the model was last probed: {changes or 'weights'}."
+                raise UnsupportedModelError(f"{error} {since}") from error
+            # Taken again: with router logits for the first time, transformers adds hooks of its own.
+            state = _state_of(lm, self.stands_in_for)
+        self._passed = [*self._passed, _Passed(state, has_images, has_gradients, limits)][-_NUM_KEPT:]
+
+    def _limits(self, lm: DecoderAndHead) -> Limits:
+        """What the tokens of a forest must keep to with the model as it is now. Raises where trees refuse it."""
+        base_model(self._model)  # adapters
+        kind = lm.device.type
+        warn_of_slow_precision(kind, autocast_dtype(kind) or next(lm.model.parameters()).dtype)
+        model_checks.refuse_dropout(self._model)
+        return limits_of(lm)
+
+
+def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
+    # Hooks are numbered by torch, each number once; functions and modules are compared by identity.
+    modules = tuple(
+        (
+            id(each),
+            type(each).forward,
+            each.training,
+            tuple(each._forward_hooks),
+            tuple(each._forward_pre_hooks),
+            tuple(each._backward_hooks),
+            tuple(each._backward_pre_hooks),
+            None if each is stands_in_for else vars(each).get("forward"),
+            [
+                value
+                for name, value in vars(each).items()
+                if type(value) is float and (name == "p" or "dropout" in name or name.endswith(model_checks.NOISE))
+            ],
+        )
+        for each in lm.model.modules()
+    )
+    base: Any = lm.base
+    outside = {id(each): each for each in (lm.model, base, *base.children(), lm.output) if each is not lm.decoder}
+    owners = [(type(each).__name__, each) for each in outside.values()]
+    owners += [("config", base.config), ("text config", base.config.get_text_config()), ("config", lm.decoder.config)]
+    outer = tuple(
+        (f"{owner}.{name}", value)
+        for owner, each in owners
+        for name, value in vars(each).items()
+        # `save_pretrained` makes a text of `dtype`, on the one rank that writes; no module reads it again.
+        if type(value) in (int, float, str, bool) and name != "dtype"
+    )
+    return _State(modules, outer, tuple(each.requires_grad for each in lm.model.parameters()))

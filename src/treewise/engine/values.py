@@ -1,0 +1,340 @@
+"""Values of a whole forest as one differentiable function, at any budget; and losses that need all of them at once.
+
+A `Reader` maps the output of each micro-batch to entries of a result over the whole forest. With one micro-batch the
+result is an ordinary graph. With several, the forward runs without a graph, and the backward is the walk, whose
+gradients autograd gets as those of the trained parameters; so a result may be used in any loss, more than once in a
+graph, under autocast, and with `torch.autograd.grad`, `inputs=` and hooks. Second derivatives are an error.
+
+A loss that is no sum over single tokens (ratios of sequences, preferences, a caller's function) takes two walks:
+values first, then the loss on them, then the walk with its gradients (`JointLoss`, `FunctionLoss`).
+
+Letters: T tokens of a micro-batch or of the forest, E entries of a micro-batch, F tokens of all trajectories.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treewise.base.shapes import Bool, Float
+from treewise.engine.carried import refuse_no_gradient
+from treewise.engine.prepared import StepOutput
+from treewise.engine.step import EdgeScorer, Entries, LossOf, StepLoss, Values, Walk, step_output
+from treewise.errors import ConfigError
+from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
+from treewise.nn.guest import MicroBatchOutput
+from treewise.nn.tensors import Autocast, to_device
+from treewise.objectives.sft import described
+from treewise.tree.forest import Forest
+
+LossFunction = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """How to read values from the micro-batches of a walk.
+
+    read: the entries of one micro-batch, each of which no other micro-batch may give; None if it has none. names: of
+    the values. num_entries: length of the result. without_gradient: names of values that carry no gradient.
+    reads_routers: whether `read` needs router logits.
+    """
+
+    read: Callable[[MicroBatchOutput], Entries | None]
+    names: tuple[str, ...]
+    num_entries: int
+    without_gradient: tuple[str, ...] = ()
+    reads_routers: bool = False
+
+
+def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list[Values]:
+    """For each reader, its [num_entries, ...] tensors by name; entries that no micro-batch gives are zero.
+
+    new_walk: returns a fresh walk over the plan; the backward needs one of its own.
+
+    Raises:
+        ConfigError: in lockstep with gradients enabled; in the backward, if weights changed since the forward.
+    """
+    walk = new_walk()
+    if walk.in_lockstep and torch.is_grad_enabled():
+        raise ConfigError(
+            "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
+            "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
+        )
+    if walk.is_one_graph:
+        return _in_one_graph(walk.forward(0), readers)
+    if not torch.is_grad_enabled():
+        return _visited(walk, readers)
+    # Has autograd call the backward also where no parameter is trained, which is an error there.
+    anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
+    trained = [each for each in walk.lm.model.parameters() if each.requires_grad]
+    tensors = iter(_TreeValues.apply(anchor, new_walk, tuple(readers), *trained))
+    return [{name: next(tensors) for name in reader.names} for reader in readers]
+
+
+def backward_through(
+    new_walk: Callable[[], Walk], readers: Sequence[Reader], loss_of: Callable[[list[Values]], Tensor]
+) -> tuple[Float[Tensor, ""], Walk]:
+    """Backward of a loss on values of the whole forest; returns the loss, a scalar that is detached, and the last walk.
+
+    The walk with the loss's gradients runs after the backward of the loss and not inside of it, as it would with
+    `tree_values`: modules that are sharded by FSDP2 take a forward within a backward for a recomputation, keep their
+    parameters whole after it and gather none in the backward. Their collectives would then differ from those of a rank
+    whose empty pass runs outside of a backward, and memory would hold the whole model.
+
+    loss_of: maps each reader's tensors by name to a scalar that requires a gradient.
+
+    Raises:
+        UnsupportedModelError: nothing that the walk computes requires a gradient.
+    """
+    first = new_walk()
+    if first.is_one_graph:
+        output = first.forward(0)
+        values, more = _in_one_graph(output, readers), first.loss_of_guests(output)
+        has_gradient = any(tensor.requires_grad for each in values for tensor in each.values())
+        if not has_gradient:
+            refuse_no_gradient(first.lm, first.guests)
+        loss = loss_of(values)
+        if has_gradient:
+            (loss if more is None else loss + more.to(loss.dtype)).backward()
+        return loss.detach(), first
+    values = _visited(first, readers)
+    for reader, tensors in zip(readers, values, strict=True):
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name not in reader.without_gradient)
+    loss = loss_of(values)
+    loss.backward()
+    grads_of = [{name: tensor.grad for name, tensor in tensors.items()} for tensors in values]
+    walk = new_walk()
+    walk.train(_loss_with_gradients(readers, grads_of))
+    walk.num_visits += first.num_visits
+    return loss.detach(), walk
+
+
+def token_reader(
+    forest: Forest, is_needed: Bool[np.ndarray, " T"] | None = None, outputs: tuple[str, ...] = ("log_probs",)
+) -> Reader:
+    """Reads [T] values of the tree's own tokens, by tree position.
+
+    is_needed: [T] bool; other tokens, and first tokens, are 0 and cost no projection. outputs: names out of
+    `lm_head.OUTPUTS`.
+    """
+    has_parent = forest.parent >= 0
+    positions = np.flatnonzero(has_parent if is_needed is None else has_parent & is_needed)
+    score = EdgeScorer(forest, positions, outputs=outputs)
+
+    def read(output: MicroBatchOutput) -> Entries | None:
+        entries = score(output)
+        return None if entries is None else (positions[entries[0]], entries[1])
+
+    return Reader(read, outputs, forest.num_tokens)
+
+
+def logprob_reader(forest: Forest, *, trained_only: bool) -> Reader:
+    """Reads [T] log-probs by tree position, 0 for first tokens; `trained_only`: for all that no trajectory trains."""
+    return token_reader(forest, forest.token_weights() > 0 if trained_only else None)
+
+
+def restored_logprobs(values: Values, forest: Forest, *, trained_only: bool) -> list[Tensor]:
+    """[length - 1] log-probs of each trajectory, or those of its trained tokens, from those of the tree's tokens."""
+    if trained_only:
+        return restore(values["log_probs"], forest, forest.flat_stream("loss_weights") != 0)
+    return [logprobs[1:] for logprobs in restore(values["log_probs"], forest)]
+
+
+class JointLoss(StepLoss):
+    """The loss of an objective whose terms depend on one another, as sequence-level ratios do: two walks."""
+
+    def backward(self, new_walk: Callable[[], Walk]) -> Walk:
+        return backward_through(new_walk, [self.reader], lambda values: self.of_terms(values[0]))[1]
+
+    @property
+    def reader(self) -> Reader:
+        """Reads the [P] values of all terms, in their order."""
+        return Reader(self.score, self.objective.outputs, len(self.terms.positions))
+
+
+class FunctionLoss:
+    """The loss of a function of all trajectories' log-probs, of trained tokens alone if `trained_only`: two walks."""
+
+    def __init__(self, forest: Forest, function: LossFunction, *, trained_only: bool) -> None:
+        self._forest, self._function, self._trained_only = forest, function, trained_only
+        self._value: Tensor | None = None
+
+    def backward(self, new_walk: Callable[[], Walk]) -> Walk:
+        """Adds the gradients; returns the last walk.
+
+        Raises:
+            ConfigError: the function returns no scalar, or one without a gradient.
+        """
+        reader = logprob_reader(self._forest, trained_only=self._trained_only)
+        self._value, walk = backward_through(new_walk, [reader], lambda values: self._of(values[0]))
+        return walk
+
+    def output(self, walk: Walk) -> StepOutput:
+        """What the step reports, after its walks."""
+        assert self._value is not None
+        return step_output(walk, float(self._value), self._forest.num_flat_tokens - self._forest.num_trajectories)
+
+    def _of(self, values: Values) -> Tensor:
+        loss = self._function(restored_logprobs(values, self._forest, trained_only=self._trained_only))
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise ConfigError(f"an objective must return a scalar tensor, found {described(loss)}.")
+        if not loss.requires_grad:
+            raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
+        return loss
+
+
+def restore(
+    values_T: Float[Tensor, "T ..."], forest: Forest, is_wanted_F: Bool[np.ndarray, " F"] | None = None
+) -> list[Float[Tensor, "_ ..."]]:
+    """Values of each trajectory's tokens, [length, ...], from those of the tree's ([T, ...]).
+
+    The transpose of this gather is gradient restoration: gradients of a shared token add up. is_wanted_F: only those
+    tokens, chosen on the host, which would have to wait for a mask of the device.
+    """
+    index_F, lengths_N = forest.path_index, forest.path_lengths
+    if is_wanted_F is not None:
+        index_F = index_F[is_wanted_F]
+        lengths_N = np.add.reduceat(is_wanted_F, forest.path_offsets[:-1], dtype=np.int64)
+    return list(values_T[to_device(index_F, values_T.device)].split(lengths_N.tolist()))
+
+
+def _in_one_graph(output: MicroBatchOutput, readers: Sequence[Reader]) -> list[Values]:
+    """Each reader's values of the only micro-batch of a forest, in its graph."""
+    values = [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
+    return [{name: _FirstOrder.apply(tensor) for name, tensor in each.items()} for each in values]
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Identity whose backward is an error with `create_graph=True`."""
+
+    @staticmethod
+    def forward(_: object, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: object, grad: Tensor) -> Tensor:
+        _refuse_second_order()
+        return grad
+
+
+class _TreeValues(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: BackwardContext,
+        _: Tensor,
+        new_walk: Callable[[], Walk],
+        readers: tuple[Reader, ...],
+        *trained: Tensor,
+    ) -> tuple[Tensor, ...]:
+        walk = new_walk()
+        ctx.new_walk, ctx.readers, ctx.trained = new_walk, readers, trained
+        ctx.autocast = Autocast.now(walk.lm.device.type)
+        versions = [(each, _version(each)) for each in walk.lm.model.parameters()]
+        results = _visited(walk, readers)
+        # PEFT's parametrised experts bump `_version` in every forward; such parameters are excluded from the
+        # changed-weights check.
+        ctx.versions = [(each, version) for each, version in versions if _version(each) == version]
+        tensors = [
+            (values[name], name in reader.without_gradient)
+            for reader, values in zip(readers, results, strict=True)
+            for name in reader.names
+        ]
+        ctx.mark_non_differentiable(*(tensor for tensor, is_constant in tensors if is_constant))
+        ctx.set_materialize_grads(False)
+        return tuple(tensor for tensor, _ in tensors)
+
+    @staticmethod
+    def backward(ctx: BackwardContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the walk, which starts with none; autograd adds them to those that are there."""
+        _refuse_second_order()
+        if any(_version(each) != version for each, version in ctx.versions):
+            raise ConfigError(
+                "weights were changed between the forward and the backward of values on a tree, which the backward "
+                "computes again. Call backward before the optimizer's step."
+            )
+        walk, tensors = ctx.new_walk(), iter(grads)
+        grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
+        came: list[Tensor | None] = [None] * len(ctx.trained)
+        if any(grad is not None for grad in grads):
+            with gradients_restored(walk.lm.model), torch.enable_grad(), ctx.autocast.again():
+                walk.train(_loss_with_gradients(ctx.readers, grads_of))
+                came = [each.grad for each in ctx.trained]
+        spare_hooks_no_gradient(each for each, grad in zip(ctx.trained, came, strict=True) if grad is None)
+        return None, None, None, *came
+
+
+def _refuse_second_order() -> None:
+    """Within a backward, gradients are enabled exactly with `create_graph=True`."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "values on a tree have first derivatives only; create_graph=True asks for more. Leave it out, or compute "
+            "this term with the model's own forward."
+        )
+
+
+def _loss_with_gradients(readers: Sequence[Reader], grads_of: Sequence[dict[str, Tensor | None]]) -> LossOf:
+    """The loss of each micro-batch whose gradients with respect to its values are the given ones of the result."""
+
+    def loss_of(output: MicroBatchOutput) -> Tensor | None:
+        dots = [
+            dot
+            for reader, grad_of in zip(readers, grads_of, strict=True)
+            for dot in _dots(reader.read(output), grad_of)
+        ]
+        return torch.stack(dots).sum() if dots else None
+
+    return loss_of
+
+
+def _dots(entries: Entries | None, grad_of: dict[str, Tensor | None]) -> list[Tensor]:
+    """Scalars whose gradients are those of the result, for one micro-batch: values times their gradients, summed."""
+    if entries is None:
+        return []
+    index, values = entries
+    dots = []
+    for name, grad in grad_of.items():
+        if grad is not None and values[name].requires_grad:
+            index_E = to_device(index, grad.device)
+            dots.append((values[name] * grad[index_E].to(values[name].dtype)).sum())
+    return dots
+
+
+def _version(parameter: Tensor) -> int:
+    """How often a parameter was changed in place; autograd checks the tensors that it saves by the same number."""
+    return parameter._version
+
+
+@torch.no_grad()
+def _visited(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
+    entries: list[list[Entries | None]] = [[] for _ in readers]
+    hidden = torch.empty(0)
+
+    def use(output: MicroBatchOutput) -> None:
+        nonlocal hidden
+        for reader, collected in zip(readers, entries, strict=True):
+            collected.append(reader.read(output))
+        hidden = output.hidden
+
+    walk.visit(use)
+    results = [_joined(each, reader, hidden) for each, reader in zip(entries, readers, strict=True)]
+    return [{name: walk.add_up(tensor) for name, tensor in values.items()} for values in results]
+
+
+def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: Float[Tensor, "T M"]) -> Values:
+    """A reader's result from the entries of all micro-batches. hidden: [T, M] of any of them."""
+    present = [each for each in entries if each is not None]
+    if not present:
+        # Nothing to read; the result stays connected to the model, so that its backward is a zero and not an error.
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        zeros = torch.zeros(reader.num_entries, device=hidden.device, dtype=wide)
+        return {name: hidden.sum().to(wide) * zeros for name in reader.names}
+    index = to_device(np.concatenate([index for index, _ in present]), hidden.device)
+    result = {}
+    for name in reader.names:
+        values = torch.cat([values[name] for _, values in present])
+        zeros = torch.zeros(reader.num_entries, *values.shape[1:], dtype=values.dtype, device=values.device)
+        result[name] = zeros.index_copy(0, index, values)
+    return result

@@ -1,0 +1,232 @@
+"""A causal language model as its two halves: the decoder (hidden rows) and the head (logits).
+
+Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from treewise.base.features import feature
+from treewise.errors import UnsupportedModelError
+from treewise.nn.attention import AttentionName, TreeContext, carry
+from treewise.nn.lm_head import AnyHead, Head, LogitsSlot
+from treewise.nn.module_head import ModuleHead
+from treewise.nn.tensors import to_device
+from treewise.nn.wrapped import innermost
+
+SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderAndHead:
+    """The two halves of a causal language model.
+
+    model: without torch.compile and DDP around it, with PEFT. base: without PEFT. decoder: token ids to hidden rows.
+    output: the layer from hidden rows to logits; `scale` and `softcap` are what the model does to its result (see
+    `lm_head.Head`). configs: those that the decoder's layers read their attention from. is_recurrent: whether layers
+    carry states from token to token. forward_parameters: of the decoder (see `parameters_of`). logits: kept from a
+    forward to its backward.
+    """
+
+    model: nn.Module
+    base: PreTrainedModel
+    decoder: PreTrainedModel
+    output: nn.Module
+    scale: float
+    softcap: float | None
+    configs: list[PreTrainedConfig]
+    is_recurrent: bool
+    forward_parameters: tuple[frozenset[str], bool]
+    logits: LogitsSlot = field(default_factory=LogitsSlot, compare=False)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the head and the attention that it had when it was split.
+
+        A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
+        """
+        names = [each._attn_implementation for each in self.configs]
+        return self.base.get_output_embeddings() is self.output and all(type(each) is AttentionName for each in names)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that have an embedding."""
+        num_tokens: int = innermost(self.decoder.get_input_embeddings()).weight.shape[0]
+        return num_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a row.
+
+        Raises:
+            UnsupportedModelError: a head without a number of outputs.
+        """
+        layer = innermost(self.output)
+        weight, num_tokens = getattr(layer, "weight", None), getattr(layer, "out_features", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+            return weight.shape[0]  # PEFT makes the copy of a tied head as a layer of `M` outputs, and merges it so
+        if not isinstance(num_tokens, int):
+            raise UnsupportedModelError(
+                f"the head is a {type(self.output).__name__} without out_features, not a linear layer. "
+                f"{SUPPORTED_MODELS}"
+            )
+        return num_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids have to be."""
+        embeddings = self.decoder.get_input_embeddings()
+        first = next(embeddings.parameters(), None)  # `weight` of an adapter is computed; FSDP1 has no parameter there
+        return (embeddings.weight if first is None else first).device
+
+    def head(self, temperature: float = 1.0) -> AnyHead:
+        """The head with its present weights, adapters included; `temperature` divides the logits."""
+        layer = _active_module(self.output)
+        if isinstance(getattr(layer, "weight", None), DTensor):
+            shard = feature("tensor_parallel").vocabulary_shard(layer)
+            if shard is not None:
+                local, bias = layer.weight.to_local(), None if layer.bias is None else layer.bias.to_local()
+                return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
+        plain = None if _has_hooks(self.output) else _plain_weight(layer)
+        if plain is None:
+            return ModuleHead(self.output, self.num_logits, self.scale, self.softcap, temperature)
+        return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
+
+
+def run_decoder(
+    lm: DecoderAndHead,
+    token_ids: np.ndarray,
+    depth: np.ndarray,
+    context: TreeContext,
+    *,
+    with_router_logits: bool = False,
+    inside: tuple[PreTrainedModel, dict[str, Any]] | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Forward of one micro-batch: [T, M] hidden rows, and the router logits of each layer with a router ([T, E]).
+
+    token_ids, depth: [T] integers. with_router_logits: without it the second result is empty. inside: a part of the
+    model that calls the decoder, and further arguments of it (images).
+
+    Raises:
+        UnsupportedModelError: router logits of a model that returns none.
+    """
+    device = lm.device
+    module, further = (lm.decoder, {}) if inside is None else inside
+    names, takes_any = lm.forward_parameters if inside is None else parameters_of(type(module))
+    arguments: dict[str, Any] = {"treewise": context} if takes_any else {}
+    if "position_ids" in names:  # others have no attention, so no positions
+        arguments["position_ids"] = to_device(depth, device, torch.long)[None]
+    if "attention_mask" in names:
+        arguments["attention_mask"] = context.empty_mask(device, lm.decoder.dtype)
+    if with_router_logits:
+        arguments["output_router_logits"] = True
+    input_ids = to_device(token_ids, device, torch.long)[None]
+    with _carried_input(lm) if context.carried.from_input else nullcontext():
+        output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
+    context.is_done = True
+    return output.last_hidden_state[0], _router_logits(lm, output) if with_router_logits else ()
+
+
+@contextmanager
+def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
+    """Inside, input rows require gradients: reentrant checkpoints and sharded layers look at nothing else."""
+    embedding = lm.decoder.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, _inputs, rows: carry(rows)[0])
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tensor, ...]:
+    layers = getattr(output, "router_logits", None) or ()
+    logits = tuple(each.reshape(-1, each.shape[-1]) for each in layers if isinstance(each, torch.Tensor))
+    if not logits:
+        raise UnsupportedModelError(
+            f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
+            "output_router_logits=False."
+        )
+    return logits
+
+
+def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
+    """Names of a forward's parameters, and whether it takes keyword arguments that it does not name."""
+    parameters = inspect.signature(kind.forward).parameters
+    return frozenset(parameters), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def _active_module(output: Any) -> Any:
+    """What a head within one of PEFT's wrappers runs: the copy that is trained whole (`modules_to_save`), the layer
+    with trained tokens (`trainable_token_indices`), or the head itself."""
+    if hasattr(output, "token_adapter"):
+        return output.token_adapter
+    if not hasattr(output, "modules_to_save"):
+        return output
+    active = output.active_adapters
+    if output.disable_adapters or not active or active[0] not in output.modules_to_save:
+        return output.original_module
+    return output.modules_to_save[active[0]]
+
+
+def _plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight ([V, M]) and bias ([V]) of a linear layer, plain LoRA or trained tokens applied; None where it is more."""
+    kind = type(output)
+    apply = _APPLIED.get((kind.__module__, kind.__name__))
+    if apply is not None:
+        base = None if _has_hooks(output) else _plain_weight(output.base_layer)
+        return None if base is None else apply(output, *base)
+    is_linear = isinstance(output, nn.Linear) and kind.forward is nn.Linear.forward
+    if not is_linear or _has_hooks(output) or not output.weight.is_floating_point():
+        return None
+    return output.weight, output.bias
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something may change what the module's own class computes."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _with_lora(
+    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weight with the active adapters, in the graph of both; None for variants of LoRA, which add more."""
+    if output.merged:
+        return None if output.disable_adapters else (weight, bias)  # its forward takes merged adapters out again
+    if output.disable_adapters:
+        return weight, bias
+    for adapter in output.active_adapters:
+        if adapter not in output.lora_A:
+            continue
+        low, high = output.lora_A[adapter], output.lora_B[adapter]
+        if adapter in output.lora_variant or high.bias is not None:
+            return None
+        weight = weight + (high.weight @ low.weight).to(weight.dtype) * output.scaling[adapter]
+    return weight, bias
+
+
+def _with_trained_tokens(
+    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weight with the rows of the active adapters; as PEFT's forward, without the bias."""
+    if output.merged:
+        return None if output.disable_adapters else (weight, bias)
+    if output.disable_adapters or not output.active_adapters:
+        return weight, bias
+    rows: torch.Tensor = output.get_merged_weights(output.active_adapters)
+    return rows, None
+
+
+_APPLIED: dict[tuple[str, str], Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None]] = {
+    ("peft.tuners.lora.layer", "Linear"): _with_lora,
+    ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"): _with_trained_tokens,
+}

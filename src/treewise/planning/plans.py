@@ -1,0 +1,395 @@
+"""A plan: micro-batches of a forest and the order in which they run; and the arrays of each of them.
+
+The arrays are tokens, positions, the two interval vectors of its mask, and its edges.
+
+Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first), E edges.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import chain, pairwise
+from typing import overload
+
+import numpy as np
+
+from treewise.base.progress import tell_progress
+from treewise.errors import bytes_as_text, num
+from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
+from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import concatenated_ranges
+
+FORWARD = "forward"  # no graph; leaves a gateway
+HOLD = "hold"  # with a graph that is kept; leaves a gateway
+TRAIN = "train"  # forward with a graph and backward at once
+BACKWARD = "backward"  # backward of a held micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens that one forward computes.
+
+    ranges: [R, 2] int64, tree positions `[start, end)`, ascending. parents: indices of the open micro-batches that
+    contain the parents of its tokens. is_open: others read its gateway. is_held: its graph is kept while they run.
+    """
+
+    ranges: np.ndarray
+    parents: tuple[int, ...]
+    is_open: bool
+    is_held: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+
+    def positions(self) -> np.ndarray:
+        """[T] int64 tree positions, ascending."""
+        return concatenated_ranges(self.ranges[:, 0], self.ranges[:, 1] - self.ranges[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One entry of a schedule: an action (`forward`, `hold`, `train`, `backward`) and the index of a micro-batch."""
+
+    action: str
+    micro_batch: int
+
+
+class Ancestors(Sequence[tuple[int, ...]]):
+    """For each micro-batch those above it, computed on access: on a path of n trunks they are n * n / 2 in total.
+
+    Trunks are in depth-first order, so most of a path is `parent = index - 1`: it is stored as spans of such indices.
+    """
+
+    def __init__(self, parents: list[tuple[int, ...]]) -> None:
+        self._parents = parents
+        self._first = list(range(len(parents)))  # of the span that ends at each micro-batch
+        for index, above in enumerate(parents):
+            if above == (index - 1,):
+                self._first[index] = self._first[index - 1]
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Ascending spans `[first, end)` of the micro-batches above one."""
+        waiting = [-above for above in self._parents[index]]
+        heapify(waiting)
+        spans: dict[int, int] = {}
+        while waiting:
+            last = -heappop(waiting)  # in descending order, so a span is entered at its end
+            first = self._first[last]
+            if first not in spans:
+                spans[first] = last + 1
+                for above in self._parents[first]:
+                    heappush(waiting, -above)
+        return sorted(spans.items())
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return tuple(chain.from_iterable(range(first, end) for first, end in self.spans(index)))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRuns:
+    """Tokens of open micro-batches as runs of neighbouring positions within a segment, in the order of micro-batches.
+
+    A run has no fork inside: everything below any of its tokens is below its last one, so all keys of a run share one
+    `hi`.
+    start, length: [R] int64 tree positions. end: [R] int64, end of the run's subtree. depth: [R] int64 of the first
+    token. batch: [R] int64. row: [R] int64, the first token's row within its micro-batch. bounds: [open + 1] int64,
+    where each micro-batch's runs begin.
+    """
+
+    start: np.ndarray
+    length: np.ndarray
+    end: np.ndarray
+    depth: np.ndarray
+    batch: np.ndarray
+    row: np.ndarray
+    bounds: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Micro-batches of a forest and their schedule. `max_tokens` is None where one micro-batch takes all.
+
+    is_whole: there is a single micro-batch, so that autograd alone computes the gradients.
+    """
+
+    forest: Forest
+    max_tokens: int | None
+    micro_batches: tuple[MicroBatch, ...]
+    schedule: tuple[Pass, ...]
+    is_whole: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_whole", len(self.micro_batches) == 1)
+
+    @classmethod
+    def whole(cls, forest: Forest, max_tokens: int | None) -> "Plan":
+        """The plan of a forest that fits: one micro-batch."""
+        everything = MicroBatch(np.array([[0, forest.num_tokens]]), (), is_open=False, is_held=False)
+        return cls(forest, max_tokens, (everything,), (Pass(TRAIN, 0),))
+
+    def __repr__(self) -> str:
+        budget = "none" if self.max_tokens is None else f"{self.max_tokens:,}"
+        count = num(self.num_micro_batches, "micro-batch", "micro-batches")
+        return f"Plan({count}, budget {budget}, {self.num_computed_tokens:,} tokens computed, {self.forest!r})"
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def num_closed_micro_batches(self) -> int:
+        return sum(not batch.is_open for batch in self.micro_batches)
+
+    @cached_property
+    def num_open_tokens(self) -> int:
+        """Tokens whose subtree exceeds the budget."""
+        return sum(batch.num_tokens for batch in self.micro_batches if batch.is_open)
+
+    @cached_property
+    def num_held_tokens(self) -> int:
+        """Open tokens whose graph is kept, so that they run once."""
+        return sum(batch.num_tokens for batch in self.micro_batches if batch.is_held)
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Open tokens that run twice."""
+        return self.num_open_tokens - self.num_held_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Forwards of tokens, with a graph or without."""
+        return self.forest.num_tokens + self.num_recomputed_tokens
+
+    @property
+    def relative_cost(self) -> float:
+        """Tokens of forward and backward that take as long: its own, and what recomputation and micro-batches add."""
+        num_forwards = sum(step.action == FORWARD for step in self.schedule)
+        launches = self.num_micro_batches + FORWARD_FRACTION * num_forwards
+        tokens = self.forest.num_tokens + FORWARD_FRACTION * self.num_recomputed_tokens
+        return tokens + TOKENS_PER_LAUNCH * launches
+
+    def work(self, step: Pass, *, trains: bool) -> int:
+        """Forwards over a token that a pass is worth; a backward is two. trains: else each micro-batch runs once."""
+        batch = self.micro_batches[step.micro_batch]
+        if not trains:
+            return 0 if step.action == BACKWARD or (step.action == TRAIN and batch.is_open) else batch.num_tokens
+        return batch.num_tokens * {FORWARD: 1, HOLD: 1, BACKWARD: 2, TRAIN: 3}[step.action]
+
+    def told(self, passes: Iterable[Pass], *, trains: bool) -> Iterator[Pass]:
+        """The passes; before the first and after each, whoever listens gets how many tokens are done."""
+        what, num_tokens = "forward and backward" if trains else "forward", self.forest.num_tokens
+        done, total = 0, sum(self.work(step, trains=trains) for step in self.schedule)
+        tell_progress(what, 0, num_tokens)
+        for step in passes:
+            yield step
+            done += self.work(step, trains=trains)
+            tell_progress(what, num_tokens * done // total, num_tokens)
+
+    @cached_property
+    def ancestors(self) -> "Ancestors":
+        """For each micro-batch the open micro-batches whose gateways it reads, ascending."""
+        return Ancestors([batch.parents for batch in self.micro_batches])
+
+    @cached_property
+    def open_runs(self) -> "OpenRuns":
+        """The tokens of all open micro-batches, which come first in a plan, as runs without forks."""
+        ranges_of = [batch.ranges for batch in self.micro_batches if batch.is_open]
+        counts = [len(ranges) for ranges in ranges_of]
+        ranges = np.concatenate([np.zeros((0, 2), dtype=np.int64), *ranges_of])
+        segments = self.forest.segments
+        first = np.searchsorted(segments.start, ranges[:, 0], side="right") - 1
+        count = np.searchsorted(segments.start, ranges[:, 1]) - first
+        owner = np.repeat(np.arange(len(ranges)), count)
+        segment = concatenated_ranges(first, count)
+        start = np.maximum(segments.start[segment], ranges[owner, 0])
+        stop = np.minimum(np.append(segments.start, segments.num_tokens)[segment + 1], ranges[owner, 1])
+        batch = np.repeat(np.arange(len(counts)), counts)[owner]
+        bounds = np.searchsorted(batch, np.arange(len(counts) + 1))
+        before = np.cumsum(stop - start) - (stop - start)
+        return OpenRuns(
+            start=start,
+            length=stop - start,
+            end=segments.subtree_end[segment],
+            depth=segments.depth[segment] + start - segments.start[segment],
+            batch=batch,
+            row=before - before[bounds[batch]],
+            bounds=bounds,
+        )
+
+    @cached_property
+    def peak_gateway_tokens(self) -> int:
+        """Maximum number of open tokens whose keys and values are alive at a time."""
+        return max((alive for alive, _ in self.timeline), default=0)
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[int, int], ...]:
+        """For each step of the schedule: gateway tokens alive, and tokens that hold activations."""
+        alive, held, points = 0, 0, []
+        for step in self.schedule:
+            batch = self.micro_batches[step.micro_batch]
+            size = batch.num_tokens
+            if step.action in (FORWARD, HOLD):
+                alive += size
+            points.append((alive, held + (0 if step.action == BACKWARD else size)))
+            if step.action == HOLD:
+                held += size
+            elif step.action == BACKWARD:
+                held -= size
+                alive -= size
+            elif batch.is_open and step.action == TRAIN:
+                alive -= size
+        return tuple(points)
+
+    def describe(self, gateway_bytes_per_token: int | None = None) -> str:
+        """The plan as text. gateway_bytes_per_token: keys, values and their gradients of all layers, to show bytes."""
+        forest = self.forest
+        budget = num(self.max_tokens, "token") if self.max_tokens else "none (one micro-batch)"
+        ratio = self.num_computed_tokens / forest.num_tokens
+        open_batches = self.num_micro_batches - self.num_closed_micro_batches
+        lines = [
+            f"budget             {budget}",
+            f"tree tokens        {forest.num_tokens:,} ({forest.num_flat_tokens:,} flat, "
+            f"share ratio {forest.share_ratio:.2f})",
+            f"micro-batches      {self.num_micro_batches:,} ({self.num_closed_micro_batches:,} closed, "
+            f"{open_batches:,} open)",
+            f"open tokens        {self.num_open_tokens:,}",
+            f"held tokens        {self.num_held_tokens:,}",
+            f"recomputed tokens  {self.num_recomputed_tokens:,}",
+            f"computed / tree    {ratio:.3f}",
+            f"gateways           {self.peak_gateway_tokens:,} tokens at the peak",
+        ]
+        if gateway_bytes_per_token is not None:
+            lines[-1] += f", {bytes_as_text(self.peak_gateway_tokens * gateway_bytes_per_token)}"
+        return "\n".join(lines)
+
+
+# -- the arrays of one micro-batch -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Arrays of one micro-batch.
+
+    positions: [T] int64 tree positions, ascending. token_ids: [T] int32. depth: [T] int32 position ids.
+    lo, hi: [K] int32; query q sees key k exactly when lo[k] <= q < hi[k]. key_depth: [K] int32.
+    gateway_batches: [A] int64, the open micro-batches that are read, ascending. gateway_rows: [G] int64, rows of the
+    tokens that are read. gateway_bounds: [A + 1] int64, where the rows of each micro-batch begin.
+    """
+
+    positions: np.ndarray
+    token_ids: np.ndarray
+    depth: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    key_depth: np.ndarray
+    gateway_batches: np.ndarray
+    gateway_rows: np.ndarray
+    gateway_bounds: np.ndarray
+
+    @property
+    def gateway(self) -> list[tuple[int, np.ndarray]]:
+        """For each open micro-batch that is read, its index and the rows that are read ([g] int64, ascending)."""
+        bounds = self.gateway_bounds.tolist()
+        return [
+            (above, self.gateway_rows[low:high])
+            for above, (low, high) in zip(self.gateway_batches.tolist(), pairwise(bounds), strict=True)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Edges `source -> target` that leave a micro-batch's tokens, ordered by source.
+
+    source: [E] int64 own row whose hidden state predicts. target: [E] int64 tree position of the predicted token,
+    which at a cut belongs to another micro-batch.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+def lay_out(plan: Plan, micro_batch: int) -> Layout:
+    """The arrays of micro-batch `micro_batch` of a plan.
+
+    Gateway tokens are computed per run, not per token: all tokens of a run without forks are seen by the same queries.
+    """
+    forest, ranges = plan.forest, plan.micro_batches[micro_batch].ranges
+    if plan.is_whole:
+        own, none = np.arange(forest.num_tokens), np.zeros(0, dtype=np.int64)
+        seen = own.astype(np.int32), forest.subtree_end.astype(np.int32), forest.depth
+        return Layout(own, forest.token_ids, forest.depth, *seen, none, none, np.zeros(1, dtype=np.int64))
+    positions = plan.micro_batches[micro_batch].positions()
+    offsets = np.concatenate([[0], np.cumsum(ranges[:, 1] - ranges[:, 0])])
+    runs = plan.open_runs
+    spans = [np.arange(runs.bounds[first], runs.bounds[end]) for first, end in plan.ancestors.spans(micro_batch)]
+    above = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+    first, last = (_rows_before(bound[above], ranges, offsets) for bound in (runs.start, runs.end))
+    is_read = first < last
+    above, first, last = above[is_read], first[is_read], last[is_read]
+    length, batch = runs.length[above], runs.batch[above]
+    begins = np.flatnonzero(np.diff(batch, prepend=-1))
+    own_hi = _rows_before(forest.subtree_end[positions], ranges, offsets)
+    own_depth = forest.depth[positions]
+    return Layout(
+        positions=positions,
+        token_ids=forest.token_ids[positions],
+        depth=own_depth,
+        lo=np.concatenate([np.repeat(first.astype(np.int32), length), np.arange(len(positions), dtype=np.int32)]),
+        hi=np.concatenate([np.repeat(last.astype(np.int32), length), own_hi.astype(np.int32)]),
+        key_depth=np.concatenate([concatenated_ranges(runs.depth[above].astype(np.int32), length), own_depth]),
+        gateway_batches=batch[begins],
+        gateway_rows=concatenated_ranges(runs.row[above], length),
+        gateway_bounds=np.append((np.cumsum(length) - length)[begins], length.sum()),
+    )
+
+
+def edges_of(forest: Forest, positions: np.ndarray, is_needed: np.ndarray) -> Edges:
+    """The edges from a micro-batch's tokens to the targets marked in `is_needed`.
+
+    positions: [T] int64 tree positions of the micro-batch, ascending. is_needed: [tree tokens] bool.
+
+    A token's first child is the token after it; every further child of a fork begins a segment elsewhere.
+    """
+    following = positions + 1
+    has_next = following < forest.num_tokens
+    has_next[has_next] = forest.parent[following[has_next]] == positions[has_next]
+    target = following[has_next]
+    source = np.flatnonzero(has_next)
+    above, branches = forest.branches
+    first = np.searchsorted(above, positions)
+    count = np.searchsorted(above, positions, side="right") - first
+    row = np.repeat(np.arange(len(positions)), count)
+    branch = branches[concatenated_ranges(first, count)]
+    source, target = np.concatenate([source, row]), np.concatenate([target, branch])
+    keep = is_needed[target]
+    source, target = source[keep], target[keep]
+    order = np.argsort(source, kind="stable")
+    return Edges(source[order], target[order])
+
+
+def _rows_before(positions: np.ndarray, ranges: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """[n] int64, number of rows of this micro-batch before each tree position ([n] int64)."""
+    index = np.searchsorted(ranges[:, 1], positions, side="right")
+    inside = index < len(ranges)
+    count = np.full(len(positions), offsets[-1])
+    into = np.maximum(positions[inside] - ranges[index[inside], 0], 0)
+    count[inside] = offsets[index[inside]] + into
+    return count
