@@ -17,14 +17,7 @@ def call(text="1+2?", path="chat/completions", **more):
     body = {"model": "m", "messages": [{"role": "user", "content": text}], **more}
     if path != "chat/completions":
         body = more
-    request = urllib.request.Request(
-        f"{os.environ['OPENAI_BASE_URL']}/{path}",
-        json.dumps(body).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as answer:
-        return json.loads(answer.read())
+    return post(path, body)
 
 
 async def right(task):
@@ -53,6 +46,14 @@ def drawn(task):
 def raising(task):
     call()
     raise ValueError("no idea")
+
+
+def half(task):
+    """Fails where a draw says so, which its seed decides."""
+    call(task["question"])
+    if random.random() < 0.5:
+        raise ValueError("odd")
+    return 1.0
 
 
 def exiting(task):
@@ -150,6 +151,62 @@ def lying(task):
     os.environ["OPENAI_API_KEY"] = key
     call()
     return 1.0
+
+
+def chat(talk, **more):
+    body = {"model": "m", "messages": talk, **more}
+    return post("chat/completions", body)
+
+
+def post(path, body):
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/{path}",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as answer:
+        read = answer.read()
+    return read.decode() if body.get("stream") else json.loads(read)
+
+
+def rewriting(task):
+    """Does to its history whatever comes to mind."""
+    system, user = {"role": "system", "content": "Count."}, {"role": "user", "content": task["question"]}
+    again = {"role": "user", "content": "And?"}
+
+    def turn_of(talk, **more):
+        return chat(talk, **more)["choices"][0]["message"]
+
+    def plain(turn):
+        return {"role": "assistant", "content": turn["content"] or ""}
+
+    first = turn_of([system, user])
+    second = turn_of([system, user, first, again])
+    turn_of([system, user, plain(first), again, second, again])  # goes on
+    turn_of([system, user, {**plain(first), "content": (first["content"] or "")[:2]}, again])  # drops a part of a turn
+    turn_of([{**system, "content": "Count well."}, user, first, again])  # edits the system prompt
+    asked = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    used = [user, {"role": "assistant", "content": None, "tool_calls": [asked]}]
+    turn_of([system, *used, {"role": "tool", "tool_call_id": "c1", "content": "123456"}])
+    turn_of([system, *used, {"role": "tool", "tool_call_id": "c1", "content": "123 ..."}])  # cuts a result
+    turn_of([system, {"role": "user", "content": "So far: nothing."}])  # compacts
+    chat([system, user, first, again], n=2, temperature=0.5)  # two choices, and the same messages again
+    turn_of([user], model="other")  # a judge, which is not trained
+    turn_of([{"role": "system", "content": "You help."}, user], max_tokens=1)  # a sub-agent
+    post("chat/completions", {"model": "m", "messages": [system, user, first, again, second, user], "stream": True})
+    side_by_side = [[system, user, first, {"role": "user", "content": f"side {number}"}] for number in range(3)]
+    threads = [threading.Thread(target=turn_of, args=(talk,)) for talk in side_by_side]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    child = os.fork()
+    if not child:
+        turn_of([system, user, first, {"role": "user", "content": "from a fork"}])
+        os._exit(0)
+    os.waitpid(child, 0)
+    return random.random()
 
 
 def outliving(task):

@@ -35,13 +35,24 @@ class Batcher:
     Parameters:
         gather_seconds: for so long the first request of a batch waits for others.
         at_once: requests of one batch.
+        on_sampled: is called with the tokens of each completion, in a thread of this.
 
     Attributes:
-        num_sampled: tokens that came from the sampler. num_waiting: requests that wait or are sampled.
+        num_sampled: tokens that came from the sampler. num_waiting: requests that wait or are sampled. num_expected:
+            requests for which a batch waits at most: of so many episodes; None where nobody counts these.
     """
 
-    def __init__(self, sampler: Sampler, *, gather_seconds: float = 0.01, at_once: int = 256) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        gather_seconds: float = 0.01,
+        at_once: int = 256,
+        on_sampled: Callable[[int], object] = lambda _: None,
+    ) -> None:
         self.sampler, self.gather_seconds, self.at_once = sampler, gather_seconds, at_once
+        self.num_expected: int | None = None
+        self._on_sampled = on_sampled
         self.num_sampled = self.num_batches = self.num_waiting = 0
         self._is_closed = False
         self._todo: queue.SimpleQueue[tuple[SampleRequest, Future[Completion]] | None] = queue.SimpleQueue()
@@ -91,8 +102,9 @@ class Batcher:
                 continue
             batch, end = [first], time.monotonic() + self.gather_seconds
             while len(batch) < self.at_once:
+                is_whole = self.num_expected is not None and len(batch) >= self.num_expected
                 try:
-                    more = self._todo.get(timeout=max(0.0, end - time.monotonic()))
+                    more = self._todo.get(timeout=0.0 if is_whole else max(0.0, end - time.monotonic()))
                 except queue.Empty:
                     break
                 if more is None:
@@ -117,6 +129,7 @@ class Batcher:
         def done(number: int, completions: Sequence[Completion]) -> None:
             with self._counting:
                 self.num_sampled += completions[0].num_tokens
+            self._on_sampled(completions[0].num_tokens)
             self._answer(missing.pop(number)[1], completions[0])
 
         try:

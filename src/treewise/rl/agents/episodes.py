@@ -56,7 +56,7 @@ class Episode:
         batcher: Batcher,
         settings: EndpointSettings,
         stop_ids: Sequence[int],
-        version: Callable[[], int | None] = lambda: None,
+        version: int | None = None,
     ) -> None:
         self.key, self.name, self.group, self.seed = key, name, group, seed
         self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
@@ -210,7 +210,7 @@ class Episode:
         reply = self._reply(call, index, parts, completion, stop_text)
         turn = Turn(ids, text, is_ended, is_cut=text != whole)
         finish = "cancelled" if opened.is_cancelled else reply.finish
-        version = completion.version if completion.version is not None else self._version()
+        version = completion.version if completion.version is not None else self._version
         return Choice(call, 0, turn, is_sampled, logprobs, finish, reply, version)
 
     def _reply(self, call: Call, index: int, parts: Parts, completion: Completion, stop_text: str | None) -> Reply:
@@ -296,6 +296,7 @@ class Episodes:
     """All episodes of an endpoint.
 
     Parameters:
+        batcher: None where each episode has its own.
         stop_ids: that end a turn.
         takes_any_key: whether a key that is not known begins an episode of that name (`treewise record`).
     """
@@ -303,7 +304,7 @@ class Episodes:
     def __init__(
         self,
         writer: Writer,
-        batcher: Batcher,
+        batcher: Batcher | None,
         settings: EndpointSettings,
         stop_ids: Sequence[int],
         *,
@@ -312,17 +313,31 @@ class Episodes:
         self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
         self.takes_any_key = takes_any_key
         self.refused: Counter[str] = Counter()
-        self.version: int | None = None
         self._by_key: dict[str, Episode] = {}
         self._ended: set[str] = set()  # hashes of keys
         self._lock = threading.Lock()
 
-    def open(self, name: str, group: Any = None, seed: int = 0, key: str | None = None) -> Episode:
-        """A new episode, with a key that nobody can guess."""
+    def open(
+        self,
+        name: str,
+        group: Any = None,
+        seed: int = 0,
+        key: str | None = None,
+        *,
+        batcher: Batcher | None = None,
+        settings: EndpointSettings | None = None,
+        version: int | None = None,
+    ) -> Episode:
+        """A new episode, with a key that nobody can guess.
+
+        Parameters:
+            batcher, settings: of this episode, in place of the endpoint's.
+            version: of the policy that samples it, where the sampler does not say.
+        """
         key = f"tw-{secrets.token_urlsafe(24)}" if key is None else key
-        episode = Episode(
-            key, name, group, seed, self.writer, self.batcher, self.settings, self.stop_ids, lambda: self.version
-        )
+        batcher, settings = batcher or self.batcher, settings or self.settings
+        assert batcher is not None, "an endpoint without a sampler is given one with each episode"
+        episode = Episode(key, name, group, seed, self.writer, batcher, settings, self.stop_ids, version)
         with self._lock:
             self._by_key[key] = episode
         return episode

@@ -25,6 +25,7 @@ from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
 from treewise.rl.agents.record_settings import RecordSettings
 from treewise.rl.agents.recording import Account
+from treewise.rl.agents.stop_ids import stop_ids_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.samplers import Sampler
 
@@ -168,15 +169,6 @@ def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, list[int
     most = min((each for each in found if each is not None), default=None)
     sampler = sampler_named(settings.sampler, given, model)
     return tokenizer, sampler, most, stop_ids_of(tokenizer, settings.chat_template, model)
-
-
-def stop_ids_of(tokenizer: Any, chat_template: str | None, model: Any) -> list[int]:
-    """Ids that end a turn: the template's, the tokenizer's, and those that the model was published with."""
-    from treewise.rl.tasks.chat_tokens import ChatTokens
-
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = [] if own is None else own if isinstance(own, list) else [own]
-    return list(dict.fromkeys([*ChatTokens(tokenizer, chat_template).end_ids(), *map(int, listed)]))
 
 
 def _end_idle(episodes: Episodes, file: RowsFile, seconds: float, is_over: threading.Event) -> None:

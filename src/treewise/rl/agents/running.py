@@ -66,7 +66,9 @@ class AgentRunner:
         self.needs_reward = needs_reward
         self.failures: Counter[str] = Counter()
         self._ends: dict[str, Future[dict[str, Any]]] = {}
+        self._names: dict[str, str] = {}  # of the processes of an episode, by its key
         self._flooded: set[str] = set()
+        self._stopping: set[str] = set()  # keys
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="treewise-agents-")
         self._number = 0
@@ -102,6 +104,7 @@ class AgentRunner:
             self._number += 1
             name = str(self._number)
             end = self._ends[name] = Future()
+            self._names[episode.key] = name
         folder = Path(self._folder.name) / name
         folder.mkdir()
         reward_file, task_file = folder / "reward", folder / "task.json"
@@ -111,7 +114,11 @@ class AgentRunner:
         episode.on_flood = lambda: self._stop(name, flooded=True)
         asked = {"id": name, "task": json.loads(text), "environment": environment, "seconds": self.seconds}
         self._send({**asked, "seed": episode.seed})
+        if episode.key in self._stopping:
+            self._stop(name, flooded=False)
         found = end.result()
+        del self._names[episode.key]
+        self._stopping.discard(episode.key)
         self.episodes.end(episode)
         if isinstance(episode.failure, BaseException):
             raise (
@@ -125,6 +132,12 @@ class AgentRunner:
         if outcome.kind is not None:
             self.failures[outcome.kind] += 1
         return outcome
+
+    def stop(self, episode: Episode) -> None:
+        """Ends the agent of an episode, now or as soon as it begins; its `run` then returns."""
+        self._stopping.add(episode.key)
+        if (name := self._names.get(episode.key)) is not None:
+            self._stop(name, flooded=False)
 
     def close(self) -> None:
         """Ends all agents."""
