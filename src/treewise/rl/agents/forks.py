@@ -21,6 +21,7 @@ FORKS = {
     "message edited": "a message is another one, and later ones are the same",
     "messages dropped": "messages are gone from between others",
     "summarised": "messages are gone, and another one stands in their place",
+    "other turns": "turns follow that no call of this conversation sampled: another agent's, or written by hand",
     "tools changed": "the tools are others",
     "template": "the chat template writes a turn otherwise once messages follow it, as where it drops thinking",
     "end of turn": "a turn ended with another token, or text, than the template closes turns with",
@@ -52,8 +53,8 @@ def reason_of(asked: Items, earlier: Items, *, num_messages: int, same_tools: bo
         return "system prompt edited" if first else NEW
     if not same_tools:
         return "tools changed"
-    if at == len(earlier):
-        return "template"
+    if at == len(earlier):  # where the template is the cause, that is found before
+        return "other turns"
     if at == len(asked):
         return AGAIN
     new, old = asked[at], earlier[at]
