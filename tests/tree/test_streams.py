@@ -89,6 +89,7 @@ CHANGES = {
     "rollout_weight": 3.0,
     "draws": [-1, 3, 4],
     "policy_versions": [-1, 2, 2],
+    "token_rewards": [0, 0, 2],
 }
 BASE = {
     "token_ids": [1, 2, 3],
@@ -105,6 +106,7 @@ BASE = {
     "rollout_weight": 2.0,
     "draws": [-1, 3, 3],
     "policy_versions": [-1, 2, 1],
+    "token_rewards": [0, 0, 1],
 }
 
 

@@ -123,6 +123,8 @@ class Trajectory:
             part is a mean over draws. Where not given, every rollout was drawn on its own. Taken by credit on trees.
         policy_versions: how many iterations the policy that sampled each token had been trained for, as integers;
             negative where none did. No loss reads them: `sampler_logprobs` are what that policy gave.
+        token_rewards: rewards of parts of the trajectory, beside `reward`: each at a token of its part, as a call or a
+            turn; 0 elsewhere. Taken by `advantages="turns"`.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
         images: the images that it shows, each with the tokens that stand for it, in order. Without `loss_weights` these
@@ -154,6 +156,7 @@ class Trajectory:
     images: tuple[ImageSpan, ...] = ()
     draws: Stream = Stream(is_integer=True)
     policy_versions: Stream = Stream(is_integer=True)
+    token_rewards: Stream = Stream()
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}

@@ -78,7 +78,7 @@ def silent(task):
 
 
 def nothing(task):
-    call()
+    call(task["question"])
 
 
 def words(task):

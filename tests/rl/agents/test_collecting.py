@@ -33,12 +33,12 @@ pytestmark = pytest.mark.xdist_group("test_agents_running")
 
 
 @contextmanager
-def collector_of(agent, *, online=None, **changes):
+def collector_of(agent, *, online=None, task=TASK, **changes):
     agent = agent if ":" in agent or " " in agent else f"{PLAIN}:{agent}"
     settings = OnlineSettings(**{"max_new_tokens": 64, "chat_template": "chatml", **(online or {})})
     given = {"episodes": 3, "episode_seconds": 60.0, "gather_seconds": 0.0, **changes}
     model = tiny_policy(max_position_embeddings=4096)
-    collector = AgentCollector(agent, TOKENIZER, model, settings, AgentSettings(**given))
+    collector = AgentCollector(agent, TOKENIZER, model, task, settings, AgentSettings(**given))
     try:
         yield collector
     finally:
@@ -140,6 +140,38 @@ def test_held_out_tasks_are_run_once_each():
     assert sorted(each.reward for each in held_out) == [5.0, 6.0]
     assert all("+2?" in each.prompt and each.num_tokens for each in held_out)
     assert tally.num_rollouts == 2
+
+
+def judged(prompts, completions, question, calls, agent_reward, log_metric, **_):
+    assert [each[0]["content"] for each in prompts] == question
+    assert all(own[-1]["replies"][-1] == done[0] for own, done in zip(calls, completions, strict=True))
+    assert agent_reward == [None] * len(prompts)
+    log_metric("length", 3.0)
+    return [None if len(done[0]["content"]) == 5 else float(len(done[0]["content"])) for done in completions]
+
+
+def test_reward_functions_see_the_calls(tmp_path):
+    task = AgentTask(TASK.rows, [judged], held_out=0.5)
+    path = tmp_path / "journal.jsonl"
+    for num_seen in (4, 0):
+        speaker = Speaker(["Three", "3.", "Four.", "Yes"])
+        with collector_of("nothing", task=task, episodes=2) as collector:
+            found = collector.collect(requests(), moment(speaker, path))
+        assert len(speaker.seen) == num_seen
+        rewards = [reward for group in found.groups for reward in group.rewards]
+        assert sorted(each for each in rewards if each is not None) == [2.0, 3.0]
+        assert (found.tally.num_rollouts, found.tally.num_failed) == (4, 2)
+        assert found.tally.metrics["length"] == [3.0]
+        assert "None (not applicable)" in found.tally.first
+
+
+def test_rewards_of_calls_are_at_their_last_tokens():
+    with collector_of("right") as collector:
+        (group,) = collector.collect(requests(1), moment(Speaker(["Three.", "4."]))).groups
+    for row in group.rows:
+        (end,) = ends_of(row)
+        assert row.token_rewards[end - 1] == 0.25
+        assert row.token_rewards.sum() == 0.25
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

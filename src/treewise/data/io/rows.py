@@ -168,8 +168,9 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
     Rollouts count as a partition of the rows, because a row without a rollout id is named after its file and line.
     """
     unhashed = {*NOT_HASHED, *(() if has_images(table) else ("images",))}
-    if table.column("policy_versions").null_count == len(table):  # rows from before there were any keep their hash
-        unhashed.add("policy_versions")
+    for later in ("policy_versions", "token_rewards"):  # rows from before there were any keep their hash
+        if table.column(later).null_count == len(table):
+            unhashed.add(later)
     columns = [name for name in SCHEMA.names if name not in unhashed or name == "source"]
     digest = hashlib.sha256(json.dumps([columns, len(table), len(names)]).encode())
     for item in SCHEMA:

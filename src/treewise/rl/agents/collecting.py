@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
 from treewise.rl.agents.stop_ids import stop_ids_of
+from treewise.rl.agents.tasks import AgentTask, request_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.settings import OnlineSettings
-from treewise.rl.tasks import TaskItem
+from treewise.rl.tasks import Calls, RewardRunner, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
@@ -56,7 +58,9 @@ class AgentCollector:
         agent: `file.py:function`, `module:function`, or a command (`AgentRunner`).
         tokenizer: of the model.
         model: that is trained.
+        task: whose items are the agent's tasks.
         temperature: of trained calls.
+        folder: of the run, for what reward functions log.
 
     Raises:
         ConfigError: the agent cannot be loaded, the endpoint not listen, or a setting has no meaning with an agent.
@@ -67,13 +71,21 @@ class AgentCollector:
         agent: str,
         tokenizer: Any,
         model: Any,
+        task: AgentTask,
         settings: OnlineSettings,
         agent_settings: AgentSettings,
         *,
         temperature: float = 1.0,
+        folder: Path | None = None,
     ) -> None:
         check_online(settings)
-        self.agent, self.settings, self.own = agent, settings, agent_settings
+        self.agent, self.task, self.settings, self.own = agent, task, settings, agent_settings
+        self.extras = (
+            None
+            if folder is None
+            else folder / (f"reward_log-rank-{ranks.own()}.jsonl" if ranks.own() else "reward_log.jsonl")
+        )
+        self.calls = Calls(settings.reward_timeout, settings.reward_workers)
         self.tokenizer = tokenizer
         self.max_length = _longest(settings, model)
         self.writer = Writer(tokenizer, settings.chat_template, keeps_thinking=agent_settings.thinking == "keep")
@@ -84,8 +96,10 @@ class AgentCollector:
         with ExitStack() as stack:
             endpoint = Endpoint(self.episodes, host=agent_settings.host)
             url = stack.enter_context(listening(endpoint, agent_settings.port))
-            self.runner = AgentRunner(agent, url, self.episodes, seconds=agent_settings.episode_seconds)
+            seconds, needs_reward = agent_settings.episode_seconds, task.functions is None
+            self.runner = AgentRunner(agent, url, self.episodes, seconds=seconds, needs_reward=needs_reward)
             stack.callback(self.runner.close)
+            stack.callback(self.calls.close)
             self._stack = stack.pop_all()
 
     # -- the seam -----------------------------------------------------------------------------------------------------
@@ -226,8 +240,13 @@ class _InProgress:
             TaskError: an episode failed, and settings say to end the run then.
         """
         left = [each for each in wanted if not self._recalled(each)]
-        if not left:
-            return self.found
+        if left:
+            self._run_agents(left)
+        if self.collector.task.functions is not None:
+            self._judge(wanted)
+        return self.found
+
+    def _run_agents(self, left: Sequence[Wanted]) -> None:
         collector, own = self.collector, self.collector.own
 
         def on_sampled(num_tokens: int) -> None:
@@ -261,7 +280,6 @@ class _InProgress:
                 collector.runner.stop(episode)
             threads.shutdown()
             batcher.close()
-        return self.found
 
     def _recalled(self, wanted: Wanted) -> bool:
         journal = self.moment.journal
@@ -291,7 +309,10 @@ class _InProgress:
             with self._lock:
                 self.running.discard(episode)
                 batcher.num_expected = len(self.running)
-        return wanted, _record_of(episode, outcome, self.moment.version)
+        record = _record_of(episode, outcome, self.moment.version)
+        if collector.task.functions is not None:
+            record["talk"] = _talk_of(episode)
+        return wanted, record
 
     def _ended(self, wanted: Wanted, record: dict[str, Any]) -> None:
         journal, question = self.moment.journal, self.collector.question(wanted, self.limits)
@@ -304,6 +325,35 @@ class _InProgress:
             self.moment.journal.mark()
             if self.collector.settings.on_reward_error == "raise":
                 raise TaskError(record["failure"])
+
+    def _judge(self, wanted: Sequence[Wanted]) -> None:
+        """The rewards of reward functions, for all episodes that ended well."""
+        journal, collector = self.moment.journal, self.collector
+        missing = []
+        for each in wanted:
+            record = self.found[each.name]
+            if record["failure"] is not None:
+                continue
+            answer = journal.recall("reward", each.name, _question_of_reward(record))
+            if answer is None:
+                missing.append((each, _question_of_reward(record)))
+            else:
+                self._keep(each, {**record, **answer})
+        runner = RewardRunner(collector.calls, collector.settings.on_reward_error, collector.extras)
+        runner.begin(self.moment.trainer_state)
+        requests = [request_of(each.item, self.found[each.name]["talk"], question[1]) for each, question in missing]
+        outcomes, logged = runner.rewards(collector.task, requests)
+        answers = []
+        for number, ((each, question), outcome) in enumerate(zip(missing, outcomes, strict=True)):
+            is_known = isinstance(outcome, float)
+            answer = {"reward": outcome if is_known else None, "metrics": logged.metrics if number == 0 else {}}
+            if not is_known:
+                answer |= {"failure": str(outcome), "kind": "no reward"}
+            answers.append((each.name, question, answer))
+        if answers:
+            journal.record("reward", answers)
+        for (each, _), (_, _, answer) in zip(missing, answers, strict=True):
+            self._keep(each, {**self.found[each.name], **answer})
 
 
 # -- what an episode came to ------------------------------------------------------------------------------------------
@@ -321,6 +371,7 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
     return {
         "version": version,
         "reward": outcome.reward,
+        "agent_reward": outcome.reward,
         "kind": outcome.kind,
         "failure": outcome.failure,
         "rows": [{name: row[name] for name in row if name not in ("group", "rollout", "reward")} for row in rows],
@@ -329,6 +380,24 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
         "refused": dict(episode.refused),
         "calls": _calls_of(episode),
     }
+
+
+def _talk_of(episode: Episode) -> list[dict[str, Any]]:
+    """The calls as messages, for reward functions."""
+    return [
+        {
+            "call": call.id,
+            "model": call.asked.model,
+            "messages": [dict(message) for message in call.asked.messages]
+            or [{"role": "user", "content": str(call.asked.prompt)}],
+            "replies": [dict(choice.reply.message()) for choice in call.choices],
+        }
+        for call in episode.recording.calls
+    ]
+
+
+def _question_of_reward(record: Mapping[str, Any]) -> list[Any]:
+    return [record["talk"], record["agent_reward"]]
 
 
 def _calls_of(episode: Episode) -> list[dict[str, Any]]:
@@ -371,6 +440,7 @@ def _trajectories(key: str, records: Sequence[Mapping[str, Any]], where: str) ->
                     sampler_logprobs=row["sampler_logprobs"],
                     draws=np.where(draws >= 0, draws + first_draw, -1),
                     policy_versions=row.get("policy_versions"),
+                    token_rewards=row.get("token_rewards"),
                     group=key,
                     reward=record["reward"],
                     rollout=number,
@@ -383,7 +453,11 @@ def _trajectories(key: str, records: Sequence[Mapping[str, Any]], where: str) ->
 
 def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:
     failed = [record["failure"] for record in records if record["reward"] is None]
-    found.tally.add(RewardTally(len(records), len(failed), failed[0] if failed else None))
+    metrics: dict[str, list[float]] = {}
+    for record in records:
+        for name, values in record.get("metrics", {}).items():
+            metrics.setdefault(name, []).extend(values)
+    found.tally.add(RewardTally(len(records), len(failed), failed[0] if failed else None, metrics))
 
 
 def _warnings(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:

@@ -327,7 +327,8 @@ class Recording:
         """Rows of plain values, and where the tokens went.
 
         A row has `token_ids`, `loss_weights`, `sampler_logprobs`, `draws`, `policy_versions` where they are counted,
-        and `turns`: of each turn in it that it trains, its call, its role, where it begins and ends, and its reward.
+        `token_rewards` (of calls, each at its last token) where there are any, and `turns`: of each turn in it that it
+        trains, its call, its role, where it begins and ends, and its reward.
         """
         with self._lock:
             account, rows, trained = Account(calls=len(self.calls)), [], set[int]()
@@ -369,8 +370,15 @@ class Recording:
                 trained.add(id(choice))
                 turns.append(_turn_facts(choice, at, at + size))
             at += size
-        row = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
-        return {**row, **({"policy_versions": versions} if max(versions) >= 0 else {}), "turns": turns}
+        row: dict[str, Any] = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
+        if max(versions) >= 0:
+            row["policy_versions"] = versions
+        if any("reward" in turn for turn in turns):
+            rewards = row["token_rewards"] = [0.0] * len(ids)
+            for turn in turns:
+                trained_here = np.flatnonzero(weights[turn["start"] : turn["end"]])
+                rewards[turn["start"] + int(trained_here[-1])] = turn.get("reward", 0.0)
+        return {**row, "turns": turns}
 
 
 def _turn_facts(choice: Choice, start: int, end: int) -> dict[str, Any]:

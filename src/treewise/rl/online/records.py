@@ -77,6 +77,7 @@ def _records(
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
             "draws": row.draws.astype(int).tolist(),
             **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
+            **({} if row.token_rewards is None else {"token_rewards": row.token_rewards.tolist()}),
             "reward": row.reward,
             "group": row.group,
             "rollout": row.rollout,
