@@ -43,6 +43,11 @@ def drawn(task):
     return 1.0
 
 
+def drawn_reward(task):
+    call(task["question"])
+    return random.random()
+
+
 def raising(task):
     call()
     raise ValueError("no idea")
@@ -189,7 +194,7 @@ def rewriting(task):
     asked = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
     used = [user, {"role": "assistant", "content": None, "tool_calls": [asked]}]
     turn_of([system, *used, {"role": "tool", "tool_call_id": "c1", "content": "123456"}])
-    turn_of([system, *used, {"role": "tool", "tool_call_id": "c1", "content": "123 ..."}])  # cuts a result
+    turn_of([system, *used, {"role": "tool", "tool_call_id": "c1", "content": "123"}])  # cuts a result
     turn_of([system, {"role": "user", "content": "So far: nothing."}])  # compacts
     chat([system, user, first, again], n=2, temperature=0.5)  # two choices, and the same messages again
     turn_of([user], model="other")  # a judge, which is not trained
