@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("test_agents_running")
 def collector_of(agent, *, online=None, task=TASK, **changes):
     agent = agent if ":" in agent or " " in agent else f"{PLAIN}:{agent}"
     settings = OnlineSettings(**{"max_new_tokens": 64, "chat_template": "chatml", **(online or {})})
-    given = {"episodes": 3, "episode_seconds": 60.0, "gather_seconds": 0.0, **changes}
+    given = {"episodes": 3, "episode_seconds": 600.0, "gather_seconds": 0.0, **changes}
     model = tiny_policy(max_position_embeddings=4096)
     collector = AgentCollector(agent, TOKENIZER, model, task, settings, AgentSettings(**given))
     try:

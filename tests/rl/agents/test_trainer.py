@@ -31,7 +31,7 @@ def new_trainer(folder, agent="drawn_reward", *, own=None, **changes):
         settings(**given),
         arguments(folder),
         agent=f"{PLAIN}:{agent}",
-        agent_settings=AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 60.0, **(own or {})}),
+        agent_settings=AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})}),
         sampler=TransformersSampler(model, isolate_requests=True),
     )
 

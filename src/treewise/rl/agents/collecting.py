@@ -457,7 +457,8 @@ def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:
     for record in records:
         for name, values in record.get("metrics", {}).items():
             metrics.setdefault(name, []).extend(values)
-    found.tally.add(RewardTally(len(records), len(failed), failed[0] if failed else None, metrics))
+    first = failed[0].removesuffix(".") if failed else None  # ends a sentence
+    found.tally.add(RewardTally(len(records), len(failed), first, metrics))
 
 
 def _warnings(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
