@@ -62,6 +62,7 @@ WHOLE_PACKAGE = {
     "integrations/test_verl_ray": "verl's trainer on Ray",
     "serve/test_browser": "the page of the server in a browser",
     "serve/test_crowd": "20 clients, malformed requests and kills at once",
+    "rl/online/test_self_check": "the self-check of `gain` in a run",
     "rl/online/test_ahead_on_servers": "sampling ahead on servers",
     "rl/online/test_ranks": "several processes against one",
     "rl/branching/test_policies": "branching policies on simulated rollouts",

@@ -172,7 +172,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "found"), NAMES, ids=str)
+@pytest.mark.parametrize(("given", "found"), NAMES)
 def test_one_name_is_a_name_and_a_regular_expression_one(given, found):
     settings = {"r": 2, "target_modules": given}
     model = adapted(tiny_model(), settings)

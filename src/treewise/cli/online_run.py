@@ -128,7 +128,7 @@ def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettin
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools, of
     its length.
     """
-    from treewise.rl.online.collecting import started
+    from treewise.rl.online.trees import started
     from treewise.rl.tasks import Calls, ChatTokens
 
     calls = Calls(settings.reward_timeout, settings.reward_workers)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rl.online.helpers import TOKENIZER, new_trainer
-from tests.rl.online.test_trainer import Killed
+from tests.rl.online.test_loop import Killed
 from treewise.errors import TaskError
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online import continuing

@@ -80,6 +80,7 @@ def trainer_of(folder, name, family, mesh, sampler=TransformersSampler, **change
     family, _, adapters = family.partition(" with ")
     optimizer = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
     args = arguments(folder / name, **optimizer, **mesh)
+    assert args.device.type == "cpu"  # joins the other processes
     if {"tp_size", "ep_size"} & mesh.keys():
         sizes = {"tp_size": args.tp_size, "ep_size": args.ep_size}
         model = load_on_mesh(str(folder / family), **sizes, dtype=torch.float32)
@@ -120,7 +121,7 @@ def attempt(folder, name, number, family, mesh, sampler, *, is_killed, **changes
                 kill_in_second_iteration(trainer)
             trainer.train(resume_from_checkpoint=bool(store.checkpoints(folder / name)) or None)
             if not isinstance(trainer.sampler, ServerSampler):
-                model = trainer.rollouts.sampler.model  # of the last evaluation
+                model = trainer.eval_sampler.model  # of the last evaluation
                 assert is_whole(model)
                 torch.save(dict(model.named_parameters()), folder / f"{name}-{rank}.pt")
             torch.distributed.barrier()

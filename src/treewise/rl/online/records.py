@@ -20,7 +20,7 @@ from treewise.tree.trajectory import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from treewise.rl.online.collecting import Collected
+    from treewise.rl.online.drawn import Drawn
 
 ROLLOUTS, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"  # folders
 CHECK = "check.json"
@@ -125,9 +125,7 @@ def draws_file(run_dir: Path, iteration: int) -> Path:
     return run_dir / DRAWS / f"iteration-{iteration:05d}.json"
 
 
-def write_draws(
-    run_dir: Path, iteration: int, curriculum: str, collected: "Collected", outcomes: Sequence[Outcome]
-) -> None:
+def write_draws(run_dir: Path, iteration: int, curriculum: str, drawn: "Drawn", outcomes: Sequence[Outcome]) -> None:
     """Writes which items an iteration drew, what the book predicted of them, and what came.
 
     predicted, observed: probabilities of success, before and in the trials of this iteration; observed is null where no
@@ -135,17 +133,17 @@ def write_draws(
     """
     draws: list[dict[str, Any]] = [
         {
-            "item": tree.item.key,
+            "item": group.request.item.key,
             "index": each.index,
             "wave": wave,
-            "is_kept": position in collected.kept,
+            "is_kept": position in drawn.kept,
             "predicted": each.predicted,
             "observed": each.success,
             "trials": each.trials,
             "reward": sum(each.rewards) / len(each.rewards) if each.rewards else None,
-            "num_tokens": tree.num_sampled,
+            "num_tokens": group.num_sampled,
         }
-        for position, (tree, wave, each) in enumerate(zip(collected.trees, collected.waves, outcomes, strict=True))
+        for position, (group, wave, each) in enumerate(zip(drawn.groups, drawn.waves, outcomes, strict=True))
     ]
     values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
     _write(draws_file(run_dir, iteration), sealed(values) + "\n")
