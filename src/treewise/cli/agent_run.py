@@ -1,16 +1,21 @@
 """`treewise rl --agent`: what an online run has besides where an agent does its tasks."""
 
-import functools
 import typing
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli.config import RunConfig
 from treewise.cli.values import coerce
-from treewise.errors import ConfigError, did_you_mean, num
+from treewise.errors import ConfigError, did_you_mean, num, pip_install
 
 if TYPE_CHECKING:
+    from treewise.rl.agents.collecting import AgentCollector
     from treewise.rl.agents.settings import AgentSettings
     from treewise.rl.online import OnlineSettings
+    from treewise.trainer import TreeTrainingArguments
+
+NEEDED = ("starlette", "uvicorn", "httpx")
 
 
 def settings_of(config: RunConfig) -> "AgentSettings":
@@ -26,22 +31,32 @@ def settings_of(config: RunConfig) -> "AgentSettings":
     )
 
 
-def check(config: RunConfig, settings: "OnlineSettings", task: Any, tokenizer: Any, model: Any) -> None:
-    """Loads the agent, and listens for it, once.
+def collector_of(
+    config: RunConfig,
+    settings: "OnlineSettings",
+    task: Any,
+    tokenizer: Any,
+    model: Any,
+    arguments: "TreeTrainingArguments",
+) -> "AgentCollector":
+    """The collector of a run, whose agent is loaded and whose endpoint listens.
 
     Raises:
         ConfigError: the agent cannot be loaded, a package is missing, or a setting has no meaning with an agent.
     """
-    from treewise.rl.agents.collecting import AgentCollector, check_installed
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"an agent needs {', '.join(missing)}: {pip_install(*missing)}.")
+    from treewise.rl.agents.collecting import AgentCollector
 
-    check_installed()
     own = settings_of(config)
     if own.episodes is not None and "tokens_per_iteration" in config.more:
         raise ConfigError(
-            "tokens_per_iteration decides how many episodes there are with agent_settings.episodes: null alone; leave one "
-            "of them out."
+            "tokens_per_iteration decides how many episodes there are with agent_settings.episodes: null alone; leave "
+            "one of them out."
         )
-    AgentCollector(config.more["agent"], tokenizer, model, task, settings, own).close()
+    given = (config.more["agent"], tokenizer, model, task, settings, own)
+    return AgentCollector(*given, temperature=arguments.temperature, folder=Path(arguments.output_dir))
 
 
 def summary(config: RunConfig, settings: "OnlineSettings") -> list[tuple[str, str]]:
@@ -50,10 +65,3 @@ def summary(config: RunConfig, settings: "OnlineSettings") -> list[tuple[str, st
     count = "as many as the budget holds" if own.episodes is None else str(own.episodes)
     what = f"{count} of each of {num(settings.trees_per_iteration, 'task')}, {settings.max_new_tokens:,} tokens a reply"
     return [("agent", config.more["agent"]), ("episodes", f"{what} at most")]
-
-
-def trainer_of(config: RunConfig) -> Any:
-    """Makes the trainer, as `OnlineTrainer`."""
-    from treewise.rl.agents.trainer import AgentTrainer
-
-    return functools.partial(AgentTrainer, agent=config.more["agent"], agent_settings=settings_of(config))

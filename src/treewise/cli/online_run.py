@@ -91,15 +91,17 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     if is_first_rank():
         print(_summary(config, settings, task))
     if agent is not None:
-        agent_run.check(config, settings, task, tokenizer, model)
+        agent_run.collector_of(config, settings, task, tokenizer, model, arguments).close()  # the agent loads
     elif args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
         _check_first_prompt(task, tokenizer, settings, model)
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
     with run_folder.opened(args, config, arguments) as resume_from:
-        make = OnlineTrainer if agent is None else agent_run.trainer_of(config)
-        trainer = make(
+        collector = None
+        if agent is not None:
+            collector = agent_run.collector_of(config, settings, task, tokenizer, model, arguments)
+        trainer = OnlineTrainer(
             model,
             task,
             tokenizer,
@@ -108,6 +110,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             objective=objective,
             sampler=sampler_named(name, sampler_settings, model),
             reference=_reference(config),
+            collector=collector,
         )
         trainer.train(resume_from or True if args.resume else None)
         if is_first_rank():

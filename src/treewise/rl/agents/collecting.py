@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, DataError, TaskError, pip_install
+from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit
 from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint import Endpoint, listening
@@ -152,6 +152,10 @@ class AgentCollector:
             length = record["account"]["recorded"]
             held_out.append(HeldOut(item.key, prompt, completion, record["reward"], length, record["failure"]))
         return held_out, found.tally
+
+    def facts(self) -> dict[str, str]:
+        """The agent and its settings."""
+        return {"agent": self.agent, "agent_settings": str(self.own.facts())}
 
     def close(self) -> None:
         """Ends the agents and the endpoint."""
@@ -487,12 +491,3 @@ def _longest(settings: OnlineSettings, model: Any) -> int | None:
     found = length_limit(model)
     limits = [settings.max_length, positions, None if found is None else found[0]]
     return min((each for each in limits if each is not None), default=None)
-
-
-def check_installed() -> None:
-    """Raises `ConfigError` where the endpoint lacks a package."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("starlette", "uvicorn", "httpx") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"an agent needs {', '.join(missing)}: {pip_install(*missing)}.")

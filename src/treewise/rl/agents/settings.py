@@ -92,3 +92,5 @@ def check_online(settings: OnlineSettings) -> None:
     for each in fields(settings):
         if each.name in _ELSEWHERE and getattr(settings, each.name) != getattr(usual, each.name):
             raise ConfigError(f"{each.name} is given with an agent: {_ELSEWHERE[each.name]}.")
+    if settings.chosen_curriculum().measures_angles:
+        raise ConfigError(f"curriculum {settings.curriculum!r} measures prompts, and an agent writes its own.")

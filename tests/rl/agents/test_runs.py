@@ -11,9 +11,10 @@ from tests.rl.agents.plain_agents import __file__ as PLAIN
 from tests.rl.online.helpers import TOKENIZER, arguments, settings, tiny_policy
 from treewise.data.load import load_trees
 from treewise.errors import CheckpointError, ConfigError, TaskError
+from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
 from treewise.rl.agents.tasks import AgentTask
-from treewise.rl.agents.trainer import AgentTrainer
+from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.journal import Journal
 from treewise.rl.samplers import TransformersSampler
 
@@ -23,17 +24,12 @@ pytestmark = pytest.mark.xdist_group("test_agents_running")
 
 def new_trainer(folder, agent="drawn_reward", *, own=None, **changes):
     model = tiny_policy(max_position_embeddings=4096)
-    given = {"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **changes}
-    return AgentTrainer(
-        model,
-        TASK,
-        TOKENIZER,
-        settings(**given),
-        arguments(folder),
-        agent=f"{PLAIN}:{agent}",
-        agent_settings=AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})}),
-        sampler=TransformersSampler(model, isolate_requests=True),
-    )
+    online = settings(**{"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **changes})
+    given = AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})})
+    collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, TASK, online, given)
+    sampler = TransformersSampler(model, isolate_requests=True)
+    more = {"sampler": None if online.max_staleness else sampler, "collector": collector}
+    return OnlineTrainer(model, TASK, TOKENIZER, online, arguments(folder), **more)
 
 
 def weights_of(trainer):
@@ -93,7 +89,7 @@ def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypa
 def test_too_many_failures_end_the_run_and_are_tried_again(tmp_path):
     with pytest.raises(TaskError, match=r"of 2 rollouts without reward.*ValueError: no idea"):
         new_trainer(tmp_path, "raising").train()
-    assert not (tmp_path / "journal" / "iteration-00000.jsonl").read_bytes()
+    assert not (tmp_path / "journal" / "iteration-00001.jsonl").read_bytes()
 
 
 def test_another_agent_is_another_run(tmp_path):
@@ -121,13 +117,17 @@ def test_a_budget_of_tokens_decides_how_many_episodes_there_are(tmp_path):
     assert trainer.loop.overshoot < 160
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"max_staleness": 1}, "max_staleness"), ({"curriculum": "gain"}, "measures prompts")],
-)
-def test_what_is_not_served_yet_is_refused(changes, words, tmp_path):
-    with pytest.raises(ConfigError, match=words):
-        new_trainer(tmp_path, **changes)
+def test_a_curriculum_that_measures_prompts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="measures prompts"):
+        new_trainer(tmp_path, curriculum="gain")
+
+
+def test_episodes_may_be_sampled_while_the_policy_trains(tmp_path):
+    trainer = new_trainer(tmp_path, max_staleness=1, iterations=3)
+    logs = trainer.train()
+    assert logs["staleness"] == 1.0
+    rows = (tmp_path / "rollouts" / "iteration-00003.jsonl").read_text().splitlines()
+    assert {max(json.loads(row)["policy_versions"]) for row in rows} == {1}
 
 
 def test_rewards_of_calls_are_credited_by_turns(tmp_path):
