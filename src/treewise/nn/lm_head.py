@@ -86,7 +86,7 @@ class Head:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])
-        logits = _logits(rows, self.weight, self.bias, wide, self)[0].reshape(*hidden.shape[:-1], -1)
+        logits = _logits(rows, self.weight, self.bias, wide, self)[0].unflatten(0, hidden.shape[:-1])
         return logits if self.shard is None else self.shard.gathered(logits)
 
 

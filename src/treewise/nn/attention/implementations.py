@@ -92,7 +92,7 @@ def _short(dtype: "torch.dtype | None") -> str:
 
 
 def unknown_attention(name: str) -> ConfigError:
-    """The error of a name that is none of the table's."""
+    """The error of a name that the table lacks."""
     return ConfigError(f"attention={name!r} is unknown; choose 'auto' or one of {', '.join(IMPLEMENTATIONS)}.")
 
 

@@ -134,9 +134,14 @@ class OnlineTrainer:
         self.objective = checked_objective(objective, self.settings, args, reference, model)
         method_of(self.objective, self.settings.advantages)
         self.reference = reference
-        first: Any = _FirstTree(self)
-        own: dict[str, Any] = {"objective": self.objective, "processing_class": tokenizer, "callbacks": [*callbacks]}
-        self.trainer = TreeTrainer(model, args, train_dataset=first, **own)  # type: ignore[arg-type]
+        self.trainer = TreeTrainer(
+            model,
+            args,
+            train_dataset=_FirstTree(self),
+            objective=self.objective,
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
+        )
         self.model, self.processing_class, self.control = self.trainer.model, tokenizer, self.trainer.control
         for callback in (PrinterCallback, ProgressCallback):
             self.trainer.remove_callback(callback)
@@ -584,8 +589,9 @@ class OnlineTrainer:
         groups = self.collector.collect(requests, moment).groups
 
         def credited(rows: list[Trajectory]) -> list[Trajectory]:
-            how = {"method": settings.advantages, "settings": settings.advantages_settings}
-            update = own_update([rows], self.objective, self.engine, reference=self._reference_engine, **how)
+            method, more = settings.advantages, settings.advantages_settings
+            reference = self._reference_engine
+            update = own_update([rows], self.objective, self.engine, reference=reference, method=method, settings=more)
             return update.trees[0]
 
         report = check_angles(

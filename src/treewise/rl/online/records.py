@@ -67,7 +67,6 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     for row in rows:
         assert row.sampler_logprobs is not None
-        assert row.draws is not None
         weights = np.asarray(row.loss_weights)
         pairs = zip(row.sampler_logprobs.tolist(), weights.tolist(), strict=True)
         sample = sample_of(row, tokenizer)
@@ -75,7 +74,7 @@ def _records(
             "token_ids": row.token_ids.tolist(),
             "loss_weights": weights.tolist(),
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
-            "draws": row.draws.astype(int).tolist(),
+            **({} if row.draws is None else {"draws": row.draws.astype(int).tolist()}),
             **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
             **({} if row.token_rewards is None else {"token_rewards": row.token_rewards.tolist()}),
             "reward": row.reward,

@@ -68,18 +68,14 @@ class TreeCollector:
         )
         expected_tokens = None if num_rollouts else state.expected_tokens or float(settings.max_new_tokens)
         return Rounds(
+            moment=moment,
             branching=policy,
-            sampler=moment.sampler,
-            book=state.book,
             rewards=self.rewards.begun(moment.trainer_state, state.failures),
-            journal=moment.journal,
             limits=Limits(settings.max_new_tokens, _longest(settings, self.model), stop_ids),
             request=request,
             expected_tokens=expected_tokens,
             episodes_at_once=self.rewards.calls.at_once,
             gather_seconds=settings.gather_seconds,
-            version=moment.version,
-            progress=moment.progress,
         )
 
     def new_trees(self, requests: Sequence[GroupRequest]) -> list[GrowingTree]:
@@ -97,7 +93,7 @@ class TreeCollector:
         branched = [node for node in tree.nodes if node.parent != PROMPT]
         return Group(
             request=request,
-            prompt_ids=tree.prompt_ids,
+            prompt_ids=tree.prompt_ids.tolist(),
             rows=rows,
             rewards=[tree[leaf].reward for leaf in tree.leaves],
             lengths=[tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves],
