@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from treewise.data.render.messages import Message, Tools
-from treewise.data.render.template import Template
-from treewise.data.render.turns import common_prefix
+from treewise.data.render.template import Template, common_prefix
 from treewise.errors import DataError
 from treewise.rl.agents.families import FAMILIES, HARMONY, THINKING, Family, Found, Types, calls_in, harmony_parts
 
