@@ -51,6 +51,7 @@ def test_states_of_other_formats() -> None:
     for wrong, message in (
         ({"format": 9}, "format 9; this version reads 1"),
         ({"tasks": None}, "not the state of a success book"),
+        ({"settings": {"node_strength": 4.0}}, "not the state of a success book"),
     ):
         with pytest.raises(DataError, match=message):
             SuccessBook.from_state({**state, **wrong})

@@ -25,7 +25,7 @@ FEATURES = {
     "images": ("treewise.nn.vision", "trajectories with images"),
     "importers": ("treewise.data.importers", "dumps of other libraries"),
     "kept_reasoning": ("treewise.data.render.kept_reasoning", "conversations whose reasoning is kept (thinking)"),
-    "load_model": ("treewise.nn.load_model", "models, tokenizers and processors by name"),
+    "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "logged_calls": ("treewise.data.readers.logged_calls", "records of logged calls"),
     "many_ranks": ("treewise.trainer.many_ranks", "runs of several processes"),

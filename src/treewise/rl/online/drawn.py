@@ -1,12 +1,19 @@
-"""What an iteration has drawn: its groups, in the order of their items, and what they leave in the loop's state."""
+"""What an iteration draws: requests for groups; and what it has drawn: its groups, in the order of their items,
+and what they leave in the loop's state.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from treewise.errors import ConfigError, num
 from treewise.rl.curriculum import Outcome
-from treewise.rl.online.collector import Collected, Group
+from treewise.rl.online.collector import Collected, Group, GroupRequest
 from treewise.rl.online.journal import LoopState
+from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.success_book import SuccessBook
+from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
 
 
@@ -42,12 +49,14 @@ class Drawn:
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def figures(self) -> dict[str, float]:
-        """What is logged: groups that were drawn, trained, and refilled, where there were any."""
+        """What is logged: groups that were drawn, trained, and refilled, where there were any; what reward functions
+        logged.
+        """
         num_refilled = float(sum(wave > 0 for wave in self.waves))
         shown = {"refilled_trees": num_refilled} if num_refilled else {}
         if len(self.kept) < len(self.groups):
             shown |= {"drawn_trees": float(len(self.groups)), "kept_trees": float(len(self.kept))}
-        return shown
+        return shown | {name: float(np.mean(values)) for name, values in self.tally.metrics.items()}
 
     def outcomes(self, book: SuccessBook) -> list[Outcome]:
         """What came of all groups so far. book: before it observes them."""
@@ -75,3 +84,35 @@ class Drawn:
         for kind, count in self.tally.kinds.items():
             loop.failures[kind] = loop.failures.get(kind, 0) + count
         loop.iteration += 1
+
+
+def requests_of(
+    task: Task,
+    indices: Sequence[int],
+    budgets: Sequence[int],
+    stream: tuple[int, ...],
+    first: int = 0,
+    num_rollouts: int | None = None,
+) -> list[GroupRequest]:
+    """Groups of training items; the first has number `first`. stream: names their random streams."""
+    found = []
+    for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first):
+        item, key = task.item("train", index), f"{task.name}/{index}"
+        found.append(GroupRequest(number, item, key, budget, (*stream, number), num_rollouts))
+    return found
+
+
+def num_practised(task: Task, settings: OnlineSettings) -> int | None:
+    """The items that a run practises; None: without end.
+
+    Raises:
+        ConfigError: fewer items than groups.
+    """
+    sizes = [size for size in (task.num_items("train"), settings.num_items) if size is not None]
+    total, num_trees = min(sizes, default=None), settings.trees_per_iteration
+    if total is not None and total < num_trees:
+        raise ConfigError(
+            f"{task.name} has {num(total, 'training item')}, fewer than trees_per_iteration={num_trees}, and "
+            f"the trees of an iteration are of different items; give trees_per_iteration: {total}, or more items."
+        )
+    return total

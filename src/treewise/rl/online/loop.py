@@ -12,17 +12,15 @@ observed up to an iteration becomes the run's when that iteration has trained.
 
 import json
 import logging
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import copy, deepcopy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
@@ -32,42 +30,26 @@ from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import StepOutput
-from treewise.errors import CheckpointError, ConfigError, StoppedError, num
+from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.curriculum import TaskSampler
-from treewise.rl.curriculum.self_check import CheckReport, check_angles
+from treewise.rl.curriculum.self_check import CheckReport
 from treewise.rl.curriculum.signals import angles_of
-from treewise.rl.online import records
+from treewise.rl.online import journal, records, report
 from treewise.rl.online.ahead import Ahead, working
-from treewise.rl.online.collector import Collector, Group, GroupRequest, Moment
-from treewise.rl.online.drawn import Drawn
+from treewise.rl.online.collector import Collector, Group, Moment
+from treewise.rl.online.curriculum import begin_angles, checked, items_to_check, told
+from treewise.rl.online.drawn import Drawn, num_practised, requests_of
+from treewise.rl.online.first_tree import FirstTree
 from treewise.rl.online.growing import check_failures
-from treewise.rl.online.journal import (
-    JOURNAL,
-    Journal,
-    LoopState,
-    facts_of_updates,
-    forget_foreign,
-    journal_file,
-    journals,
-)
-from treewise.rl.online.report import (
-    PrintedLine,
-    account_of,
-    figures,
-    held_out_figures,
-    staleness_of,
-    token_progress,
-    warnings_of,
-)
+from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
+from treewise.rl.online.report import PrintedLine, token_progress
 from treewise.rl.online.settings import OnlineSettings, checked_objective
-from treewise.rl.online.trees import TreeCollector
+from treewise.rl.online.trees import tree_collector
 from treewise.rl.samplers import Sampler, TransformersSampler
-from treewise.rl.samplers.copied_weights import samplers_of
-from treewise.rl.samplers.protocol import begin_update
+from treewise.rl.samplers.copied_weights import begin_hand_over, samplers_of
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import Calls, ChatTokens, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
@@ -131,16 +113,12 @@ class OnlineTrainer:
         if not hasattr(task, "num_items"):
             raise ConfigError(f"task is a {type(task).__name__}; give one of treewise.rl.tasks, such as RowsTask.")
         self.args = args = TreeTrainingArguments() if args is None else args
-        self.objective = checked_objective(objective, self.settings, args, reference, model)
-        method_of(self.objective, self.settings.advantages)
+        self.objective = objective = checked_objective(objective, self.settings, args, reference, model)
+        method_of(objective, self.settings.advantages)
         self.reference = reference
+        self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
         self.trainer = TreeTrainer(
-            model,
-            args,
-            train_dataset=_FirstTree(self),
-            objective=self.objective,
-            processing_class=tokenizer,
-            callbacks=list(callbacks),
+            model, args, train_dataset=first, objective=objective, processing_class=tokenizer, callbacks=[*callbacks]
         )
         self.model, self.processing_class, self.control = self.trainer.model, tokenizer, self.trainer.control
         for callback in (PrinterCallback, ProgressCallback):
@@ -152,46 +130,16 @@ class OnlineTrainer:
         self.sampler, self.eval_sampler, self._whole = samplers_of(
             given, self.model, is_ahead=self.settings.max_staleness > 0, is_parted=args.is_parted
         )
-        self.collector = self._tree_collector() if collector is None else collector
+        self.collector = collector or tree_collector(task, tokenizer, self.settings, args, self.model)
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._checkpoints = CheckpointManager(args, self._run_facts)
         self._fingerprint = contents.fingerprint(self.model)
         self._ahead: Ahead | None = None
         self._journals: dict[int, Journal] = {}
         self._ended = time.perf_counter()  # the last iteration
-        self.items = TaskSampler(self.settings.chosen_curriculum(), self._num_items(), args.seed)
+        self.items = TaskSampler(self.settings.chosen_curriculum(), num_practised(task, self.settings), args.seed)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
-
-    def _tree_collector(self) -> TreeCollector:
-        settings, name = (
-            self.settings,
-            "reward_log.jsonl" if ranks.own() == 0 else f"reward_log-rank-{ranks.own()}.jsonl",
-        )
-        calls = Calls(settings.reward_timeout, settings.reward_workers, settings.episodes_at_once)
-        return TreeCollector(
-            task=self.task,
-            chat=ChatTokens(self.processing_class, settings.chat_template),
-            settings=settings,
-            rewards=RewardRunner(calls, settings.on_reward_error, self.folder / name),
-            temperature=self.args.temperature,
-            model=self.model,
-        )
-
-    def _num_items(self) -> int | None:
-        """The items that a run practises; None: without end.
-
-        Raises:
-            ConfigError: fewer items than groups.
-        """
-        sizes = [size for size in (self.task.num_items("train"), self.settings.num_items) if size is not None]
-        total, num_trees = min(sizes, default=None), self.settings.trees_per_iteration
-        if total is not None and total < num_trees:
-            raise ConfigError(
-                f"{self.task.name} has {num(total, 'training item')}, fewer than trees_per_iteration={num_trees}, and "
-                f"the trees of an iteration are of different items; give trees_per_iteration: {total}, or more items."
-            )
-        return total
 
     @property
     def state(self) -> TrainerState:
@@ -287,14 +235,16 @@ class OnlineTrainer:
             self._ended = time.perf_counter()
             self._show("held out, before the first update", held_out)
         # Collect.
-        drawn = self._collected_ahead(iteration) if settings.max_staleness else self._collected_now(iteration)
+        if settings.max_staleness and self._ahead is None:
+            self._ahead = self._start_ahead(iteration)
+        drawn = self._collected_now(iteration) if self._ahead is None else self._ahead.take(iteration)
         groups, rows = drawn.groups, [each.rows for each in drawn.groups]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.
         with working(self._ahead, version=number):
             update = self._credited([rows[kept] for kept in drawn.kept])
-            account = account_of(groups, update, number)
+            account = report.account_of(groups, update, number)
             trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
         num_updates = self.loop.num_updates + int(trained["optimizer_steps"])
         if drawn.state is None:
@@ -303,10 +253,10 @@ class OnlineTrainer:
         self.loop.num_updates, self.state.global_step = num_updates, self.loop.iteration
         # Log.
         logs = {"iteration": float(number)}
-        logs |= figures(groups, account, self.loop.book, drawn.seconds, settings.success_at) | trained | drawn.figures()
-        logs |= {name: float(np.mean(values)) for name, values in drawn.tally.metrics.items()}
+        logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
+        logs |= trained | drawn.figures()
         if self._ahead is not None:
-            logs |= {"staleness": staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
+            logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
         logs["seconds_iteration"], self._ended = time.perf_counter() - self._ended, time.perf_counter()
         logs["learning_rate"] = float(self.trainer.lr_scheduler.get_last_lr()[0])
@@ -318,10 +268,10 @@ class OnlineTrainer:
         if settings.show_every and (iteration == 0 or settings.is_due(iteration, "show_every")):
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
-        if self.args.should_log:
-            gap, limit = logs.get("logprob_gap", 1.0), settings.logprob_gap_limit
-            for line in warnings_of(groups, account, update, self.objective, gap, limit):
-                logger.warning("iteration %d: %s", number, line)
+        gaps = (logs.get("logprob_gap", 1.0), settings.logprob_gap_limit)
+        warnings = report.warnings_of(groups, account, update, self.objective, *gaps)
+        for line in warnings if self.args.should_log else ():
+            logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)
         return logs
 
@@ -335,22 +285,12 @@ class OnlineTrainer:
         """
         what, budget = f"iteration {iteration + 1}", self._budget(self.loop)
         with token_progress(what, budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            moment = Moment(
-                what, self.loop, self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance
-            )
-            drawn = self._collect(iteration, moment)
+            own = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
+            drawn = self._collect(iteration, Moment(what, self.loop, *own))
         if self.items.curriculum.measures_angles:
             prompts = [each.prompt_ids for each in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
         return drawn
-
-    def _collected_ahead(self, iteration: int) -> Drawn:
-        """The rollouts of an iteration from the thread that collects ahead, which starts with the first. Raises as
-        `_collected_now`.
-        """
-        if self._ahead is None:
-            self._ahead = self._start_ahead(iteration)
-        return self._ahead.take(iteration)
 
     def _start_ahead(self, first: int) -> Ahead:
         """The thread that collects from an iteration on, with a state of its own."""
@@ -359,15 +299,15 @@ class OnlineTrainer:
         def collect(iteration: int, version: int) -> Drawn:
             state = copy(self.state)
             state.global_step = iteration
-            own, journal = (loop, self._journal(iteration + 1)), (self.sampler, version)
-            drawn = self._collect(iteration, Moment(f"iteration {iteration + 1}", *own, *journal, state, ahead.check))
+            of_loop, by = (loop, self._journal(iteration + 1)), (self.sampler, version)
+            drawn = self._collect(iteration, Moment(f"iteration {iteration + 1}", *of_loop, *by, state, ahead.check))
             self._observe(loop, drawn)
             loop.curriculum = deepcopy(self.items.state_dict())
             drawn.state = deepcopy(loop)
             return drawn
 
         ranks.go_through(ranks.new_group())
-        hand_over, last = partial(self._begin_hand_over, self.sampler), self.settings.iterations
+        hand_over, last = partial(begin_hand_over, self.sampler, self.model, self._whole), self.settings.iterations
         ahead = Ahead(collect, hand_over, first, last, self.settings.max_staleness, ranks.new_group())
         ahead.start()
         return ahead
@@ -386,7 +326,7 @@ class OnlineTrainer:
         budgets = [share + (number < more) for number in range(len(indices))]
         while indices:
             first = len(drawn.groups)
-            collected = self.collector.collect(self._requests(indices, budgets, stream, first), moment)
+            collected = self.collector.collect(requests_of(self.task, indices, budgets, stream, first), moment)
             drawn.add(collected, indices, budgets)
             for line in collected.warnings if self.args.should_log else ():
                 logger.warning("%s: %s", moment.where, line)
@@ -402,21 +342,6 @@ class OnlineTrainer:
         """Generated tokens of the next iteration: less what earlier ones took too many."""
         return max(self.settings.tokens_per_iteration - loop.overshoot, self.settings.trees_per_iteration)
 
-    def _requests(
-        self,
-        indices: Sequence[int],
-        budgets: Sequence[int],
-        stream: tuple[int, ...],
-        first: int,
-        rollouts: int | None = None,
-    ) -> list[GroupRequest]:
-        """Groups of training items; the first has number `first`. stream: names their random streams."""
-        found = []
-        for number, (index, budget) in enumerate(zip(indices, budgets, strict=True), start=first):
-            item, key = self.task.item("train", index), f"{self.task.name}/{index}"
-            found.append(GroupRequest(number, item, key, budget, (*stream, number), rollouts))
-        return found
-
     def _observe(self, loop: LoopState, drawn: Drawn) -> None:
         """Takes what an iteration sampled into a state."""
         outcomes = drawn.outcomes(loop.book)
@@ -430,20 +355,6 @@ class OnlineTrainer:
         if iteration not in self._journals:
             self._journals[iteration] = Journal(journal_file(self.folder, iteration), self._facts_of_updates())
         return self._journals[iteration]
-
-    def _begin_hand_over(self, sampler: Sampler) -> Callable[[], None]:
-        """Takes the model's weights, which may change then; what is returned gives them to the sampler of each process;
-        servers get those of the first.
-        """
-        if self._whole is not None:
-            self._whole.take(self.model)
-        give = begin_update(sampler, self.model if self._whole is None else self._whole.model)
-
-        def finish() -> None:
-            give()
-            ranks.on_first_rank(lambda: None)  # the others wait until a server has them
-
-        return finish
 
     # -- credit, train ------------------------------------------------------------------------------------------------
 
@@ -475,16 +386,14 @@ class OnlineTrainer:
         if not isinstance(self.objective, PolicyGradient):  # which measures it in its first step
             with runner.scoring():
                 logs["logprob_gap"] = logprob_gap(self.engine.scored([row for own in trees for row in own]))
-        started, placer, data = (
-            time.perf_counter(),
-            self.trainer.placer,
-            slice(self.args.data_index, None, self.args.data_size),
-        )
+        started, placer = time.perf_counter(), self.trainer.placer
         outs, norms = list[StepOutput | None](), list[float]()
         merges = self.args.merge_across_trees and getattr(self.objective, "weighting", "once") != "once"
         for batch in self.settings.batches(len(trees), (self.args.seed, iteration, _BATCHES)):
             of_step = [trees[index] for index in batch]
-            forests = collate(of_step if placer is not None else of_step[data], merges)
+            forests = collate(
+                of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size], merges
+            )
             clear_gradients(self.model.parameters())
             prepared = runner.prepare(forests if placer is None else placer.own_part(forests))
             runner.measure_budget(lambda: forest_of(trees[0]))
@@ -495,19 +404,9 @@ class OnlineTrainer:
             self.trainer.optimizer.step()
             self.trainer.lr_scheduler.step()
         clear_gradients(self.model.parameters())
-        done = [out for out in outs if out is not None]
-        tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
-        sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
-        logs |= {
-            "optimizer_steps": float(len(norms)),
-            "loss": sums[0] / len(norms),
-            "grad_norm": math.fsum(norms) / len(norms),
-            **runner.means.take(runner.sum_over_batches, is_alone=runner.ranks is None),
-            "share_ratio": sums[2] / max(1, sums[1]),
-            "seconds_update": time.perf_counter() - started,
-        }
+        logs |= report.update_figures(outs, norms, runner) | {"seconds_update": time.perf_counter() - started}
         if self._ahead is None:
-            self._begin_hand_over(self.eval_sampler)()
+            begin_hand_over(self.eval_sampler, self.model, self._whole)()
         return logs
 
     @cached_property
@@ -533,20 +432,20 @@ class OnlineTrainer:
             return {}, []
         is_behind = self._ahead is not None and self.eval_sampler is self.sampler  # and not the model at hand
         newest = self._ahead.newest() if self._ahead is not None and is_behind else nullcontext()
-        journal = self._journal(max(iteration, 1))
-        moment = Moment("evaluation", self.loop, journal, self.eval_sampler, iteration, self.state)
+        recorded = self._journal(max(iteration, 1))
+        moment = Moment("evaluation", self.loop, recorded, self.eval_sampler, iteration, self.state)
         with busy_with(f"evaluation after iteration {iteration}"), newest:
-            items = [self.task.item("held_out", index) for index in range(count)]
-            held_out, tally = self.collector.evaluate(items, moment, self.args.seed + _EVALUATION)
-            check_failures(tally, settings.max_failed, moment.where, journal)
+            items = (self.task.item("held_out", index) for index in range(count))
+            held_out, tally = self.collector.evaluate([*items], moment, self.args.seed + _EVALUATION)
+            check_failures(tally, settings.max_failed, moment.where, recorded)
         samples = [records.Sample(each.key, each.prompt, each.completion, each.reward) for each in held_out]
         if self.args.should_save:
             records.write_evaluation(self.folder, iteration, samples)
-        return held_out_figures(held_out, settings.success_at), samples[: records.NUM_SHOWN]
+        return report.held_out_figures(held_out, settings.success_at), samples[: records.NUM_SHOWN]
 
     def _begin_curriculum(self) -> None:
         """Before the first iteration, where the curriculum goes by angles: those of all items, and the self-check of
-        them, whose groups the book observes. The first process writes the report into the run's folder, and prints it.
+        them, whose groups the book observes.
 
         Raises:
             ConfigError: angles are useless here.
@@ -555,25 +454,15 @@ class OnlineTrainer:
         if not items.curriculum.measures_angles:
             return
         train = (self.task.item("train", index) for index in range(items.size or 0))
-        found = angles_of(self.engine, list(map(self.collector.prompt_ids, train)))
-        items.begin(found.total.tolist(), found.num_shared)
+        begin_angles(items, list(map(self.collector.prompt_ids, train)), self.engine)
         if not settings.check_items:
             return
-        report, groups = self.check_items(settings.check_items, settings.check_rollouts)
-        if self.args.should_save:
-            records.write_check(self.folder, items.curriculum.name, report)
-            sys.stdout.write(f"{report.text()}\n")
-        reason = report.refusal()
-        if reason is not None and not items.curriculum.settings.force:
-            for path in journals(self.folder) if self.args.should_save else ():  # nothing to resume
-                path.unlink()
-            raise ConfigError(f"{reason} Choose another, or force it: curriculum_settings.force=true.")
-        if reason is not None:
-            logger.warning("%s", reason)
+        found, groups = self.check_items(settings.check_items, settings.check_rollouts)
+        told(found, items.curriculum, self.folder if self.args.should_save else None)
         for each in groups:
             self.loop.book.observe_group(each.request.key, each.success, each.trials)
-        self.loop.num_sampled += report.num_tokens
-        self._log({"check_tokens": float(report.num_tokens)})
+        self.loop.num_sampled += found.num_tokens
+        self._log({"check_tokens": float(found.num_tokens)})
 
     def check_items(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[Group]]:
         """Samples rollouts of some items and compares their angles with the norms of their gradients.
@@ -581,29 +470,18 @@ class OnlineTrainer:
         Raises:
             DataError: fewer than 3 items have two rewards.
         """
-        size, seed, settings = self.items.size, self.args.seed, self.settings
-        rng = np.random.default_rng([seed, _CHECK])
-        chosen = np.arange(num_items) if size is None else rng.permutation(size)[:num_items]
-        requests = self._requests(chosen.tolist(), [1] * len(chosen), (seed, 0, _CHECK), 0, num_rollouts)
+        chosen, stream = items_to_check(self.items, num_items, _CHECK), (self.args.seed, 0, _CHECK)
+        requests = requests_of(self.task, chosen, [1] * len(chosen), stream, num_rollouts=num_rollouts)
         moment = Moment("self-check", self.loop, self._journal(0), self.eval_sampler, 0, self.state)
         groups = self.collector.collect(requests, moment).groups
+        settings, reference = self.settings, self._reference_engine
 
         def credited(rows: list[Trajectory]) -> list[Trajectory]:
             method, more = settings.advantages, settings.advantages_settings
-            reference = self._reference_engine
-            update = own_update([rows], self.objective, self.engine, reference=reference, method=method, settings=more)
-            return update.trees[0]
+            own = (self.objective, self.engine)
+            return own_update([rows], *own, reference=reference, method=method, settings=more).trees[0]
 
-        report = check_angles(
-            [each.rows for each in groups],
-            [each.prompt_ids for each in groups],
-            self.engine,
-            self.objective,
-            credited,
-            num_tokens=sum(each.num_sampled for each in groups),
-            num_shared=self.items.memory.get("num_shared"),
-        )
-        return report, groups
+        return checked(groups, self.items, self.engine, self.objective, credited), groups
 
     # -- what people see ----------------------------------------------------------------------------------------------
 
@@ -626,7 +504,7 @@ class OnlineTrainer:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
         trainer = self.trainer
         copy_first(self.model, self.args.device)
-        assert self.first_tree  # refuses what no rollout can begin with
+        _ = self._first_tree[0]  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
         if wanted:
@@ -636,30 +514,14 @@ class OnlineTrainer:
         if found is not None:
             trainer.runner.resume_budget(found.max_tokens)
             trainer.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
-            own = self.state.stateful_callbacks.pop(LoopState.__name__, None)
-            if not isinstance(own, dict):
-                raise CheckpointError(f"{found.folder}: not a checkpoint of an online run.")
+            self.loop = LoopState.of_checkpoint(self.state, found.folder)
             load_weights(self.model, found.folder)
             contents.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
             contents.load_random_state(found.folder)
-            self.loop = LoopState.from_json(own)
             self.items.load_state_dict(self.loop.curriculum)
-        ranks.on_first_rank(lambda: forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates()))
-        self._begin_hand_over(self.eval_sampler)()  # a server may hold those of another run
+        ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates()))
+        begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
-
-    @cached_property
-    def first_tree(self) -> list[Trajectory]:
-        """A tree of two rollouts of the first training item, of the prompt's own tokens: what sharding is checked and a
-        budget is measured with.
-        """
-        item: TaskItem = self.task.item("train", 0)
-        ids = self.collector.prompt_ids(item)
-        weights = [0.0] * len(ids) + [1.0]
-        rows = [[*ids, ids[0]], [*ids, ids[-1] + (ids[0] == ids[-1])]]
-        return [
-            Trajectory(row, weights, advantages=1.0, group=0, reward=1.0, source="the first prompt") for row in rows
-        ]
 
     def _save_loop(self) -> None:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
@@ -667,8 +529,7 @@ class OnlineTrainer:
             return
         if self._ahead is None:
             self.loop.curriculum = self.items.state_dict()
-        trainer = self.trainer
-        own = (trainer.optimizer, trainer.lr_scheduler, self.state, [self.loop], self.processing_class)
+        own = (self.trainer.optimizer, self.trainer.lr_scheduler, self.state, [self.loop], self.processing_class)
         with working(self._ahead), busy_with("saving a checkpoint"):
             self._checkpoints.save(contents.RunState(self.args, self.model, *own), self.folder, self.engine.max_tokens)
         if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
@@ -686,22 +547,9 @@ class OnlineTrainer:
 
     def _facts_of_updates(self) -> str:
         num_updates = self.settings.iterations * self.settings.updates_per_iteration
-        return facts_of_updates(self.args, num_updates, self.objective, self._run_facts())
+        return journal.facts_of_updates(self.args, num_updates, self.objective, self._run_facts())
 
     def _stopped(self) -> StoppedError:
         checkpoints = store.checkpoints(self.folder)
         where = f"saved in {checkpoints[-1]} and the journal" if checkpoints else "the journal holds what was sampled"
         return stopped_error(self._signals, f"stopped after iteration {self.loop.iteration}; {where}.")
-
-
-class _FirstTree(Sequence[list[Trajectory]]):
-    """A data set of `OnlineTrainer.first_tree` alone, which is made when it is asked for."""
-
-    def __init__(self, trainer: OnlineTrainer) -> None:
-        self._trainer = trainer
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: Any) -> Any:
-        return [self._trainer.first_tree][index]

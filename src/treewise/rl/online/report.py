@@ -5,6 +5,7 @@ ones, or those of rollouts that failed or were never continued; recorded ones ar
 left out. Both are checked at every iteration, from the rows that the engine is given.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,14 @@ import numpy as np
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from treewise.base.progress import busy_with, listeners, tell_progress
+from treewise.engine.prepared import StepOutput
 from treewise.errors import DataError, duration, num
 from treewise.objectives import PolicyGradient
 from treewise.rl.checks import gap_warning
 from treewise.rl.online.collector import Group, HeldOut
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import Update
+from treewise.trainer.step import StepRunner
 from treewise.tree.trajectory import Trajectory
 
 # What the line shows, in this order, with its format, or the noun of a count.
@@ -144,6 +147,20 @@ def figures(
     if book.brier == book.brier:
         values["book_brier"] = book.brier
     return values
+
+
+def update_figures(outs: Sequence[StepOutput | None], norms: Sequence[float], runner: StepRunner) -> dict[str, float]:
+    """What is logged of the optimizer steps of an iteration, over all processes."""
+    done = [out for out in outs if out is not None]
+    tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
+    sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
+    return {
+        "optimizer_steps": float(len(norms)),
+        "loss": sums[0] / len(norms),
+        "grad_norm": math.fsum(norms) / len(norms),
+        **runner.means.take(runner.sum_over_batches, is_alone=runner.ranks is None),
+        "share_ratio": sums[2] / max(1, sums[1]),
+    }
 
 
 def held_out_figures(held_out: Sequence[HeldOut], success_at: float) -> dict[str, float]:

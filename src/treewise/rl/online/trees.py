@@ -5,7 +5,8 @@ each.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from treewise.rl.samplers import SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
+
+if TYPE_CHECKING:
+    from treewise.trainer import TreeTrainingArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +154,22 @@ class TreeCollector:
 
     def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:
         return started(self.task, items, self.chat, self.rewards.calls, self.settings, self.model)
+
+
+def tree_collector(
+    task: Task, tokenizer: Any, settings: OnlineSettings, args: "TreeTrainingArguments", model: Any
+) -> TreeCollector:
+    """The collector of a run; what reward functions log goes into its folder."""
+    calls = Calls(settings.reward_timeout, settings.reward_workers, settings.episodes_at_once)
+    extras = Path(args.output_dir, f"reward_log-rank-{ranks.own()}.jsonl" if ranks.own() else "reward_log.jsonl")
+    return TreeCollector(
+        task=task,
+        chat=ChatTokens(tokenizer, settings.chat_template),
+        settings=settings,
+        rewards=RewardRunner(calls, settings.on_reward_error, extras),
+        temperature=args.temperature,
+        model=model,
+    )
 
 
 def started(
