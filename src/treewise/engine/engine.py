@@ -32,6 +32,7 @@ from treewise.engine.values import (
 )
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
+from treewise.nn.attention.needs import asked_by
 from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
@@ -141,7 +142,7 @@ class TreeEngine:
         kind = self.lm.device.type
         key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
         if key not in self._implementations:
-            self._implementations[key] = choose(self.attention, *key)
+            self._implementations[key] = choose(self.attention, *key, asked_by(self.lm.decoder))
         return self._implementations[key]
 
     @property
