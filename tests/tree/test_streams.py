@@ -90,6 +90,7 @@ CHANGES = {
     "draws": [-1, 3, 4],
     "policy_versions": [-1, 2, 2],
     "routed_experts": [[[0, 1]], [[1, 2]], [[0, 2]]],
+    "token_rewards": [0, 0, 2],
 }
 BASE = {
     "token_ids": [1, 2, 3],
@@ -107,6 +108,7 @@ BASE = {
     "draws": [-1, 3, 3],
     "policy_versions": [-1, 2, 1],
     "routed_experts": [[[0, 1]], [[1, 2]], [[0, 3]]],
+    "token_rewards": [0, 0, 1],
 }
 
 

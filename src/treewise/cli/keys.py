@@ -75,6 +75,11 @@ RL: Keys = {
 }
 TASKS: Keys = {
     "tasks": Annotated[str, Doc("what is practised: reasoning_gym:NAME, sum, rows.jsonl, module:name, file.py:name")],
+    "agent": Annotated[
+        str | None,
+        Doc("a program that does the tasks (rows of a file): file.py:function, module:function, or a command"),
+    ],
+    "agent_settings": Annotated[dict | None, Doc("of its episodes, a mapping (docs/agents.md)")],
     "tasks_settings": Annotated[dict | None, Doc("of the task, a mapping")],
     "tasks_seed": Annotated[int, Doc("other seeds make other items")],
     "reward_functions": Annotated[list[str], Doc("of rows: module:function or file.py:function; several add up")],

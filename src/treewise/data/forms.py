@@ -21,7 +21,8 @@ TOOLS = frozenset({"tools", "tools_ref", "functions"})
 CHAT = frozenset({"messages", "images", *TOOLS, *LABELS, *ENDING})
 PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS, *ENDING})
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
-ROW = (CHAT | PAIR | {"token_ids", "text", "prompt_text", "completion_text", "iteration", *STREAMS}) - {"functions"}
+SHOWN = frozenset({"prompt_text", "completion_text", "iteration", "turns"})  # beside rows, for people
+ROW = (CHAT | PAIR | SHOWN | {"token_ids", "text", *STREAMS}) - {"functions"}
 REWRITTEN: frozenset[str] = frozenset()
 MESSAGE = frozenset(
     {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "id", "refusal", "weight", "train"}

@@ -131,6 +131,8 @@ class Trajectory:
             L layers with a router (or in all of its layers, where those without one hold -1); -1 for a token whose
             experts were not recorded. Row `t` is of the forward that token `t` was an input of. The last token had none
             while it was sampled, so n - 1 rows will do. Replayed when it is trained (`treewise.nn.routing`).
+        token_rewards: rewards of parts of the trajectory, beside `reward`: each at a token of its part, as a call or a
+            turn; 0 elsewhere. Taken by `advantages="turns"`.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
         images: the images that it shows, each with the tokens that stand for it, in order. Without `loss_weights` these
@@ -165,6 +167,7 @@ class Trajectory:
     routed_experts: Stream = Stream(
         np.int16, is_routes=True, other_names=("rollout_routed_experts", "rollout_expert_indices", "expert_indices")
     )
+    token_rewards: Stream = Stream()
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}

@@ -57,7 +57,12 @@ SCHEMA = pa.schema(
     }
 )
 ROUTED = {name for name, stream in STREAMS.items() if stream.is_routes}
-LATER = ("policy_versions", "routed_experts", "num_routers")  # rows from before there were any keep their hash
+LATER = (
+    "policy_versions",
+    "routed_experts",
+    "token_rewards",
+    "num_routers",
+)  # rows from before there were any keep their hash
 NOT_HASHED = ("source", "image_sources")  # where it came from
 LABELS = ("group", "rollout")  # stored as JSON: text and numbers stay apart
 

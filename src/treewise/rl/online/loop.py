@@ -542,6 +542,7 @@ class OnlineTrainer:
             "task": self.task.name,
             "seed": self.args.seed,
             "online_settings": json.dumps(self.settings.sampling_facts(), sort_keys=True, default=str),
+            **self.collector.facts(),
         }
 
     def _facts_of_updates(self) -> str:

@@ -78,6 +78,7 @@ def _records(
             **({} if row.draws is None else {"draws": row.draws.astype(int).tolist()}),
             **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
             **_experts(row),
+            **({} if row.token_rewards is None else {"token_rewards": row.token_rewards.tolist()}),
             "reward": row.reward,
             "group": row.group,
             "rollout": row.rollout,

@@ -148,6 +148,10 @@ class TreeCollector:
         reward = outcome if isinstance(outcome, float) else None
         return HeldOut(item.key, prompt, text, reward, ended.num_drawn, failure)
 
+    def facts(self) -> dict[str, str]:
+        """None beside the settings."""
+        return {}
+
     def close(self) -> None:
         """Ends the processes of rewards and environments."""
         self.rewards.close()
