@@ -149,8 +149,8 @@ def record(settings: RecordSettings, say: Callable[[str], object]) -> None:
 
 def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, list[int]]:
     """The tokenizer, the sampler, the tokens that the model follows, and the ids that end a turn."""
-    from treewise.nn.device import chosen_device
     from treewise.models.load_model import load_config, load_tokenizer, load_weights
+    from treewise.nn.device import chosen_device
     from treewise.nn.model_checks import length_limit
     from treewise.rl.samplers import sampler_named
 

@@ -60,8 +60,8 @@ def task_named(
         raise ConfigError(f"tasks={name!r} rewards itself; reward_functions and reward_weights are of files of rows.")
     try:
         if name.startswith(_GYM):
-            own = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
-            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **own)
+            words = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
+            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **words)
         package, _, rest = name.partition(":")
         if package in _OF_OTHERS and rest:
             module, _, function = _OF_OTHERS[package].partition(":")
