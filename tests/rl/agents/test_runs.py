@@ -52,7 +52,8 @@ def test_a_run_learns_from_an_agents_episodes(tmp_path):
     assert logs["share_ratio"] > 2
     assert logs["logprob_gap"] == pytest.approx(1.0, abs=1e-4)
     assert {"eval_reward", "eval_pass@1"} <= set(logs)
-    rows = [row for tree in load_trees(str(tmp_path / "rollouts" / "iteration-00002.jsonl")) for row in tree]
+    trees = load_trees(str(tmp_path / "rollouts" / "iteration-00002.jsonl"))
+    rows = [row for tree in trees for row in tree.flat_trajectories()]
     assert sum(int((row.loss_weights > 0).sum()) for row in rows) == logs["trained_tokens"]
     assert len({(row.group, row.rollout) for row in rows}) == 6
     assert len(rows) == logs["agent_rows"]
