@@ -63,7 +63,7 @@ class TreeTrainingArguments(TrainingArguments):
             memory, measured at the first step. None: a batch is one micro-batch.
         steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
             `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
-        attention: `auto`, `reference`, `cascade` or `flex`.
+        attention: `auto`, `reference`, `cascade`, `flex`, `flash` or `cudnn`.
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.

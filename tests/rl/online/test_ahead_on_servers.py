@@ -12,7 +12,7 @@ pytest.importorskip("httpx")
 from tests.rl.online.helpers import digest, new_trainer, tiny_policy
 from tests.rl.online.test_ahead import RUN, SGD, logprobs_of, policy_after, rows_of
 from tests.rl.online.test_continuing import SECONDS
-from tests.rl.online.test_trainer import Killed, raise_at
+from tests.rl.online.test_loop import Killed, raise_at
 from tests.rl.samplers.stand_in import StandIn, running
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.journal import Journal, journal_file

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.features import feature
 from treewise.base.own_files import damage, read_own, sealed, unsealed
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError, num
@@ -83,6 +85,18 @@ class LoopState(ExportableState):
         numbers: dict[str, Any] = {name: int(values[name]) for name in _NUMBERS}
         book = SuccessBook.from_state(values["book"])
         return cls(book, failures=dict(values["failures"]), curriculum=dict(values["curriculum"]), **numbers)
+
+    @classmethod
+    def of_checkpoint(cls, state: TrainerState, folder: Path) -> "LoopState":
+        """Takes the state of the loop out of transformers' own.
+
+        Raises:
+            CheckpointError: of another kind of run.
+        """
+        own = state.stateful_callbacks.pop(cls.__name__, None)
+        if not isinstance(own, dict):
+            raise CheckpointError(f"{folder}: not a checkpoint of an online run.")
+        return cls.from_json(own)
 
 
 # -- the journal ------------------------------------------------------------------------------------------------------
@@ -246,10 +260,16 @@ def question_of(request: SampleRequest) -> list[Any]:
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """Plain JSON values; float32 survives exactly."""
     values = {name: array.tolist() for name in _ARRAYS if (array := getattr(completion, name)) is not None}
+    if completion.routed_experts is not None:
+        values["routed_experts"] = feature("encoded_arrays").encoded(completion.routed_experts)
     return {**values, "finish_reason": completion.finish_reason, "version": completion.version}
 
 
 def completion_from_json(values: dict[str, Any]) -> Completion:
     """What `completion_to_json` was given."""
     arrays: dict[str, Any] = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items() if name in values}
+    if "routed_experts" in values:
+        arrays["routed_experts"] = feature("encoded_arrays").decoded(
+            values["routed_experts"], "routed_experts", "a sampler's answer"
+        )
     return Completion(**{**values, **arrays})

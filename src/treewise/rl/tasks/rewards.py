@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,8 +16,7 @@ from treewise.errors import TaskError, num
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
 from treewise.rl.tasks.episode import Episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
-from treewise.rl.tasks.reward_functions import Logged, number
-from treewise.rl.tasks.single_turn import RowsTask
+from treewise.rl.tasks.reward_functions import Logged, RewardFunctions, number
 
 logger = logging.getLogger(__name__)
 MAX_FAILED = 0.5  # the share of rollouts that may have no reward, where nothing else is asked for
@@ -43,19 +42,21 @@ Outcome = float | RewardFailure
 @dataclass(slots=True)
 class RewardTally:
     """Of the rewards of an iteration, or of recorded rollouts. first: the first failure, as text. metrics: that reward
-    functions logged.
+    functions logged. kinds: how many failed, by kind.
     """
 
     num_rollouts: int = 0
     num_failed: int = 0
     first: str | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "RewardTally") -> None:
         """Takes in the tally of another process."""
         self.num_rollouts += other.num_rollouts
         self.num_failed += other.num_failed
         self.first = self.first or other.first
+        self.kinds += other.kinds
         for name, values in other.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
 
@@ -130,11 +131,16 @@ class RewardRunner:
         """Begins the tally of an iteration."""
         self.tally, self.trainer_state = RewardTally(), trainer_state
 
+    def begun(self, trainer_state: object, failures: Mapping[str, int]) -> "RewardRunner":
+        """A runner with a tally of its own, which shares calls and what was logged. failures: of the run so far."""
+        return replace(self, failures=Counter(failures), tally=RewardTally(), trainer_state=trainer_state)
+
     def count(self, outcomes: Sequence[Outcome], metrics: Mapping[str, Sequence[float]]) -> None:
         """Counts rewards, new ones or recorded ones, and logs each failure that is unlike those before."""
         failed = [each for each in outcomes if isinstance(each, RewardFailure)]
         lists = {name: list(values) for name, values in metrics.items()}
-        self.tally.add(RewardTally(len(outcomes), len(failed), str(failed[0]) if failed else None, lists))
+        kinds = Counter[str](each.kind for each in failed)
+        self.tally.add(RewardTally(len(outcomes), len(failed), str(failed[0]) if failed else None, lists, kinds))
         for failure in failed:
             self.failures[failure.kind] += 1
             what = f"{failure.kind} {failure.message}"
@@ -147,11 +153,11 @@ class RewardRunner:
         self.calls.close()
 
     def _jobs(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> list[Job]:
-        if isinstance(task, RowsTask):
+        if (functions := functions_of(task)) is not None:
             state = self.trainer_state
             if self.calls.workers and state is not None:
                 state = SimpleNamespace(**vars(state))  # its class would import transformers into each worker
-            return task.functions.jobs(requests, state)
+            return functions.jobs(requests, state)
         return [Job(_rewards_of_task, (task, list(requests)), type(task).rewards)]
 
     def _combined(
@@ -160,7 +166,8 @@ class RewardRunner:
         failed = next((result for result in results if isinstance(result, FailedCall)), None)
         if failed is not None:
             return failed, Logged()
-        return task.functions.combined(results, size) if isinstance(task, RowsTask) else (results[0], Logged())
+        functions = functions_of(task)
+        return (results[0], Logged()) if functions is None else functions.combined(results, size)
 
     def _batch(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> tuple[list[Any] | FailedCall, Logged]:
         return self._combined(task, self.calls.run_all(self._jobs(task, requests)), len(requests))
@@ -207,6 +214,12 @@ class RewardRunner:
                 own = {name: values[index] for name, values in columns.items()}
                 row = {"item": request.item.key, "completion": request.text, **own}
                 stream.write(json.dumps(row, default=printable) + "\n")
+
+
+def functions_of(task: SingleTurnTask) -> RewardFunctions | None:
+    """The reward functions of a task that has some, which are called one by one."""
+    found: RewardFunctions | None = getattr(task, "functions", None)
+    return found
 
 
 def _rewards_of_task(task: SingleTurnTask, requests: list[RewardRequest]) -> list[float | FailedCall]:
