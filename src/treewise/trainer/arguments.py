@@ -5,7 +5,6 @@ import logging
 import math
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -14,6 +13,7 @@ from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
 
 from treewise.base.features import feature
+from treewise.base.paths import path_of
 from treewise.engine.prepared import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
@@ -359,7 +359,7 @@ def _mapping(name: str, value: Any) -> Any:
     from treewise.data.io.files import read_text
 
     try:
-        found = json.loads(value if value.lstrip().startswith("{") else read_text(Path(value).expanduser()))
+        found = json.loads(value if value.lstrip().startswith("{") else read_text(path_of(value)))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
         raise ConfigError(f"{name}: {shown(value)} cannot be read ({reason}); give a mapping, or a file.") from None

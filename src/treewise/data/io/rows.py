@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
+from treewise.base.paths import path_of
 from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
@@ -278,7 +279,7 @@ FLUSH_BYTES = 1 << 25
 
 def cache_folder(folder: str | Path | None) -> Path:
     """The folder of the cache: as given, `$TREEWISE_CACHE`, or `~/.cache/treewise`."""
-    return Path(folder or os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser()
+    return path_of(folder or os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise")
 
 
 def cache_key(settings: Iterable[str], files: Iterable[Path]) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FinishReason = Literal["stop", "length"]
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # logits over less are beyond float32; over more they are all 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,11 @@ class SampleRequest:
                 raise ConfigError(f"{name} of a sample request is {getattr(self, name)}; it must be at least {low}.")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p of a sample request is {self.top_p}; it must be in (0, 1].")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature of a sample request is {self.temperature}; it must be 0 or more.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ConfigError(
+                f"temperature of a sample request is {self.temperature}; it must be 0, or {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}."
+            )
 
     @property
     def truncates(self) -> bool:
