@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES_P90 = 30
 CROSS_CUTTING = {
     "test_cuda_first": "everything that runs on a GPU, for the first machine that has one",
     "test_gpu_script": "the stages of `make gpu`",
+    "test_attention_kernels": "the stage of `make gpu` that compares attention's kernels",
     "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
     "test_house": "the layout",
     "test_package": "the package as installed: names, imports, types",

@@ -42,6 +42,10 @@ class UnsupportedModelError(TreewiseError, NotImplementedError):
     is_finite: bool = True
 
 
+class CompilationError(UnsupportedModelError):
+    """Kernels or layers that a compiler fails on; the same computes without them."""
+
+
 class ConfigError(TreewiseError, ValueError):
     """A setting that is unknown, of the wrong type, or contradicts another one."""
 

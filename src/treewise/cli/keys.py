@@ -129,7 +129,7 @@ _GROUPS = {
         "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
-        "max_tokens attention merge_across_trees temperature offload router_z_coefficient weighting normalization "
+        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient weighting normalization "
         "constant"
     ),
     "Steps": (

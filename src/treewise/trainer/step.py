@@ -11,8 +11,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -29,8 +29,9 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
-from treewise.errors import DataError, NonFiniteError, num
+from treewise.errors import CompilationError, DataError, NonFiniteError, UnsupportedModelError, num
 from treewise.nn.gradients import clear_gradients, refuse_hooks
+from treewise.nn.wrapped import is_compiled
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -87,14 +88,45 @@ class StepRunner:
         self._step_objective = objective
         self._forests: list[Forest] = []
         self._router_counts: Any = None
+        self._is_tried = False  # of compiled layers
         self.ranks: Any = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
         self.engine = self._new_engine()
+        self._fuse_layers()
+
+    def _fuse_layers(self) -> None:
+        """Compiles the layers, or takes Liger's kernels for them, as the settings say."""
+        args, lm = self.args, self.engine.lm
+        if args.use_liger_kernel:
+            parts = feature("liger").use_liger(self.model, args.device)
+            logger.info("liger-kernel computes %s", ", ".join(parts))
+            return
+        compilation = feature("compilation")
         if args.torch_compile:
-            compilation = feature("compilation")
             backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
-            compilation.compile_layers(self.engine.lm, backend, args.torch_compile_mode)
+            compilation.compile_layers(lm, backend, args.torch_compile_mode)
+        elif args.compiles_by_itself:
+            with self._compiled_where_it_can_be():
+                compilation.compile_layers(lm, args.torch_compile_backend or compilation.DEFAULT_BACKEND)
+
+    def _try_compiled(self) -> None:
+        """Before the first step, runs what nobody asked to compile through the engine's probe."""
+        if self.args.compiles_by_itself and not self._is_tried:
+            self._is_tried = True
+            with self._compiled_where_it_can_be(), self._autocast():
+                self.engine.check(self._first_tree())
+
+    @contextmanager
+    def _compiled_where_it_can_be(self) -> Iterator[None]:
+        """Inside, layers that nobody asked to compile and that cannot be run as before, which is a warning."""
+        try:
+            yield
+        except UnsupportedModelError as error:
+            if not (isinstance(error, CompilationError) or not is_compiled(self.model)):
+                raise
+            feature("compilation").uncompile_layers(self.engine.lm)
+            logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
@@ -126,6 +158,7 @@ class StepRunner:
         """Before the optimizer is made: shards the model over all ranks, if asked for (`ShardSettings`), and measures
         the budget if it is to be measured; ranks that exchange the tokens of experts run the same passes from now on.
         """
+        self._try_compiled()
         if self.ranks is None:
             return
         if settings is not None and not self.ranks.is_sharded:
@@ -171,6 +204,7 @@ class StepRunner:
         Raises:
             DataError: the step has no trained token.
         """
+        self._try_compiled()
         self._step, self._is_finite = step, True
         if listeners:
             num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)
