@@ -37,13 +37,10 @@ class PlanError(TreewiseError, ValueError):
 
 class UnsupportedModelError(TreewiseError, NotImplementedError):
     """A model, layer or setting that cannot follow a tree; raised before any compute. `is_finite`: not because its
-    weights give what is not a number."""
+    weights give what is not a number. `is_of_compiler`: a compiler failed on its kernels or layers."""
 
     is_finite: bool = True
-
-
-class CompilationError(UnsupportedModelError):
-    """Kernels or layers that a compiler fails on; the same computes without them."""
+    is_of_compiler: bool = False
 
 
 class ConfigError(TreewiseError, ValueError):

@@ -17,7 +17,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """How a stand-in for the package, with functions of its signature, was called."""
     found: list[dict] = []
 
-    def of_qwen3(  # noqa: PLR0913
+    def of_qwen3(
         rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None
     ):
         found.append(dict(locals()))

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import torch
 
-from treewise.errors import CompilationError, UnsupportedModelError
+from treewise.errors import UnsupportedModelError
 from treewise.nn.support_table import installed_version
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 _ADVICE = ("Set TORCHDYNAMO_VERBOSE", "Set TORCH_LOGS", "You can suppress", "For more info")  # that torch appends
 
 
-def compiler_failure(error: BaseException, kernels: str, device: torch.device) -> CompilationError | None:
+def compiler_failure(error: BaseException, kernels: str, device: torch.device) -> UnsupportedModelError | None:
     """An error of torch's compiler or of Triton, as one that names the kernels; None for any other error.
 
     kernels: what was compiled, with dtype and head size.
@@ -24,11 +24,13 @@ def compiler_failure(error: BaseException, kernels: str, device: torch.device) -
         return None
     found = {name: installed_version(name) for name in ("torch", "triton")}
     versions = ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
-    return CompilationError(
+    failure = UnsupportedModelError(
         f"{kernels} do not compile on {card_name(device)}, {versions}: "
         f"{type(chain[-1]).__name__}: {_reason(chain[-1])} attention='reference' computes the same without kernels of "
         "its own; `treewise doctor --gpu` tries them all."
     )
+    failure.is_of_compiler = True
+    return failure
 
 
 def card_name(device: torch.device) -> str:

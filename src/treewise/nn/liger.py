@@ -53,7 +53,9 @@ def use_liger(model: nn.Module, device: torch.device) -> list[str]:
     """
     package = require_liger()
     if device.type != "cuda":
-        raise ConfigError(f"use_liger_kernel: its kernels run on a GPU, and the model is on {device.type}; leave it out.")
+        raise ConfigError(
+            f"use_liger_kernel: its kernels run on a GPU, and the model is on {device.type}; leave it out."
+        )
     plain = base_model(model)
     family = plain.config.model_type
     patch = package.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family)

@@ -55,9 +55,9 @@ class TreeTrainingArguments(TrainingArguments):
     number of trees, so prefer a large batch with `gradient_accumulation_steps=1`: trees of one batch share their
     prefixes and fill one another's micro-batches.
 
-    `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place, as
-    `compile_layers: always` does. `use_liger_kernel` takes norms, rotary positions and MLPs of the installed liger-kernel,
-    and none of its losses.
+    `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place,
+    as `compile_layers: always` does. `use_liger_kernel` takes norms, rotary positions and MLPs of the installed
+    liger-kernel, and none of its losses.
 
     Parameters:
         max_tokens: the budget: how many tokens may hold activations at a time. `auto`: as many as fit in the free
@@ -274,7 +274,9 @@ class TreeTrainingArguments(TrainingArguments):
             backend, mode = launched, mode or (None if given == "default" else given)
         is_compiled = own.torch_compile or backend is not None or mode is not None
         if is_compiled and own.compile_layers == "never":
-            raise ConfigError("compile_layers=never and torch_compile (_backend, _mode) contradict; leave one of them out.")
+            raise ConfigError(
+                "compile_layers=never and torch_compile (_backend, _mode) contradict; leave one of them out."
+            )
         is_compiled = is_compiled or own.compile_layers == "always"
         own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
         pins_memory = own.dataloader_pin_memory  # put out on a CPU, and a run's own settings would be warned of

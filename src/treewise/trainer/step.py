@@ -29,7 +29,7 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
-from treewise.errors import CompilationError, DataError, NonFiniteError, UnsupportedModelError, num
+from treewise.errors import DataError, NonFiniteError, UnsupportedModelError, num
 from treewise.nn.gradients import clear_gradients, refuse_hooks
 from treewise.nn.wrapped import is_compiled
 from treewise.objectives.protocol import Objective
@@ -123,7 +123,7 @@ class StepRunner:
         try:
             yield
         except UnsupportedModelError as error:
-            if not (isinstance(error, CompilationError) or not is_compiled(self.model)):
+            if not (error.is_of_compiler or not is_compiled(self.model)):
                 raise
             feature("compilation").uncompile_layers(self.engine.lm)
             logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
