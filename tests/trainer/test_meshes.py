@@ -26,7 +26,6 @@ SETTINGS = {
 # Family and settings of a run; batches of one process times their number.
 TWO = {
     "tensor": ("qwen3", {"tp_size": 2}),
-    "compiled": ("qwen3", {"tp_size": 2, "torch_compile_backend": "aot_eager"}),
     "experts": ("qwen3_moe", {"ep_size": 2, "sharded": True}),
     "context": ("qwen3", {"context_size": 2}),
 }

@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = (
     "liger_kernel_config", "torch_empty_cache_steps", "logging_nan_inf_filter", "ddp_find_unused_parameters",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "hub_always_push",
 )  # fmt: skip
-_UNCOMPILED_SIZES = ("ep_size", "context_size")
+_SIZES = ("tp_size", "ep_size", "context_size")
 _SAMPLING = ("random", "sequential")
 
 
@@ -300,7 +300,7 @@ class TreeTrainingArguments(TrainingArguments):
 
     def _uncompiled_meshes(self) -> list[str]:
         """Settings with which layers are not compiled."""
-        return [name for name in _UNCOMPILED_SIZES if getattr(self, name) > 1]
+        return [name for name in _SIZES if getattr(self, name) > 1]
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""
@@ -315,8 +315,8 @@ class TreeTrainingArguments(TrainingArguments):
     @property
     def compiles_by_itself(self) -> bool:
         """Whether layers are compiled that nobody asked to compile."""
-        is_asked = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel
-        return not is_asked and self.device.type == "cuda" and not self._uncompiled_meshes()
+        is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel or self.sharded
+        return not is_decided and self.device.type == "cuda" and not self._uncompiled_meshes()
 
     def shard_settings(self) -> Any:
         """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""

@@ -93,7 +93,8 @@ class StepRunner:
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
         self.engine = self._new_engine()
-        self._fuse_layers()
+        if not args.sharded:
+            self._fuse_layers()
 
     def _fuse_layers(self) -> None:
         """Compiles the layers, or takes Liger's kernels for them, as the settings say."""
@@ -112,10 +113,10 @@ class StepRunner:
 
     def _try_compiled(self) -> None:
         """Before the first step, runs what nobody asked to compile through the engine's probe."""
-        if self.args.compiles_by_itself and not self._is_tried:
-            self._is_tried = True
+        if not self._is_tried and self.args.compiles_by_itself:
             with self._compiled_where_it_can_be(), self._autocast():
                 self.engine.check(self._first_tree())
+        self._is_tried = True
 
     @contextmanager
     def _compiled_where_it_can_be(self) -> Iterator[None]:
@@ -164,6 +165,7 @@ class StepRunner:
         if settings is not None and not self.ranks.is_sharded:
             first = self._first_tree()
             self.ranks.enter_lockstep(self.engine, first)  # with the whole model
+            self._fuse_layers()  # before FSDP's hooks, where the model was checked on the host
             self.ranks.shard(self.engine, settings)
             self.engine = self._new_engine()
             with self._batch(trains=False), self._autocast():

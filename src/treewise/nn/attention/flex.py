@@ -99,7 +99,7 @@ def flex_attention_tree(
     if rule.softcap is not None:
         softcap = mask.derived(_softcap, rule.softcap, query.dtype, query.device, per_head)
     table = block_mask(mask, rule, query.device, blocks)
-    options = {"needs_lse": sinks is not None, "kinds": mask.derived(_no_kinds), "backend": backend}
+    options: dict[str, Any] = {"needs_lse": sinks is not None, "kinds": mask.derived(_no_kinds), "backend": backend}
     out, lse = attend(query, key, value, table, softcap, rule.scaling, **options)
     out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
