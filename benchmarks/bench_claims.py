@@ -342,7 +342,7 @@ def imitated(tokenizer: Any, prompt_ids: Any, item: TaskItem) -> tw.Trajectory:
 
 
 def measured(trainer: tw.OnlineTrainer, args: argparse.Namespace) -> dict[str, Any]:
-    """The self-check of `treewise curriculum`, and the angles against the gradient of imitation of each answer."""
+    """The self-check of `gain`, and the angles against the gradient of imitation of each answer."""
     report, trees = check_items(trainer, args.items, args.rollouts)
     prompts = [each.tree.prompt_ids for each in trees]
     rows = [imitated(trainer.processing_class, each.tree.prompt_ids, each.item) for each in trees]
@@ -350,7 +350,7 @@ def measured(trainer: tw.OnlineTrainer, args: argparse.Namespace) -> dict[str, A
     norms = np.array(gradient_norms(trainer.engine, [[row] for row in rows], None))
     signals = {"angle": angles.total, "intra": angles.intra, "inter": angles.inter}
     signals["length"] = np.array([float(len(prompt)) for prompt in prompts])
-    found = {f"{each.signal}, {each.target}": each.correlation for each in report.checks}
+    found = {f"{each.signal}, gradient_norm": each.correlation for each in report.checks}
     found |= {f"{name}, imitation": correlation(values, norms) for name, values in signals.items()}
     rewards = [np.mean([each.tree[leaf].reward for leaf in each.tree.leaves]) for each in trees]
     return {

@@ -35,7 +35,12 @@ from treewise.rl.online.curriculum import check_items
 from treewise.rl.tasks import TaskItem
 from treewise.rl.tasks.protocol import RewardRequest, Split
 
-ARMS = (*("uniform", "dynamic", "learnability", "gain", "gain_shuffled"),)
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "uniform": ("uniform", {}),
+    "dynamic": ("dynamic", {}),
+    "gain": ("gain", {"force": True}),
+    "gain_shuffled": ("gain", {"force": True, "control": True}),
+}
 POOL = 160
 HELD_OUT = 240
 TOKENS_PER_TREE = 32  # generated
@@ -142,8 +147,8 @@ def new_trainer(
         max_new_tokens=MAX_NEW_TOKENS,
         branching="none",
         branching_settings={"roots": ROLLOUTS},
-        curriculum=arm,
-        curriculum_settings={"force": True} if arm.startswith("gain") else {},
+        curriculum=ARMS[arm][0],
+        curriculum_settings=ARMS[arm][1],
         check_items=0,
         eval_every=args.eval_every,
         eval_items=HELD_OUT,
@@ -186,7 +191,7 @@ def run_arm(start: Any, tokenizer: Any, arm: str, args: argparse.Namespace, seed
 
 
 def check_of(start: Any, tokenizer: Any, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """The self-check of a seed's model, as `treewise curriculum` makes it."""
+    """The self-check of a seed's model, as a run with `gain` makes it."""
     model = new_model(tokenizer, seed)
     model.load_state_dict(start)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -206,18 +206,14 @@ def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[
             raise ConfigError(f"{owner}: {setting}={value!r} must be {names}.")
 
 
-def settings_named(
-    what: str, name: str, known: Mapping[str, type[S]], gone: Mapping[str, str], given: Mapping[str, Any]
-) -> S:
+def settings_named(what: str, name: str, known: Mapping[str, type[S]], given: Mapping[str, Any]) -> S:
     """The settings of one of several kinds, dataclasses by their names, out of a configuration.
 
-    what: kind of thing, for messages. gone: names of earlier versions, and what to use in their place.
+    what: kind of thing, for messages.
 
     Raises:
         ConfigError: an unknown name or setting, or a value that is out of range or of another type.
     """
-    if name in gone:
-        raise ConfigError(f"{what} {name!r} is gone; use {gone[name]}.")
     if name not in known:
         raise ConfigError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
     types_of = {each.name: each.type for each in dataclasses.fields(known[name])}  # type: ignore[arg-type]

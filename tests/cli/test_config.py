@@ -135,6 +135,14 @@ def test_a_part_that_stands_alone_is_true_where_it_may_be(write) -> None:
         read_config(path, ["--lora.r", "--bf16"])
 
 
+def test_one_name_of_a_flag_goes_with_settings_that_want_a_list(write) -> None:
+    flags = ["--lora.target_modules", "q_proj", "--lora.layers_to_transform", "0"]
+    config = read_config(write(BASE + "learning_rate: 1e-5\n"), flags)
+    assert config.lora == {"target_modules": "q_proj", "layers_to_transform": 0}
+    with pytest.raises(ConfigError, match="cannot be used when `target_modules` is a str"):
+        read_config(write(BASE + "learning_rate: 1e-5\n"), ["--lora.target_modules", ".*q_proj", *flags[2:]])
+
+
 @pytest.mark.parametrize("key", RETIRED)
 def test_keys_of_earlier_versions_pass_at_their_default_and_are_refused_by_name_else(write, key):
     default, advice = RETIRED[key]

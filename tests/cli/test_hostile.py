@@ -228,4 +228,6 @@ def test_weights_that_a_model_leaves_out_are_said(
     (folder / "shallow" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     assert main(["verify", str(folder / "good.jsonl"), "--model", str(folder / "shallow")]) == 0
     assert "9 of its weights are not used, the first model.layers.1.input_layernorm.weight" in caplog.text
-    assert capsys.readouterr().err == ""
+    assert all(
+        line.startswith("comparing ") for line in capsys.readouterr().err.splitlines()
+    )  # nothing of transformers

@@ -55,10 +55,8 @@ OBJECTIVES: dict[str, Any] = {
 CURRICULA: dict[str, tuple[str, dict[str, Any]]] = {
     "uniform": ("uniform", {}),
     "dynamic": ("dynamic", {"refills": 1}),
-    "learnability": ("learnability", {}),
-    "thompson": ("learnability", {"thompson": True}),
     "gain": ("gain", {"force": True}),
-    "gain_shuffled": ("gain_shuffled", {"force": True}),
+    "gain_shuffled": ("gain", {"force": True, "control": True}),
 }
 # What an objective was published with; the plain loop reads nothing from the objective.
 USUAL = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "reinforce": "rloo"}

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.damage import damages
-from treewise.data import RenderOptions, load_trees, workers
+from treewise.data import RenderOptions, load_trees
 from treewise.data.io import rows as row_store
+from treewise.data.records import RecordReader
 from treewise.errors import ConfigError, DataError
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]}
@@ -29,7 +30,7 @@ def no_rendering(monkeypatch):
     def fail(*_):
         raise AssertionError("rendered although cached")
 
-    return lambda: monkeypatch.setattr(workers, "read_all", fail)
+    return lambda: monkeypatch.setattr(RecordReader, "read_samples", fail)
 
 
 def test_a_second_load_comes_from_the_cache_and_is_equal(fixtures, tokenizer, tmp_path, no_rendering):

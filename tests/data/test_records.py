@@ -133,3 +133,13 @@ def test_a_declared_node_of_a_reply_that_failed_is_context(tokenizer):
     result = reader.read(RawRecord("a:1", {"nodes": nodes}), None)
     assert [(row.source, row.rollout) for row in result.rows] == [("a:1: nodes[3]", "a:1: nodes[3]")]
     assert result.left_out == [("a:1: nodes[1]", "a reply that ended with 'error'")]
+
+
+def test_plain_text_is_trained_but_for_its_first_token(tokenizer):
+    result = RecordReader(tokenizer, RenderOptions()).read(RawRecord("a:1", {"text": "2+2=4"}), None)
+    (item,) = trajectories_of(table_columns(rows_to_table([0], result.rows)))
+    assert tokenizer.decode(item.token_ids) == "2+2=4" + tokenizer.eos_token
+    assert item.loss_weights.tolist() == [0, *[1] * (len(item) - 1)]
+    assert RecordReader(tokenizer, RenderOptions()).read(RawRecord("a:1", {"text": 5}), None).error == (
+        "a:1: text must be text, found 5."
+    )

@@ -102,7 +102,8 @@ def test_walks_tell_how_many_tokens_are_done_after_each_micro_batch(
     items = [Trajectory([3, 4, 5, 6, branch, 7, leaf, 9]) for branch in (10, 20) for leaf in (30, 40)]
     forest, told = Forest.from_trajectories(items), Told()
     engine = TreeEngine(tiny_model("llama"), budget, hold=hold, check=False)
-    monkeypatch.setattr("treewise.base.progress.listeners", [told])
+    for reader in ("base.progress", "engine.step"):
+        monkeypatch.setattr(f"treewise.{reader}.listeners", [told])
     engine.step(forest)
     with torch.no_grad():
         engine.logprobs(forest)
@@ -125,6 +126,7 @@ def test_a_loss_of_the_caller_leaves_its_backward_to_it(monkeypatch: pytest.Monk
     """A forward is a third of the work."""
     forest, told = Forest.from_trajectories([Trajectory(range(3, 12))]), Told()
     engine = TreeEngine(tiny_model("llama"), None, check=False)
-    monkeypatch.setattr("treewise.base.progress.listeners", [told])
+    for reader in ("base.progress", "engine.step"):
+        monkeypatch.setattr(f"treewise.{reader}.listeners", [told])
     engine.step(forest, lambda logprobs: -torch.cat(logprobs).sum())
     assert told.reached == {"forward and backward": [(0, 9), (3, 9)]}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.data.render.test_images import PARTS
+from tests.data.images.test_placing import PARTS
 from tests.image_models import tiny_processor
 from treewise.data import load_trees
 

@@ -129,7 +129,7 @@ def test_one_line_in_trl(tmp_path: Path) -> None:
 def test_commands_on_a_file_of_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rollouts, model = ("rollouts.jsonl", "--model"), "./my-model"
     run_command("inspect", *rollouts, model, "--html", "report.html")
-    assert "3.38 times as many tokens" in capsys.readouterr().out
+    assert "Worth it against one row per call (3.3 times by FLOPs)" in capsys.readouterr().out
     assert "<script" in Path("report.html").read_text()
     run_command("plan", *rollouts, model, "--max_tokens", 16, "--gpu_memory", "80GiB")
     run_command("verify", *rollouts, model)
@@ -209,9 +209,8 @@ def test_meshes_where_transformers_has_them() -> None:
 
 @needs.packages("PIL")
 def test_images_where_transformers_has_them() -> None:
-    from tests.engine.test_vision import HISTORIES, trajectories
-
     from tests.image_models import FAMILIES, IMAGE_TOKEN, png
+    from tests.nn.vision.test_forest_images import HISTORIES, trajectories
 
     model, images = tiny_model("llava", image_token_id=IMAGE_TOKEN), FAMILIES["llava"].images()
     if Version("5.18") <= needs.RELEASE:

@@ -172,7 +172,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "found"), NAMES, ids=str)
+@pytest.mark.parametrize(("given", "found"), NAMES)
 def test_one_name_is_a_name_and_a_regular_expression_one(given, found):
     settings = {"r": 2, "target_modules": given}
     model = adapted(tiny_model(), settings)
@@ -189,6 +189,11 @@ def test_one_name_is_a_name_and_a_regular_expression_one(given, found):
         ({"target_modules": ".*q_prj"}, r"\.\*q_prj not found .*There are embed_tokens, q_proj, .*lm_head\.$"),
         ({"target_modules": "q_proj", "modules_to_save": ["hed"]}, r"lora\.modules_to_save: .* hed\. .*lm_head\.$"),
         ({"target_modules": "q_proj", "trainable_token_indices": {"hed": [3]}}, r"'hed'.*There are .*lm_head\.$"),
+        ({"target_modules": "q_proj", "exclude_modules": "k_prj"}, r"lora\.exclude_modules: no module is called k_prj"),
+        ({"target_modules": "q_proj", "target_parameters": ["a.b"]}, r"target_parameters: no parameter .* a\.b\."),
+        ({"target_modules": "q_proj", "trainable_token_indices": [3, 64]}, r"64 is named twice, or .* 64 tokens"),
+        ({"target_modules": "q_proj", "trainable_token_indices": {"lm_head": [-1]}}, r"-1 is .* 64 tokens of lm_head"),
+        ({"target_modules": "q_proj", "trainable_token_indices": [3, 5, 3]}, r"token_indices: 3 is named twice"),
     ],
     ids=str,
 )

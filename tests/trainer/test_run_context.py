@@ -169,7 +169,8 @@ def test_the_loss_of_another_process_is_named_while_the_folder_is_entered(tmp_pa
     def lose(_):
         raise RuntimeError("gloo: Connection reset by peer")
 
-    monkeypatch.setattr("treewise.trainer.run_context.watching", watching)
+    monkeypatch.setattr("treewise.distributed.watchdog.watching", watching)
+    monkeypatch.setattr("treewise.trainer.run_context.ranks.count", lambda: 2)
     monkeypatch.setattr("treewise.trainer.run_context.ranks.on_first_rank", lose)
     args, signals = TreeTrainingArguments(output_dir=str(tmp_path / "run")), StopSignals(may_abandon=False)
     with pytest.raises(LostRankError, match="rank 1 is gone"), entered_run(args, signals):

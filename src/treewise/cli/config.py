@@ -20,7 +20,7 @@ from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, key_names, schem
 from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, pip_install
-from treewise.nn.adapters import adapter_folder
+from treewise.nn.adapters import adapter_folder, lora_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -282,7 +282,7 @@ def _checked_lora(values: Values) -> Values:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            LoraConfig(**{"task_type": "CAUSAL_LM", **checked})
+            lora_config(checked)
     except (ValueError, TypeError, ImportError) as error:  # settings that peft does not take together
         raise ConfigError(f"lora: {' '.join(str(error).split())}") from error
     return checked

@@ -23,7 +23,6 @@ COMMANDS = {
     "bench": "treewise against flat training and tree rows, measured on this machine",
     "profile": "where the time of a training step goes, tree beside flat",
     "doctor": "what this machine has, which attention will run, and a check that it is right",
-    "curriculum": "whether a curriculum's signal predicts anything on your tasks",
     "grow": "a larger model from a smaller one, to train on",
     "models": "which families of models are supported, and why others are not",
     "schema": "the JSON schema of a configuration, for editors",

@@ -1,9 +1,9 @@
-from .dataset import SelectedTrees as SelectedTrees
 from .dataset import TrainingTree as TrainingTree
 from .dataset import TreeDataset as TreeDataset
-from .dataset import Trees as Trees
-from .dataset import mix as mix
-from .dataset import split_for_evaluation as split_for_evaluation
 from .io.options import LoadReport as LoadReport
 from .io.options import RenderOptions as RenderOptions
 from .load import load_trees as load_trees
+from .mixtures import SelectedTrees as SelectedTrees
+from .mixtures import Trees as Trees
+from .mixtures import mix as mix
+from .mixtures import split_for_evaluation as split_for_evaluation

@@ -1,13 +1,10 @@
 """Loading: sources through the cache or the workers to training trees, with nothing dropped silently."""
 
-import atexit
 import json
 import os
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from inspect import signature
 from pathlib import Path
@@ -16,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 import pyarrow as pa
 
-from treewise.data import workers
-from treewise.data.dataset import TreeDataset, Trees, mix
-from treewise.data.images import ImageReader
-from treewise.data.importers.convert import read_sources
-from treewise.data.io.endings import UnusableError
-from treewise.data.io.field_checks import printable, shown
-from treewise.data.io.files import PathLike, Placed
+from treewise.base.features import feature
+from treewise.data.dataset import TreeDataset
+from treewise.data.io.field_checks import printable
+from treewise.data.io.files import PathLike, Placed, tool_files
 from treewise.data.io.options import LoadReport, RenderOptions
+from treewise.data.io.replies import UnusableError
 from treewise.data.io.rows import (
     MAPPED,
     RecordResult,
@@ -37,18 +32,24 @@ from treewise.data.io.rows import (
     tokenizer_hash,
     write_entry,
 )
-from treewise.data.records import RecordReader
-from treewise.data.render.messages import find_tools, tool_files
+from treewise.data.raw import is_part
+from treewise.data.records import Job, RecordReader
+from treewise.data.render.messages import find_tools
 from treewise.data.render.template import template_text
-from treewise.data.sources import Source, open_sources
+from treewise.data.sources import Source, open_sources, read_sources
 from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from treewise.data.mixtures import Trees
+
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-MIXTURE_KEYS = {"data", "path", "weight"}
 MAX_WARNINGS = 1000
+BATCH_BYTES = 256_000
+BATCH_RECORDS = 256
+MIN_BYTES_FOR_POOL = 1_000_000  # of the sources; below, starting processes costs more than they save
+MAX_WORKERS = 16
 
 
 def load_trees(
@@ -64,14 +65,14 @@ def load_trees(
     allow_partial_tail: bool = False,
     read_only: bool = False,
     **unknown: object,
-) -> Trees:
-    """Reads records of any form (`treewise.data.io.forms`) from any source, and groups them into training trees.
+) -> "Trees":
+    """Reads records of any form (`treewise.data.forms`) from any source, and groups them into training trees.
 
     Parameters:
         data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that
             `save_to_disk` wrote (`folder[split]`); `hf:org/name[split]`; a `datasets.Dataset` or `IterableDataset`; a
             pandas data frame; a list or iterator of mappings; a list of several of these, which groups may reach over.
-            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.dataset.mix`).
+            A list of `{"data": ..., "weight": 2}` is a mixture (see `treewise.data.mix`).
         tokenizer: a transformers tokenizer or the path of one; needed by records that hold text. For images
             the model's processor, or the path of one.
         options: how records are rendered and grouped; a mapping is taken as `RenderOptions(**options)`.
@@ -93,7 +94,7 @@ def load_trees(
     options = RenderOptions.from_dict(options) if isinstance(options, Mapping) else options or RenderOptions()
     check_choice("on_bad_record", on_bad_record, ("error", "quarantine"))
     template_text(options.chat_template)  # an error also where rows hold tokens, or the cache all of them
-    workers.choose_num_workers(num_workers, 0)
+    choose_num_workers(num_workers, 0)
     settings = _Settings(
         options=options,
         num_workers=num_workers,
@@ -105,13 +106,13 @@ def load_trees(
         read_only=read_only,
     )
     tokenizer = _tokenizer(tokenizer)
-    parts = _mixture(data)
-    if parts is None:
+    if not any(map(is_part, data if isinstance(data, list | tuple) else [data])):
         return _load(open_sources(data, options.max_record_bytes), tokenizer, settings)
+    parts = feature("mixtures").parts_of(data)
     if settings.quarantines:
         raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
     loaded = [_load(open_sources(part, options.max_record_bytes), tokenizer, settings) for part, _ in parts]
-    return mix(loaded, [weight for _, weight in parts])
+    return feature("mixtures").mix(loaded, [weight for _, weight in parts])
 
 
 def _refuse(unknown: Mapping[str, object]) -> None:
@@ -137,28 +138,6 @@ class _Settings:
     read_only: bool
 
 
-def _mixture(data: Any) -> list[tuple[Any, float]] | None:
-    """The parts of a mixture and their weights; None for data that is no mixture.
-
-    Raises:
-        DataError: a part without data, or one beside something else.
-    """
-    items = list(data) if isinstance(data, list | tuple) else [data]
-    is_part = [isinstance(item, Mapping) and bool(item) and set(item) <= MIXTURE_KEYS for item in items]
-    if not any(is_part):
-        return None
-    parts = []
-    for index, item in enumerate(items):
-        if not is_part[index]:
-            parts.append((item, 1.0))
-            continue
-        name = "data" if "data" in item else "path"
-        if set(item) not in ({name, "weight"}, {name}):
-            raise DataError(f"data[{index}] of a mixture is {shown(item)}; give {{data: ..., weight: ...}}.")
-        parts.append((item[name], item.get("weight", 1.0)))
-    return parts
-
-
 def _load(
     sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | ProcessorMixin | None", settings: _Settings
 ) -> TreeDataset:
@@ -176,24 +155,15 @@ def _load(
         else:
             if stored is not None:
                 return TreeDataset(*stored, LoadReport(**stored[1]["report"]), merge)
-    images = settings.folder / "images"  # those that come as bytes; with read_only until the process ends
-    if processor is not None and settings.read_only:
-        images = Path(tempfile.mkdtemp(prefix="treewise-images-"))
-        atexit.register(shutil.rmtree, images, ignore_errors=True)
-    own = settings.options
-    image_reader = processor and ImageReader(
-        processor,
-        images,
-        own.max_image_bytes,
-        from_network=own.images_from_network,
-        from_local_network=own.images_from_local_network,
-        image_folder=own.image_folder,
-    )
-    reader = RecordReader(tokenizer, own, image_reader)
-    processes = workers.choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
-    with TreeBuilder(reader, settings) as builder, _bar(settings.progress) as advance:
+    images = None
+    if processor is not None:
+        image_reader = feature("image_records").image_reader
+        images = image_reader(processor, settings.options, settings.folder, keeps=not settings.read_only)
+    reader = RecordReader(tokenizer, settings.options, images)
+    processes = choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
+    with TreeBuilder(reader, settings) as builder, _shown(settings.progress) as advance:
         jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
-        for num_bytes, results in workers.read_all(jobs, reader, processes):
+        for num_bytes, results in _read_all(jobs, reader, processes):
             for result in results:
                 builder.add(result)
             advance(num_bytes, len(results))
@@ -208,6 +178,37 @@ def _load(
             warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
     report.warnings += warnings
     return TreeDataset(table, facts, report, merge)
+
+
+def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
+    """Processes to start; 0 means this process. By default all cores, where there is enough to do."""
+    if num_workers is not None:
+        if num_workers < 0:
+            raise ConfigError(f"num_workers is {num_workers}; give 0 (this process) or more.")
+        return num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS) if num_bytes >= MIN_BYTES_FOR_POOL and cores > 1 else 0
+
+
+def _read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Iterator[tuple[int, list[RecordResult]]]:
+    """Batches of results in the order of the jobs, each with the bytes it came from."""
+    if num_workers:
+        return feature("workers").read_all(_batches(jobs), reader, num_workers)
+    return ((num_bytes, reader.read_batch(batch)) for num_bytes, batch in _batches(jobs))
+
+
+def _batches(jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:
+    """Jobs in batches, each with its bytes."""
+    batch: list[Job] = []
+    size = 0
+    for job in jobs:
+        batch.append(job)
+        size += job[0].num_bytes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
+            yield size, batch
+            batch, size = [], 0
+    if batch:
+        yield size, batch
 
 
 def _entry(sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | None", settings: _Settings) -> Path | None:
@@ -239,29 +240,15 @@ def _tokenizer(tokenizer: Any) -> object:
         raise ConfigError(f"tokenizer {str(tokenizer)!r} cannot be loaded: {reason}") from error
 
 
-@contextmanager
-def _bar(progress: bool | Callable[[int, int], object]) -> Iterator[Callable[[int, int], object]]:
-    """Gives `advance(num_bytes, num_records)`, which shows records and bytes read so far; the total of compressed files
-    is not known beforehand. A log file gets no bar.
-    """
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _shown(progress: bool | Callable[[int, int], object]) -> AbstractContextManager[Callable[[int, int], object]]:
+    """Gives `advance(num_bytes, num_records)`, which shows how far the load is."""
+    if progress is True:
+        return feature("progress_bar").progress_bar()
+    return nullcontext(progress or _unseen)
 
-    console = Console(stderr=True)
-    is_shown = progress and (console.is_terminal or console.is_jupyter)
-    console.quiet = not is_shown  # rich before 14.3 ends a bar that is off with an empty line
-    columns = [SpinnerColumn(), TextColumn("reading {task.completed} records, {task.fields[megabytes]:.1f} MB")]
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown) as bar:
-        task = bar.add_task("records", total=None, megabytes=0.0)
 
-        def advance(num_bytes: int, num_records: int) -> None:
-            megabytes = bar.tasks[0].fields["megabytes"] + num_bytes / 1e6
-            bar.update(task, advance=num_records, megabytes=megabytes)
-
-        yield advance
+def _unseen(_num_bytes: int, _num_records: int) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -353,7 +340,8 @@ class TreeBuilder:
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
                 self.reader.left_out = []
-                _, rows = self.reader.declared_rows(placed, find_tools(placed[0]), is_forest=False)
+                rows_of = feature("declared_trees").rows_of
+                _, rows = rows_of(self.reader, placed, find_tools(placed[0]), is_forest=False)
             except UnusableError as error:
                 self.report.dropped.append((error.location, error.reason))
             except DataError as error:

@@ -20,6 +20,11 @@ def is_raw_data(data: object) -> bool:
     return isinstance(data, Iterator)
 
 
+def is_part(item: object) -> bool:
+    """Whether an item of data is a part of a mixture, `{"data": ..., "weight": ...}`."""
+    return isinstance(item, Mapping) and bool(item) and set(item) <= {"data", "path", "weight"}
+
+
 def is_table(data: object) -> bool:
     """Whether this is a data set of `datasets`, a pandas data frame, or an Arrow table."""
     return any(is_of(library, data) for library in CLASSES)

@@ -1,49 +1,28 @@
-"""Records in, rows out, in order: in this process, or in a pool of processes that each load the tokenizer once."""
+"""Records in, rows out, in order, in a pool of processes that each load the tokenizer once."""
 
 import multiprocessing
 import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from types import ModuleType
 
-from treewise.data.io.files import RawRecord
 from treewise.data.io.rows import RecordResult
-from treewise.data.records import RecordReader
+from treewise.data.records import Job, RecordReader
 from treewise.errors import ConfigError
-
-Job = tuple[RawRecord, Path | None]
-BATCH_BYTES = 256_000
-BATCH_RECORDS = 256
-MIN_BYTES_FOR_POOL = 1_000_000  # of the sources; below, starting processes costs more than they save
-MAX_WORKERS = 16
 
 _reader: RecordReader | None = None  # of a worker process
 
 
-def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
-    """Processes to start; 0 means this process. By default all cores, where there is enough to do."""
-    if num_workers is not None:
-        if num_workers < 0:
-            raise ConfigError(f"num_workers is {num_workers}; give 0 (this process) or more.")
-        return num_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_WORKERS) if num_bytes >= MIN_BYTES_FOR_POOL and cores > 1 else 0
-
-
-def read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Iterator[tuple[int, list[RecordResult]]]:
-    """Batches of results in the order of the jobs, each with the bytes it came from."""
-    batches = _batches(jobs)
-    if num_workers == 0:
-        for num_bytes, batch in batches:
-            yield num_bytes, [result for raw, path in batch for result in reader.read_samples(raw, path)]
-        return
+def read_all(
+    batches: Iterator[tuple[int, list[Job]]], reader: RecordReader, num_workers: int
+) -> Iterator[tuple[int, list[RecordResult]]]:
+    """Results of batches in their order, each with the bytes it came from."""
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, spawn, initializer=_start, initargs=(pickle.dumps(reader),))
     running: deque[tuple[int, Future[list[RecordResult]]]] = deque()
@@ -87,18 +66,4 @@ def _start(reader: bytes) -> None:
 
 def _work(batch: list[Job]) -> list[RecordResult]:
     assert _reader is not None
-    return [result for raw, path in batch for result in _reader.read_samples(raw, path)]
-
-
-def _batches(jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:
-    """Jobs in batches, each with its bytes."""
-    batch: list[Job] = []
-    size = 0
-    for job in jobs:
-        batch.append(job)
-        size += job[0].num_bytes
-        if size >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
-            yield size, batch
-            batch, size = [], 0
-    if batch:
-        yield size, batch
+    return _reader.read_batch(batch)

@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 
 from treewise.distributed import ranks
 from treewise.distributed.parts import differing, local_part, mesh_of, sum_gradients
+from treewise.distributed.watchdog import join_as_launched
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
 from treewise.nn.tensor_parallel import require_meshes
 
@@ -142,6 +143,7 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
         ConfigError: sizes that do not fit the processes, or a model without a plan for them; says which to change.
     """
     require_meshes()
+    join_as_launched()
     check_mesh_sizes(tp_size, ep_size, ranks.count())
     from transformers.distributed.utils import initialize_distributed_mesh
 

@@ -24,6 +24,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from accelerate import PartialState
 from torch import accelerator, distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -93,6 +94,18 @@ def join(args: Any) -> None:
         args.use_cpu = True
     if args.use_cpu and args.ddp_backend in (None, "gloo") and not distributed.is_initialized():
         start_group(args.ddp_timeout)
+
+
+def join_as_launched(timeout_seconds: float = 1800.0) -> None:
+    """What a function that needs the other processes does before there are settings of a run: joins them, if this
+    process is one of several and has not joined yet. timeout_seconds: the default of `ddp_timeout`.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ or distributed.is_initialized():
+        return
+    if accelerator.is_available():
+        PartialState(timeout=timedelta(seconds=timeout_seconds))
+    else:
+        start_group(timeout_seconds)
 
 
 def start_group(timeout_seconds: float) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.progress import tell_progress
 from treewise.base.shapes import Bool, Float
 from treewise.engine.carried import refuse_no_gradient
 from treewise.engine.prepared import StepOutput
@@ -63,7 +64,7 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
             "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
         )
     if walk.is_one_graph:
-        return _in_one_graph(walk.forward(0), readers)
+        return _in_one_graph(_only_forward(walk), readers)
     if not torch.is_grad_enabled():
         return _visited(walk, readers)
     # Has autograd call the backward also where no parameter is trained, which is an error there.
@@ -90,7 +91,7 @@ def backward_through(
     """
     first = new_walk()
     if first.is_one_graph:
-        output = first.forward(0)
+        output = _only_forward(first)
         values, more = _in_one_graph(output, readers), first.loss_of_guests(output)
         has_gradient = any(tensor.requires_grad for each in values for tensor in each.values())
         if not has_gradient:
@@ -199,6 +200,16 @@ def restore(
         index_F = index_F[is_wanted_F]
         lengths_N = np.add.reduceat(is_wanted_F, forest.path_offsets[:-1], dtype=np.int64)
     return list(values_T[to_device(index_F, values_T.device)].split(lengths_N.tolist()))
+
+
+def _only_forward(walk: Walk) -> MicroBatchOutput:
+    """The only micro-batch of a forest. Its backward, two thirds of the work, is the caller's."""
+    num_tokens, has_backward = walk.plan.forest.num_tokens, torch.is_grad_enabled()
+    what = "forward and backward" if has_backward else "forward"
+    tell_progress(what, 0, num_tokens)
+    output = walk.forward(0)
+    tell_progress(what, num_tokens // 3 if has_backward else num_tokens, num_tokens)
+    return output
 
 
 def _in_one_graph(output: MicroBatchOutput, readers: Sequence[Reader]) -> list[Values]:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def adapted(
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"adapters need the peft package: {pip_install('peft')}.")
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     if hasattr(model, "peft_config"):
         raise ConfigError(
@@ -55,9 +56,9 @@ def adapted(
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
             settings: Any = lora
             if isinstance(lora, Mapping):
-                own = copy.deepcopy(dict(lora))  # peft writes into its lists
-                settings = LoraConfig(**{"task_type": "CAUSAL_LM", **own, **_listed_names(lora)})
+                settings = lora_config(lora)
                 _refuse_unknown_names(model, settings)
+            _refuse_unknown_tokens(model, settings)
             model = get_peft_model(model, settings)
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
@@ -74,6 +75,18 @@ _NAMES = ("target_modules", "exclude_modules")  # a text is a regular expression
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*(\s*,\s*[\w-]+(\.[\w-]+)*)*")
 
 
+def lora_config(lora: "Mapping[str, Any]") -> "LoraConfig":
+    """Settings as peft's object.
+
+    Raises:
+        ValueError, TypeError: of peft, for settings that it does not take together.
+    """
+    from peft import LoraConfig
+
+    own = copy.deepcopy(dict(lora))  # peft writes into its lists
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **own, **_listed_names(lora)})
+
+
 def _listed_names(lora: "Mapping[str, Any]") -> dict[str, list[str]]:
     """Settings whose text is a name, or several with commas between them, as lists."""
     texts = {key: lora[key].strip() for key in _NAMES if isinstance(lora.get(key), str)}
@@ -85,17 +98,34 @@ def _listed_names(lora: "Mapping[str, Any]") -> dict[str, list[str]]:
 
 
 def _refuse_unknown_names(model: "PreTrainedModel", settings: "LoraConfig") -> None:
-    """Raises `ConfigError` for names that no module has; peft leaves out all but the last."""
-    paths = [path for path, _ in model.named_modules()]
-    for key in ("target_modules", "modules_to_save"):
-        names = getattr(settings, key)
+    """Raises `ConfigError` for names that nothing has; peft leaves out all but the last."""
+    modules, parameters = ([path for path, _ in each] for each in (model.named_modules(), model.named_parameters()))
+    for key in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters"):
+        names, paths = getattr(settings, key, None), parameters if key == "target_parameters" else modules
         unknown = [
             name
             for name in sorted(names if isinstance(names, list | set | tuple) else ())
             if not any(path == name or path.endswith(f".{name}") for path in paths)
         ]
+        if unknown and key == "target_parameters":
+            raise ConfigError(f"lora.{key}: no parameter is called {', '.join(unknown)}.")
         if unknown:
             raise ConfigError(f"lora.{key}: no module is called {', '.join(unknown)}. {_module_names(model)}")
+
+
+def _refuse_unknown_tokens(model: "PreTrainedModel", settings: Any) -> None:
+    """Raises `ConfigError` for trained tokens that a table does not have, or that are named twice."""
+    given = getattr(settings, "trainable_token_indices", None) or ()
+    for name, indices in given.items() if isinstance(given, Mapping) else (("", given),):
+        tables = [each for path, each in model.named_modules() if name and f".{path}".endswith(f".{name}")]
+        num_tokens = (tables[0] if tables else model.get_input_embeddings()).weight.shape[0]
+        odd = [index for index in indices if not 0 <= index < num_tokens]
+        odd += [index for index, count in Counter(indices).items() if count > 1]
+        if odd:
+            raise ConfigError(
+                f"lora.trainable_token_indices: {odd[0]} is named twice, or is none of the {num_tokens:,} tokens "
+                f"of {name or 'the model'}."
+            )
 
 
 def _module_names(model: "PreTrainedModel") -> str:

@@ -20,7 +20,6 @@ from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import AttentionName, TreeContext, carry
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot
-from treewise.nn.module_head import ModuleHead
 from treewise.nn.tensors import to_device
 from treewise.nn.wrapped import innermost
 
@@ -99,7 +98,9 @@ class DecoderAndHead:
                 return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
         plain = None if _has_hooks(self.output) else _plain_weight(layer)
         if plain is None:
-            return ModuleHead(self.output, self.num_logits, self.scale, self.softcap, temperature)
+            scaling = self.scale, self.softcap, temperature
+            head: AnyHead = feature("module_head").ModuleHead(self.output, self.num_logits, *scaling)
+            return head
         return Head(*plain, self.scale, self.softcap, temperature, slot=self.logits)
 
 

@@ -1,4 +1,4 @@
-"""What depends on the machine at hand: its devices, free and kept memory, a clock, its rate of products."""
+"""What depends on this machine: its devices, free and kept memory, a clock, its rate of products."""
 
 import ctypes
 import logging

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
-from treewise.nn.tensor_parallel import VocabularyShard
 from treewise.nn.tensors import autocast_dtype, to_device
+
+if TYPE_CHECKING:
+    from treewise.nn.tensor_parallel import VocabularyShard
 
 OUTPUTS = ("log_probs", "entropy")  # of an edge; the names are TRL's, see `edge_values`
 # Logits alive at a time: 64 MiB of float32 on a CPU, where caches are small; 512 MiB on a GPU.
@@ -53,7 +55,7 @@ class Head:
     softcap: float | None = None
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
-    shard: VocabularyShard | None = None
+    shard: "VocabularyShard | None" = None
     slot: "LogitsSlot" = field(default_factory=lambda: LogitsSlot())
 
     @property
@@ -84,7 +86,7 @@ class Head:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])
-        logits = _logits(rows, self.weight, self.bias, wide, self)[0].reshape(*hidden.shape[:-1], -1)
+        logits = _logits(rows, self.weight, self.bias, wide, self)[0].unflatten(0, hidden.shape[:-1])
         return logits if self.shard is None else self.shard.gathered(logits)
 
 

@@ -15,7 +15,7 @@ Letters: F flat tokens, T tree tokens, N trajectories, R rollouts of the forest.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -44,6 +44,8 @@ class SFT:
         ConfigError: an unknown name, or a constant that is missing, not positive, or without use.
     """
 
+    outputs: ClassVar[tuple[str, ...]] = ("log_probs",)
+
     weighting: str = "per_trajectory"
     normalization: str = "token_mean"
     constant: float | None = None
@@ -53,10 +55,6 @@ class SFT:
 
     def denominator(self, forest: Forest) -> float:
         return denominator(forest, self.weighting, self.normalization, self.constant)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("log_probs",)
 
     def is_separable(self, forest: Forest) -> bool:
         return True

@@ -172,7 +172,7 @@ class Plan:
     @property
     def num_computed_tokens(self) -> int:
         """Forwards of tokens, with a graph or without."""
-        return self.forest.num_tokens + self.num_recomputed_tokens
+        return self.forest.num_tokens + (0 if self.is_whole else self.num_recomputed_tokens)
 
     @property
     def relative_cost(self) -> float:

@@ -1,7 +1,7 @@
 """How likely tasks are to end in success: Beta posteriors with decay.
 
-One book serves the branching rule `lcr` (its v) and the choice of tasks (learnability, `p (1 - p)`), and scores its own
-predictions. It is saved with every checkpoint as plain JSON.
+The book serves the branching rule `lcr` (its v), and scores its own predictions. It is saved with every checkpoint as
+plain JSON.
 
 Each task has pseudo-counts (a, b) of successes and failures. An observation of s successes in n trials makes
 `a <- decay a + (1 - decay) a0 + s`, b alike with `n - s` (MoPPS, arXiv 2507.04632, section 4): old outcomes are those
@@ -121,11 +121,9 @@ class SuccessBook:
         if state.get("format") != FORMAT:
             raise DataError(f"a success book of format {state.get('format')!r}; this version reads {FORMAT}.")
         try:
-            known = BookSettings.__dataclass_fields__  # earlier versions had more, for branch points
-            book = cls(BookSettings(**{name: each for name, each in state["settings"].items() if name in known}))
+            book = cls(BookSettings(**state["settings"]))
             book._tasks = {key: (float(a), float(b)) for key, (a, b) in dict(state["tasks"]).items()}
-            trials = state["trials"] if "trials" in state else sum(state["bins"][0])  # as earlier versions wrote them
-            book._squared, book._trials = float(state["squared"]), float(trials)
+            book._squared, book._trials = float(state["squared"]), float(state["trials"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a success book: {type(error).__name__}: {error}.") from None
         return book

@@ -103,13 +103,15 @@ class StepRunner:
             parts = feature("liger").use_liger(self.model, args.device)
             logger.info("liger-kernel computes %s", ", ".join(parts))
             return
+        if not args.torch_compile and not args.compiles_by_itself:
+            return
         compilation = feature("compilation")
+        backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
         if args.torch_compile:
-            backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
             compilation.compile_layers(lm, backend, args.torch_compile_mode)
-        elif args.compiles_by_itself:
-            with self._compiled_where_it_can_be():
-                compilation.compile_layers(lm, args.torch_compile_backend or compilation.DEFAULT_BACKEND)
+            return
+        with self._compiled_where_it_can_be():
+            compilation.compile_layers(lm, backend)
 
     def _try_compiled(self) -> None:
         """Before the first step, runs what nobody asked to compile through the engine's probe."""

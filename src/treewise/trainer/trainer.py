@@ -276,7 +276,7 @@ class TreeTrainer(UploadingTrainer):
             self._throughput.add(out)
         if self.accelerator.sync_gradients:
             self._norm = self.runner.end_step()
-        return torch.tensor(0.0 if out is None else out.loss * self._data_size, device=self.args.device)
+        return torch.tensor(0.0 if out is None else out.loss * self._data_size, device=self.accelerator.device)
 
     @override
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise.data import load_trees
-from treewise.data.io.files import find_files, read_records, read_text
+from treewise.data.io.files import find_files, read_text
+from treewise.data.sources import read_records
 from treewise.errors import DataError
 
 ROW = {"token_ids": [1, 2, 3]}

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.data.io.test_other_forms import SAME
+from tests.data.readers.test_other_libraries import SAME
 from treewise.data import RenderOptions, load_trees
 from treewise.data.io import rows
 from treewise.data.io.rows import content_hash, row_from_trajectory, rows_to_table, table_columns, trajectories_of

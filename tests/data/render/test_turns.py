@@ -5,8 +5,7 @@ import logging
 import pytest
 
 from treewise.data import RenderOptions, load_trees
-from treewise.data.render.messages import detail_spans, union
-from treewise.data.render.turns import spans_of_sampled
+from treewise.data.render.marked_parts import detail_spans, spans_of_sampled, union
 from treewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a tree."}

@@ -11,7 +11,7 @@ from PIL import Image as PIL
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.data.render.test_images import PARTS
+from tests.data.images.test_placing import PARTS
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model, tiny_processor
 from tests.integrations.trl.helpers import assert_same_training, settings
 from treewise.data.images import decoded

@@ -97,7 +97,6 @@ def test_unknown_names_and_settings() -> None:
         (lambda: branching_named("none", roots=0), "roots=0 must be at least 1"),
         (lambda: branching_named("turns", order="best"), "order='best' is unknown"),
         (lambda: branching_named("entropy", definition="gini"), "definition='gini' is unknown"),
-        (lambda: branching_named("arpo"), "branching 'arpo' is gone; use turns"),
         (lambda: branching_named("segments", width=0), "width=0 must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=message.replace("?", r"\?")):

@@ -13,7 +13,6 @@ from treewise.rl.curriculum.self_check import (
     check_signals,
     correlation,
     ranks,
-    refusal,
     spearman,
 )
 
@@ -71,8 +70,8 @@ def report(sign=1.0, varied=5):
     norms = rng.normal(size=20) ** 2
     noise = rng.normal(size=20)
     return check_signals(
-        {"angle": sign * norms, "learnability": noise, "length": norms},
-        {"gradient_norm": norms, "variance": rng.normal(size=20)},
+        {"angle": sign * norms, "intra": noise, "length": norms},
+        norms,
         num_rollouts=160,
         num_tokens=1234,
         num_varied=varied,
@@ -80,28 +79,27 @@ def report(sign=1.0, varied=5):
 
 
 def test_a_signal_is_useless_where_its_interval_is_not_above_zero():
-    assert report().useless == ["learnability"]
-    assert report(-1.0).useless == ["angle", "learnability"]
-    assert refusal("gain", report()) is None
-    assert refusal("uniform", report(-1.0)) is None
-    assert "draws by angle, which is useless here: its rank correlation" in (refusal("gain", report(-1.0)) or "")
+    assert report().useless == ["intra"]
+    assert report(-1.0).useless == ["angle", "intra"]
+    assert report().refusal() is None
+    assert "draws by angle, which is useless here: its rank correlation" in (report(-1.0).refusal() or "")
 
 
 def test_where_rewards_differ_nowhere_nothing_is_called_useless():
     """It was `+0.00 [+0.00, +0.00] useless here`, which says that something was measured."""
     found = report(varied=0)
     assert found.useless == []
-    assert found.not_measurable == ["angle", "learnability"]
+    assert found.not_measurable == ["angle", "intra"]
     lines = found.text().splitlines()
-    assert lines[2] == f"{'angle':<14} {'norm of the policy gradient':<30} not measurable"
-    assert lines[-1].startswith("not measurable here: angle, learnability; rewards differ within no task")
+    assert lines[2] == "angle    not measurable"
+    assert lines[-1].startswith("not measurable here: angle, intra; rewards differ within no task")
     assert "useless" not in found.text()
     assert "+0.00" not in found.text()
-    assert found.to_dict()["not_measurable"] == ["angle", "learnability"]
-    reason = refusal("learnability", found)
+    assert found.to_dict()["not_measurable"] == ["angle", "intra"]
+    reason = found.refusal()
     assert reason is not None
     assert reason.startswith(
-        "curriculum 'learnability' draws by learnability, whose worth is not measurable here, over 20 tasks: rewards"
+        "curriculum 'gain' draws by angle, whose worth is not measurable here, over 20 tasks: rewards"
     )
 
 
@@ -110,7 +108,7 @@ def test_a_report_survives_json_and_is_read_by_people():
     assert CheckReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     lines = found.text().splitlines()
     assert lines[0] == "20 tasks, 160 rollouts (1,234 generated tokens); rewards differ within 5 tasks"
-    assert [line.split()[0] for line in lines[2:-1]] == ["angle"] * 2 + ["learnability"] * 2 + ["length"] * 2
+    assert [line.split()[0] for line in lines[2:-1]] == ["angle", "intra", "length"]
     assert lines[2].endswith("useless here")
-    assert lines[-1] == "useless here: angle, learnability; the interval is not above zero."
+    assert lines[-1] == "useless here: angle, intra; the interval is not above zero."
     assert "useless" not in "".join(line for line in lines if line.startswith("length"))

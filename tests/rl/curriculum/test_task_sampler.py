@@ -10,25 +10,13 @@ import pytest
 from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum import CURRICULA, Outcome, TaskSampler, curriculum_named
 from treewise.rl.curriculum.task_sampler import ranks_by_angle, shuffled_ranks
-from treewise.rl.success_book import BookSettings, SuccessBook
 
 RATES = np.linspace(0.0, 1.0, 12)
 SCORES = [0.1, 0.9, 0.5, 0.7]
-COUNTS = [(1.0, 99.0), (99.0, 1.0), (50.0, 50.0), (20.0, 80.0)]
-
-
-class Counts:
-    """A book of given pseudo-counts."""
-
-    def __init__(self, counts):
-        self.all = counts
-
-    def counts(self, task):
-        return self.all[int(task)]
 
 
 def new_sampler(name, size=12, seed=0, **settings):
-    return TaskSampler(curriculum_named(name, **settings), size, str, seed)
+    return TaskSampler(curriculum_named(name, **settings), size, seed)
 
 
 def outcome(index, *rewards):
@@ -36,11 +24,11 @@ def outcome(index, *rewards):
     return Outcome(index=index, predicted=0.5, rewards=tuple(map(float, rewards)), success=success, trials=len(rewards))
 
 
-def drawn_first(sampler, book, count, num):
+def drawn_first(sampler, count, num):
     """The draws of so many iterations, each from the same memory."""
     found = []
     for sampler.iteration in range(num):
-        found.append(tuple(sampler.draw(count, book)))
+        found.append(tuple(sampler.draw(count)))
     return found
 
 
@@ -48,80 +36,57 @@ def shares(drawn, size=4):
     return np.bincount([each[0] for each in drawn], minlength=size) / len(drawn)
 
 
-def practised(sampler, book, count=3, rollouts=6):
+def practised(sampler, count=3, rollouts=6):
     """One iteration on tasks of fixed success rates; the items of all its waves."""
     rng = np.random.default_rng([sampler.iteration, 99])
-    indices, outcomes, kept = sampler.draw(count, book), [], 0
+    indices, outcomes, kept = sampler.draw(count), [], 0
     drawn = list(indices)
     while indices:
         wave = [outcome(index, *(rng.random(rollouts) < RATES[index])) for index in indices]
         outcomes += wave
         kept += sum(map(sampler.is_kept, wave))
-        indices = sampler.refill(count - kept, book) if kept < count else []
+        indices = sampler.refill(count - kept) if kept < count else []
         drawn += indices
     sampler.observe(outcomes)
-    for each in outcomes:
-        book.observe(sampler.key_of(each.index), sum(each.rewards), each.trials)
     return drawn
 
 
 def test_uniform_draws_every_item_once_per_pass_and_none_twice_in_an_iteration():
-    sampler, book = new_sampler("uniform", 6), SuccessBook()
-    drawn = [index for _ in range(6) for index in sampler.draw(3, book)]
+    sampler = new_sampler("uniform", 6)
+    drawn = [index for _ in range(6) for index in sampler.draw(3)]
     passes = [drawn[start : start + 6] for start in (0, 6, 12)]
     assert all(sorted(each) == list(range(6)) for each in passes)
     assert passes[0] != passes[1] != passes[2]
     for position in range(5):
         sampler = new_sampler("dynamic", 5)
         sampler.position = position
-        chosen = sampler.draw(4, book)
+        chosen = sampler.draw(4)
         assert len(set(chosen)) == 4
-        assert sorted([*chosen, *sampler.refill(4, book)]) == list(range(5))  # one was left
+        assert sorted([*chosen, *sampler.refill(4)]) == list(range(5))  # one was left
     endless = new_sampler("uniform", None)
-    assert endless.draw(7, book) + endless.draw(3, book) == list(range(10))
-
-
-def test_learnability_draws_in_proportion_to_p_times_one_minus_p():
-    sampler, book = new_sampler("learnability", 4), Counts(COUNTS)
-    means = np.array(COUNTS)[:, 0] / np.sum(COUNTS, 1)
-    expected = means * (1 - means) / (means * (1 - means)).sum()
-    np.testing.assert_allclose(shares(drawn_first(sampler, book, 1, 1200)), expected, atol=0.045)
-    assert sorted(sampler.draw(9, book)) == [0, 1, 2, 3]
+    assert endless.draw(7) + endless.draw(3) == list(range(10))
 
 
 def test_pairs_without_replacement_have_their_probabilities():
-    certain = (1.0, 0.0)  # of weight 0: last
-    sampler, book = new_sampler("learnability", 4), Counts([(1.0, 1.0), (1.0, 2.0), (1.0, 7.0), certain])
-    weights = np.array([1 / 4, 2 / 9, 7 / 64])
-    drawn = drawn_first(sampler, book, 2, 1200)
-    for first, second in itertools.permutations(range(3), 2):
+    sampler = new_sampler("gain", 4, width=0.25)
+    sampler.begin([0.9, 0.7, 0.5, -1.0], 1)
+    sampler.memory["mean"] = 0.5
+    weights = np.exp(-0.5 * (np.arange(4) - 0.5) ** 2)
+    drawn = drawn_first(sampler, 2, 1200)
+    for first, second in itertools.permutations(range(4), 2):
         expected = weights[first] / weights.sum() * weights[second] / (weights.sum() - weights[first])
         assert drawn.count((first, second)) / 1200 == pytest.approx(expected, abs=0.045)
-    assert sampler.draw(4, book)[3] == 3
-
-
-def test_thompson_draws_rates_from_the_posteriors():
-    """An item of which little is known comes more often than its mean would have it."""
-    counts = np.array([[0.5, 4.5], [100.0, 900.0]])  # both 0.1 in the mean
-    rng = np.random.default_rng(0)
-    rates = rng.beta(*np.moveaxis(np.broadcast_to(counts, (200_000, 2, 2)), -1, 0))
-    weights = rates * (1 - rates)
-    expected = (weights / weights.sum(1, keepdims=True)).mean(0)
-    drawn = drawn_first(new_sampler("learnability", 2, thompson=True), Counts(counts), 1, 1500)
-    np.testing.assert_allclose(shares(drawn, 2), expected, atol=0.045)
-    assert abs(expected[0] - 0.5) > 0.1
+    assert sorted(sampler.draw(9)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("dynamik", {}, "Did you mean 'dynamic'"),
-        ("learnability", {"thomson": True}, "thomson"),
+        ("gain", {"controll": True}, "controll"),
+        ("learnability", {}, "unknown curriculum 'learnability'"),
         ("gain", {"width": math.inf}, "width=inf must be"),
         ("dynamic", {"refills": -1}, "refills=-1"),
-        ("mopps", {"target": 0.4}, "'mopps' is gone; use learnability, with curriculum_settings.thompson=true"),
-        ("vcrl", {}, "'vcrl' is gone; use dynamic"),
-        ("gain-x-learnability", {}, "is gone; use gain or learnability"),
     ],
 )
 def test_names_and_settings(name, settings, message):
@@ -152,69 +117,54 @@ def test_the_mean_moves_by_the_formula():
 def test_the_gaussian_and_its_control():
     weights = np.exp(-0.5 * (np.array([3, 0, 2, 1]) - 0.5) ** 2)
     samplers = {width: new_sampler("gain", 4, 3, width=width) for width in (0.25, 0.01)}
-    for sampler in (control := new_sampler("gain_shuffled", 4, 3, width=0.01), *samplers.values()):
+    for sampler in (control := new_sampler("gain", 4, 3, width=0.01, control=True), *samplers.values()):
         sampler.begin(SCORES, 1)
     samplers[0.25].memory["mean"] = 0.5
-    drawn = drawn_first(samplers[0.25], None, 1, 1200)
+    drawn = drawn_first(samplers[0.25], 1, 1200)
     np.testing.assert_allclose(shares(drawn), weights / weights.sum(), atol=0.045)
     assert sorted(shuffled_ranks(4, 3)) == [0, 1, 2, 3]
-    assert control.draw(1, None) == np.flatnonzero(shuffled_ranks(4, 3) == 0).tolist()
-    assert samplers[0.01].draw(1, None) == [1]
-    assert len(samplers[0.01].draw(4, None)) == 4  # the others underflow and come last
+    assert control.draw(1) == np.flatnonzero(shuffled_ranks(4, 3) == 0).tolist()
+    assert samplers[0.01].draw(1) == [1]
+    assert len(samplers[0.01].draw(4)) == 4  # the others underflow and come last
 
 
 @pytest.mark.parametrize("name", CURRICULA)
 def test_a_sampler_from_a_saved_state_draws_what_the_first_would_have(name):
-    sampler, book = new_sampler(name), SuccessBook()
-    if name.startswith("gain"):
+    sampler = new_sampler(name)
+    if name == "gain":
         sampler.begin(RATES.tolist(), 1)
     for _ in range(4):
-        practised(sampler, book)
-    text = json.dumps([sampler.state_dict(), book.state_dict()], allow_nan=False)
-    expected = [practised(sampler, book) for _ in range(4)]
-    state, of_book = json.loads(text)
+        practised(sampler)
+    text = json.dumps(sampler.state_dict(), allow_nan=False)
+    expected = [practised(sampler) for _ in range(4)]
     again = new_sampler(name)
-    again.load_state_dict(state)
-    other = SuccessBook.from_state(of_book)
-    assert [practised(again, other) for _ in range(4)] == expected
+    again.load_state_dict(json.loads(text))
+    assert [practised(again) for _ in range(4)] == expected
     assert again.state_dict() == sampler.state_dict()
     assert all(len(set(each)) == len(each) for each in expected)
 
 
 def test_the_seed_names_the_draws():
-    books = [SuccessBook() for _ in range(3)]
-    runs = [
-        [practised(sampler, book) for _ in range(4)]
-        for sampler, book in zip([new_sampler("learnability", seed=seed) for seed in (0, 0, 1)], books, strict=True)
-    ]
+    runs = [[practised(sampler) for _ in range(4)] for sampler in (new_sampler("uniform", seed=n) for n in (0, 0, 1))]
     assert runs[0] == runs[1] != runs[2]
 
 
-@pytest.mark.parametrize("thompson", [False, True])
-def test_a_guided_sampler_finds_the_middle(thompson):
-    """Tasks of fixed rates: most draws are of uncertain ones."""
-    sampler, book = new_sampler("learnability", thompson=thompson), SuccessBook(BookSettings(decay=1.0))
-    drawn = np.bincount([index for _ in range(150) for index in practised(sampler, book)], minlength=12)
-    uncertain = (RATES > 0.2) & (RATES < 0.8)
-    assert drawn[uncertain].mean() > 2 * drawn[~uncertain].mean()
-
-
 def test_dynamic_refills_at_most_so_often():
-    sampler, book = new_sampler("dynamic", refills=2), SuccessBook()
-    sampler.draw(2, book)
-    assert len(sampler.refill(2, book)) == len(sampler.refill(2, book)) == 2
-    assert sampler.refill(2, book) == []
+    sampler = new_sampler("dynamic", refills=2)
+    sampler.draw(2)
+    assert len(sampler.refill(2)) == len(sampler.refill(2)) == 2
+    assert sampler.refill(2) == []
     assert sampler.position == 6
     assert not sampler.is_kept(outcome(0, 1, 1))
     assert sampler.is_kept(outcome(0, 1, 0))
-    assert new_sampler("uniform").refill(3, book) == []
+    assert new_sampler("uniform").refill(3) == []
 
 
 def test_wrong_pools_angles_and_states():
-    with pytest.raises(ConfigError, match=r"'learnability' ranks the items of a pool.* num_items"):
-        new_sampler("learnability", size=None)
+    with pytest.raises(ConfigError, match=r"'gain' ranks the items of a pool.* num_items"):
+        new_sampler("gain", size=None)
     with pytest.raises(ConfigError, match="of all 4 items, found none"):
-        new_sampler("gain", 4).draw(1, SuccessBook())
+        new_sampler("gain", 4).draw(1)
     sampler = new_sampler("uniform")
     state = sampler.state_dict()
     for wrong, message in (

@@ -28,11 +28,11 @@ def draws_of(trainer):
 
 
 @pytest.mark.representatives("dynamic")
-@pytest.mark.parametrize("name", CURRICULA)
+@pytest.mark.parametrize("name", [*CURRICULA, "control"])
 def test_a_killed_run_draws_as_an_undisturbed_one(name, tmp_path):
     run = {**RUN, "curriculum": name}
-    if name.startswith("gain"):
-        run["curriculum_settings"] = {"force": True}
+    if name in ("gain", "control"):
+        run |= {"curriculum": "gain", "curriculum_settings": {"force": True, "control": name == "control"}}
     whole = counted(tmp_path / "whole", **run)
     logs = whole.train()
     first = counted(tmp_path / "run", kill_at=whole.sampler.num_calls - 1, **run)
@@ -74,8 +74,8 @@ def test_dynamic_trains_groups_of_both_outcomes_alone(tmp_path):
 
 
 def test_a_pool_without_end_cannot_be_ranked(tmp_path):
-    with pytest.raises(ConfigError, match="'learnability' ranks the items of a pool"):
-        new_trainer(tmp_path / "run", curriculum="learnability")
+    with pytest.raises(ConfigError, match="'gain' ranks the items of a pool"):
+        new_trainer(tmp_path / "run", curriculum="gain")
     with pytest.raises(ConfigError, match="fewer than trees_per_iteration"):
         new_trainer(tmp_path / "run", task=Few(), num_items=None)
     with pytest.raises(ConfigError, match="unknown curriculum 'gian'"):

@@ -54,12 +54,14 @@ def test_gain_is_refused_where_angles_predict_nothing_and_runs_where_forced(tmp_
     assert whole.log_history[0]["check_tokens"] == read_check(whole).num_tokens
 
 
-def test_others_warn_and_their_book_keeps_what_the_check_saw(tmp_path, caplog):
-    trainer = new_trainer(tmp_path / "run", task=Odd("odd"), curriculum="learnability", **RUN | {"iterations": 1})
+def test_a_forced_run_warns_prints_the_check_and_its_book_keeps_what_that_saw(tmp_path, caplog, capsys):
+    forced = {"curriculum": "gain", "curriculum_settings": {"force": True}, "iterations": 1}
+    trainer = new_trainer(tmp_path / "run", task=Odd("odd"), **RUN | forced)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     report = read_check(trainer)
-    assert ("learnability" in report.useless) == ("which is useless here" in caplog.text)
+    assert "which is useless here" in caplog.text
+    assert report.text() in capsys.readouterr().out
     assert (report.num_tasks, report.num_rollouts) == (4, 16)
     assert len(trainer.loop.book.state_dict()["tasks"]) >= 4
 

@@ -345,7 +345,7 @@ def test_curricula_of_a_policy_in_parts_and_a_lone_kl_are_refused(tmp_path, monk
     check_parted(settings(curriculum="gain", num_items=4), args)
     monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
     monkeypatch.setattr(args, "context_size", 2)
-    with pytest.raises(ConfigError, match="'gain' measures angles or checks itself"):
+    with pytest.raises(ConfigError, match="'gain' measures angles with the model"):
         check_parted(settings(curriculum="gain", num_items=4), args)
 
 

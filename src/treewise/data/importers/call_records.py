@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from treewise.data.forms import Record
 from treewise.data.importers.common import Context, first_of
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
@@ -121,15 +121,6 @@ def _batch_call(record: Placed, context: Context) -> Iterator[Placed]:
     labels: Record = {field: value[field] for field in ("group", "task_id", "reward") if field in value}
     if both["response"] != {"choices": []}:
         yield Placed(location if other == "request" else record.location, {**both, **labels, "rollout": name})
-
-
-def unjoined(context: Context) -> None:
-    """Counts lines of a batch whose other half never came."""
-    for key, (location, _) in context.halves.items():
-        half, _, name = key.partition(" ")
-        other = "output" if half == "request" else "input"
-        context.leave_out(location, f"a batch {half} ({shown(name)}) of which the {other} file is not given")
-    context.halves.clear()
 
 
 def _call(

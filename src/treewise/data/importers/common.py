@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treewise.data.io.endings import UnusableError
+from treewise.data.forms import Record
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.io.forms import Record
+from treewise.data.io.replies import UnusableError
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
 
@@ -66,6 +66,15 @@ class Context:
         if not isinstance(value, int | float | np.number) or not math.isfinite(float(value)):
             raise DataError(f"{location}: a reward must be one finite number, found {shown(value)}.")
         return float(value)
+
+
+def unjoined(context: Context) -> None:
+    """Counts lines of a batch whose other half never came."""
+    for key, (location, _) in context.halves.items():
+        half, _, name = key.partition(" ")
+        other = "output" if half == "request" else "input"
+        context.leave_out(location, f"a batch {half} ({shown(name)}) of which the {other} file is not given")
+    context.halves.clear()
 
 
 def first_of(value: Record, *names: str) -> object:

@@ -4,35 +4,23 @@ reader that will read it, and on the way into `load_trees`, where the keys of a 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treewise.data.importers import openai_log, token_dumps, traces
-from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, unjoined
-from treewise.data.importers.common import MISSHAPEN, Context, kept
-from treewise.data.io.files import PathLike, Placed, RawRecord, find_files, parse, read_records
-from treewise.data.io.forms import FORMATS, Record, detect_format, has_form
+from treewise.data.formats import FORMATS, detect_format
+from treewise.data.forms import Record, parse
+from treewise.data.importers.common import MISSHAPEN, Context, kept, unjoined
+from treewise.data.io.files import PathLike, Placed, RawRecord, find_files
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import clean_conversation
-from treewise.data.sources import Source
+from treewise.data.sources import read_records
 from treewise.errors import ConfigError, DataError, did_you_mean, num
 
-READERS: dict[str, Callable[[Iterable[Placed], Context], Iterator[Record]]] = {
-    "verifiers": traces.read_verifiers,
-    "prime-rl": token_dumps.read_prime_rl,
-    "slime": token_dumps.read_slime,
-    "verl": token_dumps.read_verl,
-    "areal": token_dumps.read_areal,
-    "art": traces.read_art,
-    "trl": token_dumps.read_trl,
-    "openai": openai_log.read,
-    "langfuse": partial(openai_log.read, calls_of=langfuse_calls),
-    "langsmith": partial(openai_log.read, calls_of=langsmith_calls),
-}
 LOGS = ("openai", "langfuse", "langsmith")  # whose runs may go on in the next file
+TORCH_SUFFIXES = (".pt", ".pth")
 REFUSED = (".pkl", ".pickle", ".bin", ".dill")
 MAX_SHOWN_DRIFTS = 20
 
@@ -64,7 +52,8 @@ class ImportReport:
 
 def _rows(source: str, name: str, records: Iterable[Placed], context: Context) -> Iterator[Record]:
     """What the reader of a format makes of the records of a source."""
-    read = READERS[name]
+    module, _, function = FORMATS[name].reader.partition(".")
+    read = getattr(import_module(f"treewise.data.importers.{module}"), function)
     try:
         if name in LOGS:  # whose records belong together
             yield from read(records, context)
@@ -121,8 +110,10 @@ class RolloutImport:
             raise DataError(f"nothing to train on in {num(len(self.files), 'file')}{why}.")
 
     def _records(self, path: Path) -> Iterator[Placed]:
-        if path.name.endswith(token_dumps.TORCH_SUFFIXES):
-            for index, value in enumerate(token_dumps.load_torch_file(path)):
+        if path.name.endswith(TORCH_SUFFIXES):
+            from treewise.data.importers.torch_files import read_torch_file
+
+            for index, value in enumerate(read_torch_file(path)):
                 self.report.num_records += 1
                 yield Placed(f"{path}: record {index}", value)
             return
@@ -213,7 +204,7 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
                 f"{path}: pickles and binary dumps are not read; export JSON lines, or torch.save of plain tensors "
                 "(docs/rl.md)."
             )
-        if path.name.endswith(token_dumps.TORCH_SUFFIXES):
+        if path.name.endswith(TORCH_SUFFIXES):
             if not path.is_file():
                 raise DataError(f"{path}: no such file.")
             files.append(path)
@@ -224,50 +215,34 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     return files
 
 
-def read_sources(
-    sources: Sequence[Source], report: LoadReport, drop: Callable[[Placed, str], None] | None = None
-) -> Iterator[tuple[RawRecord, Path | None]]:
-    """The records of sources in treewise's own forms, with their files. What importers leave out is reported.
+class Dumps:
+    """The dumps among the sources of one load: their records in treewise's own forms. What is left out is reported.
 
-    drop: takes bad records of dumps, and their errors; None: they are errors.
-
-    Raises:
-        DataError: a source without a record; a dump that has not the shape of its format.
+    drop: takes bad records, and their errors; None: they are errors.
     """
-    halves: dict[str, tuple[str, Any]] = {}
-    for source in sources:
-        for raw in _read_source(source, report, halves, drop):
-            yield raw, source.data_file or source.place
-    context = Context(halves=halves)
-    unjoined(context)
-    report.dropped += context.left_out
 
+    def __init__(self, report: LoadReport, drop: Callable[[Placed, str], None] | None) -> None:
+        self._report, self._drop = report, drop
+        self._halves: dict[str, tuple[str, Any]] = {}
 
-def _read_source(
-    source: Source,
-    report: LoadReport,
-    halves: dict[str, tuple[str, Any]],
-    drop: Callable[[Placed, str], None] | None,
-) -> Iterator[RawRecord]:
-    records = source.records()
-    first = next(records, None)
-    if first is None:
-        raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
-    try:
-        record = parse(first)
-        name = None if has_form(record) else detect_format(record)
-    except DataError:  # its reader says so, with the place
-        name = None
-    if name is None:
-        yield first
-        yield from records
-        return
-    context = Context(halves=halves, drop=drop)
-    placed = (each for raw in chain([first], records) for each in _parsed(raw, context))
-    for row in _rows(source.name, name, placed, context):
-        yield RawRecord(row.pop("source"), row, num_bytes=first.num_bytes)
-    report.dropped += context.left_out
-    report.warnings += [f"{source.name}: {text} ({count} times)" for text, count in context.warnings.items()]
+    def read(self, source: str, format: str, records: Iterable[RawRecord], num_bytes: int) -> Iterator[RawRecord]:
+        """The records of a source. num_bytes: of each, about.
+
+        Raises:
+            DataError: it has not the shape of its format.
+        """
+        context = Context(halves=self._halves, drop=self._drop)
+        placed = (each for raw in records for each in _parsed(raw, context))
+        for row in _rows(source, format, placed, context):
+            yield RawRecord(row.pop("source"), row, num_bytes=num_bytes)
+        self._report.dropped += context.left_out
+        self._report.warnings += [f"{source}: {text} ({count} times)" for text, count in context.warnings.items()]
+
+    def finish(self) -> None:
+        """Reports what no other source has completed."""
+        context = Context(halves=self._halves)
+        unjoined(context)
+        self._report.dropped += context.left_out
 
 
 def _parsed(raw: RawRecord, context: Context) -> Iterator[Placed]:

@@ -16,15 +16,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from treewise.data.importers.call_records import openai_calls
+from treewise.data.forms import Record
+from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
 from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
 from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
-from treewise.data.io.endings import KEYS, with_reason
+from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
-from treewise.data.io.forms import Record
+from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
@@ -58,10 +60,8 @@ class _Line:
     calls: list[Call]
 
 
-def read(
-    records: Iterable[Placed],
-    context: Context,
-    calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]] = openai_calls,
+def _read(
+    records: Iterable[Placed], context: Context, *, calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]]
 ) -> Iterator[Record]:
     """Records of the runs, in the order in which they began.
 
@@ -87,6 +87,11 @@ def read(
     for run in runs.values():
         if run.calls:
             yield from _rows(run, context)
+
+
+read_openai = partial(_read, calls_of=openai_calls)
+read_langfuse = partial(_read, calls_of=langfuse_calls)
+read_langsmith = partial(_read, calls_of=langsmith_calls)
 
 
 def _lines(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from treewise.data.forms import Record
 from treewise.data.importers.common import (
     Context,
     integers,
@@ -22,10 +23,10 @@ from treewise.data.importers.common import (
     token_row,
 )
 from treewise.data.importers.replies import Call, pooled, text_pair, trainable, trainable_talk, with_arguments
-from treewise.data.io.endings import KEYS, with_reason
+from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
-from treewise.data.io.forms import Record
+from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 
 COMPACT = {"sampler_logprobs": "logprobs", "advantages": "advantages", "ref_logprobs": "reference_logprobs"}

@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from treewise.data.io.field_checks import shown
-from treewise.errors import DataError
+from treewise.data.io.replies import KEYS, REASONING_NAMES, STOP_SEQUENCE, TRUNCATED
 
 # ended: the model sampled its end. cut: something else stopped it, so what it sampled is trained, and no end. unusable:
 # what the log holds is not what the model would have said, or was not finished for a reason that says nothing of it.
 Ending = Literal["ended", "cut", "unusable"]
 
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-STOP_SEQUENCE = "stop_sequence"  # a text that the caller named stopped the model, which is not in the reply
-TRUNCATED = "truncated"
 _WORDS: dict[Ending, str] = {  # max_turns and what is like it are of episodes: the turn itself ended
     "ended": """stop stopped eos eos_token eos_found stop_token end end_turn end_of_turn end_of_message end_of_text
         endoftext tool_calls tool_call tool_use function_call function_calls complete completed finish finished done
@@ -50,16 +47,6 @@ _HOLDERS = (
 )
 MAX_DEPTH = 3
 _SEVERITY: tuple[Ending | None, ...] = (None, "ended", "cut", "unusable")
-# What chat records and their messages may say of how a reply ended.
-KEYS = frozenset({"finish_reason", "stop_reason", STOP_SEQUENCE, "is_truncated", TRUNCATED})
-
-
-class UnusableError(DataError):
-    """A reply or row with nothing that may be trained: left out and counted, whatever is done with bad records."""
-
-    def __init__(self, location: str, reason: str) -> None:
-        super().__init__(f"{location}: {reason}.")
-        self.location, self.reason = location, reason
 
 
 def ending_of(reason: str | None) -> Ending | None:

@@ -1,7 +1,7 @@
-"""Files to raw records, with the location of each (`rollouts.jsonl:17`, `rollouts.parquet:row 17`), and to objects.
+"""Files to raw records, with the location of each (`rollouts.jsonl:17`), and to objects.
 
 Nothing is skipped silently: a file that is damaged, cut short or of another kind than its suffix is a `DataError`.
-Reading a file only cuts it into lines; `parse` is called for each in the worker processes.
+Reading a file only cuts it into lines; each is parsed in the worker processes.
 """
 
 import errno
@@ -11,31 +11,22 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-import numpy as np
-
+from treewise.base.features import feature
 from treewise.data.io.field_checks import json_kind, printable, shown
-from treewise.data.io.stored_json import StoredJson
 from treewise.errors import DataError
-from treewise.tree.trajectory import STREAMS
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 PathLike = str | Path
 FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is searched for; `.json` must be named
 SUFFIXES = (*FOLDER_SUFFIXES, ".json", ".json.gz")
 UTF8_MARK = b"\xef\xbb\xbf"
 GZIP_MAGIC = b"\x1f\x8b"
-PARQUET_BATCH_ROWS = 64
 DEFAULT_MAX_RECORD_BYTES = 1 << 28  # 256 MiB: a line, or a .json file, which is read whole
-# Columns that hold nested values; a string in one of these is JSON text.
-NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +70,14 @@ def find_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     return sorted(unique.values(), key=files.index)
 
 
-def read_records(path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> Iterator[RawRecord]:
-    """Raw records of one file in order. Blank lines are passed over; line numbers stay physical.
-
-    max_record_bytes: of a line, or of a `.json` file, after decompression; nothing longer is held in memory.
-    """
-    with _errors_named(path):
-        _check_magic(path)
-        if path.name.endswith(".parquet"):
-            yield from _parquet_rows(path)
-        elif path.name.endswith((".json", ".json.gz")):
-            yield from _json_list(path, max_record_bytes)
-        else:
-            yield from _json_lines(path, max_record_bytes)
-
-
 def read_bytes(path: Path, max_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> bytes:
     """The whole (decompressed) content of a small side file.
 
     Raises:
         DataError: a file that is damaged, cannot be read, or holds more than `max_bytes`.
     """
-    with _errors_named(path):
-        _check_magic(path)
+    with errors_named(path):
+        check_magic(path)
         with _open(path) as stream:
             data = stream.read(max_bytes + 1)
         if len(data) > max_bytes:
@@ -110,7 +86,8 @@ def read_bytes(path: Path, max_bytes: int = DEFAULT_MAX_RECORD_BYTES) -> bytes:
 
 
 @contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
+def errors_named(path: Path) -> Iterator[None]:
+    """Inside, what cannot be read is a `DataError` that names the file."""
     try:
         yield
     except EOFError:
@@ -142,6 +119,13 @@ def stem(path: Path) -> str:
     """File name without its data suffix: `mini` of `mini.jsonl.gz`."""
     suffix = max((s for s in SUFFIXES if path.name.endswith(s)), key=len, default=path.suffix)
     return path.name[: len(path.name) - len(suffix)]
+
+
+def tool_files(data_file: Path) -> list[Path]:
+    """Files that `tools_ref` of a data file may point into, nearest first; those that exist."""
+    names = (f"{stem(data_file)}_tools.json", "tools.json")
+    paths = [data_file.parent / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
+    return [path for path in paths if path.is_file()]
 
 
 def _files_of(path: PathLike) -> Iterable[Path]:
@@ -189,7 +173,8 @@ def _expand(path: Path) -> Iterable[Path]:
     return [path]
 
 
-def _check_magic(path: Path) -> None:
+def check_magic(path: Path) -> None:
+    """Raises `DataError` for an empty file, and for one of another kind than its name says."""
     with path.open("rb") as stream:
         head = stream.read(4)
     if not head:
@@ -234,7 +219,8 @@ def _too_long(location: str, what: str, limit: int) -> str:
     return f"{location}: {what} holds more than {limit:,} bytes (max_record_bytes); raise it if that is meant."
 
 
-def _json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
+def json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
+    """Records of a file, one a line. Blank lines are passed over; line numbers stay physical."""
     with _open(path) as stream:
         offset = number = 0
         while line := stream.readline(limit + 2):  # and its line end
@@ -249,74 +235,6 @@ def _json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
                 yield RawRecord(location, body, start, not line.endswith(b"\n"), num_bytes=len(line))
 
 
-def _json_list(path: Path, limit: int) -> Iterator[RawRecord]:
-    """One JSON list of records. Elements are cut by the decoder one by one, so each has its physical line; where others
-    begin on it, too, also its number in the list, because rollouts and trees without a name are named by location.
-    """
-    data = read_bytes(path, limit)
-    skip = len(UTF8_MARK) if data.startswith(UTF8_MARK) else 0
-    try:
-        text = data[skip:].decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{printable(path)}: not UTF-8 at byte {error.start + skip}; save the file as UTF-8.") from None
-    position = _skip_space(text, 0)
-    if text[position : position + 1] != "[":
-        raise DataError(
-            f"{printable(path)}: a .json file must hold one list of records, and it begins with "
-            f"{shown(text[position : position + 60])}; save the list alone, or one record per line as .jsonl."
-        )
-    decoder = json.JSONDecoder()
-    position = _skip_space(text, position + 1)
-    line, counted, number, last_line = 1, 0, 0, 0
-    while text[position : position + 1] != "]":
-        line, counted, number = line + text.count("\n", counted, position), position, number + 1
-        location = f"{printable(path)}:{line}" + (f" record {number}" if line == last_line else "")
-        last_line = line
-        try:
-            value, end = decoder.raw_decode(text, position)
-            position = _skip_space(text, end)
-            if text[position : position + 1] == ",":
-                position = _skip_space(text, position + 1)
-            elif text[position : position + 1] != "]":
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{printable(path)}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
-        except (RecursionError, ValueError) as error:
-            raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{location}: a record must be a JSON object, found {json_kind(value)}.")
-        yield RawRecord(location, value, num_bytes=position - counted)
-    if text[position + 1 :].strip():
-        raise DataError(f"{printable(path)}: text after the end of the list; a .json file holds one list.")
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
-
-
-def _parquet_rows(path: Path) -> Iterator[RawRecord]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            yield from arrow_records(file.iter_batches(batch_size=PARQUET_BATCH_ROWS), printable(path))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
-
-
-def arrow_records(
-    batches: "Iterable[pa.RecordBatch]", name: str, features: Mapping[str, Any] | None = None
-) -> Iterator[RawRecord]:
-    """The rows of Arrow record batches, numbered from 1. See `rows_of_batches`."""
-    from treewise.data.io.arrow_rows import rows_of_batches
-
-    for number, row, num_bytes in rows_of_batches(batches, name, features):
-        yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
-
-
 class PartialTailError(DataError):
     """The last line of a file, cut off while it was written."""
 
@@ -325,23 +243,6 @@ class PartialTailError(DataError):
             f"{location}: incomplete final line (the writer stopped in the middle); "
             "remove it, or leave it out: on_bad_record quarantine, or in Python allow_partial_tail=True."
         )
-
-
-def parse(raw: RawRecord) -> dict[str, Any]:
-    """The record as an object, nulls at the top removed (a null field is an absent field).
-
-    Raises:
-        DataError: text that is not UTF-8, not JSON or not an object, at `file:line:column` or with the byte offset.
-        PartialTailError: the same in a last line without a line end.
-    """
-    record = {key: item for key, item in parsed_object(raw, is_padded=raw.is_row).items() if item is not None}
-    if record.get("tools") == "":  # as LLaMA-Factory writes none
-        del record["tools"]
-    for name in NESTED:
-        text = record.get(name)
-        if isinstance(text, str):
-            record[name] = parse_text(text, f"{raw.location}: {name}")
-    return record
 
 
 class _RepeatedKeyError(Exception):
@@ -380,8 +281,7 @@ def parsed_object(raw: RawRecord, *, is_padded: bool = False) -> dict[str, Any]:
     is_padded: leave nulls out of structs, which Arrow pads for the keys of other rows.
     """
     if not isinstance(raw.payload, bytes):
-        values = raw.payload.items()
-        return {key: _row_value(value, raw.location, is_padded) for key, value in values} if raw.is_row else raw.payload
+        return feature("tables").row_values(raw.payload, raw.location, is_padded) if raw.is_row else raw.payload
     try:
         text = raw.payload.decode()
         value = json.loads(text, object_pairs_hook=_unique)
@@ -429,20 +329,3 @@ def raw_text(raw: RawRecord) -> str:
     with suppress(DataError):
         return json.dumps(parsed_object(raw), default=str)
     return json.dumps(raw.payload, default=str)
-
-
-def _row_value(value: Any, location: str, is_padded: bool) -> object:
-    """A value of a row, with JSON read, in which null is a value."""
-    if isinstance(value, StoredJson):
-        return value.value(location)
-    if isinstance(value, dict):
-        return {
-            key: _row_value(item, location, is_padded)
-            for key, item in value.items()
-            if item is not None or not is_padded
-        }
-    if isinstance(value, list) and any(isinstance(item, dict | list | StoredJson) for item in value):
-        return [_row_value(item, location, is_padded) for item in value]
-    if isinstance(value, tuple | np.generic):
-        return list(value) if isinstance(value, tuple) else value.item()
-    return value

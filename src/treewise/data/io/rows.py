@@ -24,7 +24,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
-from treewise.data.io.arrow_rows import column_values
 from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
@@ -105,6 +104,10 @@ class RecordResult:
     error: str | None = None
     is_partial_tail: bool = False
     raw: str | None = None  # the record as text, kept where it is bad
+
+    def belongs_to(self, group: str | int | float | None, name: str) -> None:
+        """Puts the rows in the tree of a group; those of None are a tree of their own. name: of the tree."""
+        self.key, self.name = None if group is None else json.dumps(group), name
 
 
 def row_from_trajectory(trajectory: Trajectory) -> Row:
@@ -218,6 +221,19 @@ def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] |
     return None
 
 
+def column_values(column: pa.Array) -> list[Any]:
+    """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return column.to_pylist()
+    if not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)) or column.values.null_count:
+        return column.to_pylist()
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets = np.asarray(column.offsets)
+    valid = column.is_valid().to_pylist()
+    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
+
+
 def _whole(column: pa.ChunkedArray) -> pa.Array:
     whole = column.combine_chunks()
     if isinstance(whole, pa.ChunkedArray):
@@ -231,7 +247,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-READING = 2  # raised where a record is read as other rows than before: tests/data/io/test_cache.py says when
+READING = 2  # raised where a record is read as other rows than before: tests/data/io/test_rows.py says when
 ENTRY_FIELD = b"treewise"
 HASH_LENGTH = 32  # of an entry's bytes, in its name
 READ_BYTES = 1 << 20

@@ -1,34 +1,22 @@
-"""Chat messages of OpenAI's shape, checked and in one spelling; the tools beside them; and what of them is trained.
+"""Chat messages of OpenAI's shape, checked and in one spelling, and what of them is trained."""
 
-Tools are a record's own, or a `tools_ref` into a file that lies beside the data.
-"""
-
-import ast
-import json
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from treewise.data.io.endings import KEYS, REASONING_NAMES, with_reason
-from treewise.data.io.field_checks import json_kind, shown, weight
-from treewise.data.io.files import Placed, parse_text, read_bytes, stem
+from treewise.base.features import feature
+from treewise.data.forms import TOOLS
+from treewise.data.io.field_checks import shown, weight
+from treewise.data.io.files import Placed
+from treewise.data.io.replies import KEYS, REASONING_NAMES
 from treewise.errors import DataError
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
-Span = tuple[int, int]
 IMAGE = "\ue0b8"  # private use: no text holds it
 IMAGES = "images"  # key of a message
-COLUMN = object()  # an image part without a value, which is the next of the record's column
 KINDS = ("image", "image_url", "input_image")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BAD_CALL = "bad_call"  # key of a message with a tool call that cannot be written: the error
-OTHER_ARGUMENTS = ("input", "parameters", "args", "params", "kwargs")  # what others call them
-BLANK_ARGUMENTS = "tool calls with blank arguments are read as calls without any ({})"
-PYTHON_ARGUMENTS = "tool calls with arguments in Python's notation are read as JSON"
 WEIGHTS = ("weight", "train", "training")  # the last two are axolotl's
 # What blocks and items of other interfaces are in a chat record, where they are no text.
 _AS_CALLS, _AS_REPLY = "Write it among the tool_calls of its message.", "Write it as a message of role tool."
@@ -97,8 +85,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         if trains:
             raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
         return message, 0.0
-    said = {key: message.pop(key) for key in KEYS if key in message}
-    message = with_reason(message, said)
+    if said := {key: message.pop(key) for key in KEYS if key in message}:
+        message = feature("endings").with_reason(message, said)
     for other in REASONING_NAMES[1:]:
         if isinstance(message.get(other), str):
             message.setdefault("reasoning_content", message.pop(other))
@@ -109,10 +97,7 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
             raise DataError(f"{location} has both function_call and tool_calls; give the calls once, as tool_calls.")
         message["tool_calls"] = [old]
     if calls := message.pop("tool_calls", None):
-        calls = parse_text(calls, f"{location}.tool_calls") if isinstance(calls, str) else calls
-        if not isinstance(calls, list):
-            raise DataError(f"{location}: tool_calls must be a list, found {type(calls).__name__}.")
-        message["tool_calls"] = [_tool_call(call, f"{location}.tool_calls") for call in calls]
+        message["tool_calls"] = feature("tools").clean_calls(calls, location)
     own_weight = weight(value.get("weight"), location)
     if message.get("train_detail") is not None:
         if message.get("tool_calls") or message.get("reasoning_content"):
@@ -120,73 +105,9 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
                 f"{location}: train_detail marks parts of the content, and this message has tool calls or reasoning, "
                 "too; put them into a message of their own, or mark the whole message by weight."
             )
-        if not detail_spans(message["train_detail"], message["content"], location):
+        if not feature("marked_parts").detail_spans(message["train_detail"], message["content"], location):
             return message, 0.0
     return message, 0.0 if trains is False else own_weight
-
-
-def with_arguments(message: Message, as_text: bool, location: str, counted: Counter[str]) -> Message:
-    """The message with all tool-call arguments as JSON text, or as objects: what the template at hand can write.
-
-    Arguments that are no object are left, with the error as `BAD_CALL`: `Template.render` raises it for a message that
-    some prompt or turn would hold.
-
-    counted: gets what was mended.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    changed = []
-    for number, call in enumerate(calls):
-        function = call["function"]
-        try:
-            written, read = arguments_of(function["arguments"], counted)
-        except ValueError as error:
-            where = f"{location}.tool_calls[{number}]"
-            return {**message, BAD_CALL: f"{where}: the arguments of {shown(function['name'])} are {error}."}
-        changed.append({**call, "function": {**function, "arguments": written if as_text else read}})
-    return {**message, "tool_calls": changed}
-
-
-def arguments_of(given: str | dict[str, Any], counted: Counter[str]) -> tuple[str, dict[str, Any]]:
-    """The arguments of a tool call as text, as it was sampled where it is JSON, and as an object.
-
-    counted: gets what was mended: blank text, which is how several servers write no arguments, and Python's notation.
-
-    Raises:
-        ValueError: text of anything but an object; its message says what is wrong.
-    """
-    if isinstance(given, dict):
-        return json.dumps(given, ensure_ascii=False), given
-    if not given.strip():
-        counted[BLANK_ARGUMENTS] += 1
-        return "{}", {}
-    try:
-        value = parse_text(given, "")
-    except DataError as error:
-        value = _python_object(given)
-        if value is None:
-            raise ValueError(str(error).removeprefix(": ").removesuffix(".")) from None
-        counted[PYTHON_ARGUMENTS] += 1
-        return json.dumps(value, ensure_ascii=False), value
-    if isinstance(value, dict):
-        return given, value
-    found = "JSON that was written as text once more" if isinstance(value, str) else json_kind(value).partition(";")[0]
-    raise ValueError(f"{found}, not an object: {shown(given)}; give {{}} for none")
-
-
-def _python_object(text: str) -> dict[str, Any] | None:
-    """What `str` wrote of a dictionary; None for other text."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict) and len({ast.dump(key) for key in node.keys if key}) < len(node.keys):
-                return None
-        value = ast.literal_eval(tree)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
 
 
 def as_parts(message: Message, *, always: bool) -> Message:
@@ -223,7 +144,7 @@ def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind in KINDS:
-            images.append(_image_of_part(part))
+            images.append(feature("image_records").image_of_part(part))
             parts.append(IMAGE)
             continue
         is_text = kind in ("text", "input_text", "output_text")
@@ -238,135 +159,6 @@ def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
     return "".join(parts), images
 
 
-def _image_of_part(part: Message) -> object:
-    """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
-    for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
-        value = part.get(name)
-        if isinstance(value, dict):  # {"url": ...} of OpenAI, {"data": ...} of Anthropic, {"bytes": ..., "path": ...}
-            data = value.get("data")
-            value = value.get("url") or (f"data:;base64,{data}" if data else value)
-        if value is not None:
-            return f"data:;base64,{value}" if name == "base64" else value
-    return COLUMN
-
-
-def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{location} needs {{function: {{name, arguments}}}}, found {shown(call)}.")
-    arguments = function.get("arguments")
-    if arguments is None:
-        other = next((key for key in OTHER_ARGUMENTS if function.get(key) or call.get(key)), None)
-        if other is not None:
-            raise DataError(f"{location}: {shown(function['name'])} has {other}; write it as arguments.")
-        arguments = {}
-    if not isinstance(arguments, str | dict):
-        raise DataError(f"{location}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
-    rest = {key: item for key, item in call.items() if key != "function" and "function" in call}
-    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
-
-
-def detail_spans(value: object, content: str, location: str) -> list[Span]:
-    """The trained spans of a content, from `train_detail`: `[{begin_offset, end_offset, train}, ...]`.
-
-    Offsets count characters of the content, the last one included. What no entry covers is context.
-
-    Raises:
-        DataError: entries of another shape, or outside of the content.
-    """
-    if not isinstance(value, list):
-        raise DataError(f"{location}: train_detail must be a list of parts, found {shown(value)}.")
-    spans = []
-    for index, part in enumerate(value):
-        begin, end, train = (
-            (part.get(key) for key in ("begin_offset", "end_offset", "train"))
-            if isinstance(part, dict)
-            else (None, None, None)
-        )
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < len(content):
-            raise DataError(
-                f"{location}: train_detail[{index}] must be {{begin_offset, end_offset, train}} with 0 <= begin_offset "
-                f"<= end_offset < {len(content)} (characters of the content), found {shown(part)}."
-            )
-        if not isinstance(train, bool):
-            raise DataError(f"{location}: train_detail[{index}].train must be true or false, found {shown(train)}.")
-        if train:
-            spans.append((begin, end + 1))
-    return union(spans)
-
-
-def union(spans: Sequence[Span]) -> list[Span]:
-    """Sorted spans that neither touch nor overlap; empty ones are left out."""
-    result: list[Span] = []
-    for start, end in sorted(spans):
-        if end <= start:
-            continue
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result
-
-
-def clip(spans: Sequence[Span], limits: Span) -> list[Span]:
-    """What of the spans lies within the limits."""
-    return union([(max(start, limits[0]), min(end, limits[1])) for start, end in spans])
-
-
-def tool_files(data_file: Path) -> list[Path]:
-    """Files that `tools_ref` of a data file may point into, nearest first; those that exist."""
-    names = (f"{stem(data_file)}_tools.json", "tools.json")
-    paths = [data_file.parent / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
-    return [path for path in paths if path.is_file()]
-
-
 def find_tools(item: Placed) -> Tools:
-    """Function schemas of a record, or None.
-
-    Raises:
-        DataError: a `tools_ref` without a file that holds it; tools that are not a list of objects.
-    """
-    record, data_file, location = item.value, item.file, item.location
-    tools, name = record.get("tools"), record.get("tools_ref")
-    if tools is None and isinstance(record.get("functions"), list):  # OpenAI's older name
-        tools = [{"type": "function", "function": function} for function in record["functions"]]
-    if tools is not None or name is None:
-        return clean_tools(tools, location)
-    if data_file is None:
-        raise DataError(
-            f"{location}: tools_ref {shown(name)} is looked up beside the data file, and this record is from none; "
-            "give `tools`."
-        )
-    files = tool_files(data_file)
-    for path in files:
-        known = _tools_of(path)
-        if isinstance(name, str) and name in known:
-            return clean_tools(known[name], f"{path}: {shown(name)}")
-    looked = ", ".join(str(path) for path in files) or f"no tools.json or {stem(data_file)}_tools.json beside the file"
-    raise DataError(f"{location}: tools_ref {shown(name)} was not found ({looked}); put it there, or give `tools`.")
-
-
-@lru_cache(maxsize=64)
-def _tools_of(path: Path) -> dict[str, Any]:
-    content = read_bytes(path)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({shown(str(error))}).") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: must be one JSON object of tool lists by name.")
-    return value
-
-
-def clean_tools(value: object, location: str) -> Tools:
-    """Function schemas; None where there are none."""
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{location}: tools must be a list of function schemas (objects), found {shown(value)}.")
-    for tool in value:
-        function = tool.get("function", tool)  # beside the type, in OpenAI's newer form
-        name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type") == "function" and not isinstance(name, str):
-            raise DataError(f"{location}: a tool is a function without a name: {shown(tool)}.")
-    return value or None
+    """Function schemas of a record, or None. Raises as `tools.tools_of` does."""
+    return None if TOOLS.isdisjoint(item.value) else feature("tools").tools_of(item)

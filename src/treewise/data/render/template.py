@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 
-from treewise.data.io.endings import KEYS
+from treewise.base.features import feature
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
+from treewise.data.io.replies import KEYS
 from treewise.data.render import limits
-from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts, with_arguments
-from treewise.data.render.piece_tokenizer import Encoder
+from treewise.data.render.messages import BAD_CALL, IMAGE, Message, Tools, WeightedMessages, as_parts
+from treewise.data.render.piece_tokenizer import Encoder, Pieces
 from treewise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from treewise.data.render.images import Placer
+    from treewise.tree.images import ImageSpan
 
 MARK = "\ue0a7\ue0b7turn\ue0b7\ue0a7"  # private-use characters: no text and no template holds them
 THINK, THINK_END = "<think>", "</think>"
@@ -44,6 +45,18 @@ STANDARD_ROLES = {"developer": "system", "function": "tool"}
 CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").partition("#}\n")[2]
 UNWRITTEN_TOOLS = "the chat template never writes tools; the model does not see them (chat_template: chatml does)"
 NO_TEMPLATE = "the tokenizer has no chat template; give one as chat_template, for instance 'chatml'."
+
+
+class Placer(Protocol):
+    """Puts images into tokenised texts (`treewise.data.images`)."""
+
+    def written(self, text: str) -> str:
+        """A rendered text with what the processor writes around images."""
+
+    def place(
+        self, pieces: Pieces, messages: Sequence[Message], location: str
+    ) -> "tuple[Pieces, tuple[ImageSpan, ...]]":
+        """The pieces with the tokens of images in place of placeholders, and where these are."""
 
 
 class Template:
@@ -58,7 +71,7 @@ class Template:
         chat_template: str | None,
         kwargs: dict[str, Any],
         on_hidden: str = "error",
-        placer: "Placer | None" = None,
+        placer: Placer | None = None,
     ) -> None:
         self.tokenizer = encoder.tokenizer
         self.encoder = encoder
@@ -101,7 +114,10 @@ class Template:
             self.counted[DOUBLED_ENDS] += 1
         for token in self.encoder.special_tokens(content):
             self.counted[f"messages hold {shown(token)} as text, which becomes that special token"] += 1
-        return with_arguments({**message, "content": content}, self._arguments_as_text, location, self.counted)
+        message = {**message, "content": content}
+        if not message.get("tool_calls"):
+            return message
+        return feature("tools").with_arguments(message, self._arguments_as_text, location, self.counted)
 
     def without_end(self, text: str) -> str:
         """A text without the end-of-turn tokens at its end."""
@@ -413,18 +429,10 @@ def with_sentinels(message: Message, *, name_is_known: bool) -> tuple[Message, d
             marked[field] = message[field] if is_skipped else sentinel(field)
     if message.get("tool_calls"):
         marked["tool_calls"] = [
-            _marked_call(call, number, sentinel) for number, call in enumerate(message["tool_calls"][:MAX_CALLS])
+            feature("tools").marked_call(call, number, sentinel)
+            for number, call in enumerate(message["tool_calls"][:MAX_CALLS])
         ]
     return marked, sentinels
-
-
-def _marked_call(call: dict[str, Any], number: int, sentinel: Callable[[str], str]) -> dict[str, Any]:
-    function = {**call["function"], "name": sentinel(f"tool_calls[{number}].name")}
-    arguments = function["arguments"]
-    if arguments and arguments != "{}":
-        key = sentinel(f"tool_calls[{number}].arguments")
-        function["arguments"] = f'{{"{key}": "x"}}' if isinstance(arguments, str) else {key: "x"}
-    return {**call, "function": function}
 
 
 def _is_named_by_call(messages: Sequence[Message], index: int) -> bool:

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treewise.base.features import feature
 from treewise.base.shapes import Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
-from treewise.nn.attention.softcap import Attended, Visibility, softcap_attention, softcap_attention_backward
 from treewise.nn.device import part_of_torch
 from treewise.nn.gradients import BackwardContext
 from treewise.nn.tensors import has_data
@@ -147,6 +147,25 @@ class _Cascade(torch.autograd.Function):
         return query_grad[..., :query_width], key_grad, value_grad, sink_grad, None, None, None, None
 
 
+class Attended(NamedTuple):
+    """What the backward takes. query: [1, H, R, D]. key, value: [1, H / G, K, D], with another D for values if need be.
+    out ([1, H, R, D of the values]), lse ([1, H, R]): of all parts that the rows attend to; these keys may be one."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Visibility(NamedTuple):
+    """Which keys the rows of one part see. is_causal: row r sees keys 0 to r. mask: [1, 1, R, K], 0 or -inf, added to
+    the scores; every row sees some key."""
+
+    is_causal: bool = False
+    mask: torch.Tensor | None = None
+
+
 def _to_run(blocks: "list[_Rows]", query: torch.Tensor) -> "list[_Rows]":
     """All blocks; of tensors without data the largest alone, after which no other takes more memory."""
     if has_data(query):
@@ -168,7 +187,8 @@ def _forward_part(
 ) -> tuple[Float[Tensor, "1 H R D"], Float[Tensor, "1 H R"]]:
     """Output [1, H, R, D] and log-sum-exp [1, H, R] of some rows over some keys."""
     if rule.softcap is not None:
-        return softcap_attention(query, key, value, visible, rule)
+        out, lse = feature("softcap").softcap_attention(query, key, value, visible, rule)
+        return out, lse
     return _forward_kernel(query, key, value, is_causal=visible.is_causal, attn_mask=visible.mask, scale=rule.scaling)
 
 
@@ -181,7 +201,8 @@ def _backward_part(
     float32 backward (its forward 0.4), except with large heads and many rows.
     """
     if rule.softcap is not None:
-        return softcap_attention_backward(grad, part, visible, rule)
+        query_grad, key_grad, value_grad = feature("softcap").softcap_attention_backward(grad, part, visible, rule)
+        return query_grad, key_grad, value_grad
     mask = visible.mask
     if grad.dtype in (torch.bfloat16, torch.float16) and (grad.shape[3] < 128 or grad.shape[2] < 256):
         grad, part = grad.float(), Attended(*(each.float() for each in part))

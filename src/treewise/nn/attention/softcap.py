@@ -8,35 +8,16 @@ Letters: H query heads, G query heads of one key head, R rows, K keys, D head si
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from treewise.base.shapes import Float
+from treewise.nn.attention.cascade import Attended, Visibility
 from treewise.nn.attention.mask import LayerRule
 
 # Rows and keys of a tile: with 32 heads, 32 MiB of float32 scores.
 TILE_ROWS, TILE_KEYS = 256, 1024
-
-
-class Attended(NamedTuple):
-    """What the backward takes. query: [1, H, R, D]. key, value: [1, H / G, K, D], with another D for values if need be.
-    out ([1, H, R, D of the values]), lse ([1, H, R]): of all parts that the rows attend to; these keys may be one."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
-class Visibility(NamedTuple):
-    """Which keys the rows of one part see. is_causal: row r sees keys 0 to r. mask: [1, 1, R, K], 0 or -inf, added to
-    the scores; every row sees some key."""
-
-    is_causal: bool = False
-    mask: torch.Tensor | None = None
 
 
 def softcap_attention(

@@ -230,8 +230,6 @@ BRANCHINGS: Mapping[str, type] = {
     "turns": TurnBranching,
     "lcr": LcrBranching,
 }
-# Names of earlier versions, and what to use in their place.
-GONE: Mapping[str, str] = {"arpo": "turns, with branching_settings.order=uncertain"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,4 +287,4 @@ class Branching:
 
 def branching_named(name: str, **settings: object) -> Branching:
     """The policy of a configuration: `branching_named("lcr", variations=5)`. Raises as `settings_named`."""
-    return Branching(name, settings_named("branching", name, BRANCHINGS, GONE, settings))
+    return Branching(name, settings_named("branching", name, BRANCHINGS, settings))

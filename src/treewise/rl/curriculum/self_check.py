@@ -1,31 +1,26 @@
-"""The self-check: whether a curriculum's signal predicts, on a sample of one's own tasks, what it claims to predict.
+"""The self-check of `gain`: whether angles predict, on a sample of one's own tasks, what they claim to: the norm of
+each task's own gradient.
 
-Of each task one half of its rollouts is what is known, the other half is what comes: a posterior that is compared with
-the rollouts that it was made of would look good on noise. A signal predicts by its rank correlation with what comes;
-one whose bootstrap interval is not above zero is useless here. Where what comes is the same for all tasks, as where
-rewards differ within none, nothing is measured.
+A signal predicts by its rank correlation with these norms; one whose bootstrap interval is not above zero is useless
+here. Where all norms are the same, as where rewards differ within no task, nothing is measured.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from treewise.engine.engine import TreeEngine
 from treewise.errors import DataError, num
+from treewise.objectives import Objective
+from treewise.rl.curriculum.signals import angles_of, gradient_norms
+from treewise.tree.trajectory import Trajectory
 
 LEVEL = 0.95
-# What each signal claims to predict. `length` claims nothing: it shows what the number of prompt tokens alone predicts.
-CLAIMS = {
-    "angle": "gradient_norm",
-    "intra": "gradient_norm",
-    "inter": "gradient_norm",
-    "learnability": "variance",
-    "length": None,
-}
-TARGETS = {"gradient_norm": "norm of the policy gradient", "variance": "observed p (1 - p)"}
-SIGNAL_OF = {"learnability": "learnability", "gain": "angle"}  # by which a curriculum draws
+CLAIMED = ("angle", "intra", "inter")  # `length` claims nothing: it shows what the number of prompt tokens predicts
+_TARGET = "norm of the policy gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,7 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
 def require_tasks(num_tasks: int) -> None:
     """Raises `DataError` where so few tasks have no rank correlation."""
     if num_tasks < 3:
-        raise DataError(f"{num(num_tasks, 'task')}; a rank correlation needs at least 3 (--items).")
+        raise DataError(f"{num(num_tasks, 'task')}; a rank correlation needs at least 3 (check_items).")
 
 
 def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000, seed: int = 0) -> Correlation:
@@ -94,18 +89,17 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
 
 @dataclass(frozen=True, slots=True)
 class SignalCheck:
-    """One signal against one target. is_claimed: whether it claims to predict this one."""
+    """One signal against the norms. is_claimed: whether it claims to predict them."""
 
     signal: str
-    target: str
     correlation: Correlation
     is_claimed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """checks: every signal against every target. num_tasks, num_rollouts: of the sample. num_tokens: generated for it.
-    num_varied: tasks whose rewards differ.
+    """checks: of every signal. num_tasks, num_rollouts: of the sample. num_tokens: generated for it. num_varied: tasks
+    whose rewards differ.
     """
 
     checks: tuple[SignalCheck, ...]
@@ -116,18 +110,14 @@ class CheckReport:
 
     @property
     def useless(self) -> list[str]:
-        """Signals whose interval is not above zero for what they claim to predict."""
+        """Signals whose interval is not above zero though they claim to predict."""
         measured = [each for each in self.checks if each.is_claimed and each.correlation.is_measurable]
         return [each.signal for each in measured if not each.correlation.is_above_zero]
 
     @property
     def not_measurable(self) -> list[str]:
-        """Signals for which what they claim to predict is the same for all tasks."""
+        """Signals that claim to predict what is the same for all tasks."""
         return [each.signal for each in self.checks if each.is_claimed and not each.correlation.is_measurable]
-
-    def claimed(self, signal: str) -> SignalCheck | None:
-        """A signal against what it claims to predict; None where this was not measured."""
-        return next((each for each in self.checks if each.signal == signal and each.is_claimed), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -137,7 +127,7 @@ class CheckReport:
     def from_dict(cls, values: Mapping[str, Any]) -> "CheckReport":
         """What `to_dict` gave."""
         checks = tuple(
-            SignalCheck(each["signal"], each["target"], Correlation(**each["correlation"]), each["is_claimed"])
+            SignalCheck(each["signal"], Correlation(**each["correlation"]), each["is_claimed"])
             for each in values["checks"]
         )
         return cls(checks, *(values[name] for name in ("num_tasks", "num_rollouts", "num_tokens", "num_varied")))
@@ -148,11 +138,11 @@ class CheckReport:
             f"{num(self.num_tasks, 'task')}, {num(self.num_rollouts, 'rollout')} "
             f"({self.num_tokens:,} generated tokens); "
             f"rewards differ within {num(self.num_varied, 'task')}",
-            f"{'signal':<14} {'predicts':<30} {'rank correlation, 95 %':<24}",
+            f"{'signal':<8} rank correlation with the {_TARGET}, 95 %",
         ]
         for each in self.checks:
             verdict = "useful" if each.correlation.is_above_zero else "useless here"
-            line = f"{each.signal:<14} {TARGETS[each.target]:<30} {each.correlation!s:<24} "
+            line = f"{each.signal:<8} {each.correlation!s:<24} "
             lines.append(line + verdict * (each.is_claimed and each.correlation.is_measurable))
         if self.useless:
             lines.append(f"useless here: {', '.join(self.useless)}; the interval is not above zero.")
@@ -170,43 +160,70 @@ class CheckReport:
             "temperature, or tasks that are neither always nor never solved."
         )
 
+    def refusal(self) -> str | None:
+        """Why `gain` is useless here, in a sentence; None where it is not."""
+        check = next(each for each in self.checks if each.signal == "angle")
+        if check.correlation.is_above_zero:
+            return None
+        tasks = num(self.num_tasks, "task")
+        if not check.correlation.is_measurable:
+            what = f"whose worth is not measurable here, over {tasks}: {self.why_not_measurable}"
+        else:
+            what = (
+                f"which is useless here: its rank correlation with the {_TARGET} is {check.correlation} over {tasks}, "
+                "not above zero."
+            )
+        return f"curriculum 'gain' draws by angle, {what}"
+
 
 def check_signals(
-    signals: Mapping[str, np.ndarray],
-    targets: Mapping[str, np.ndarray],
-    *,
-    num_rollouts: int,
-    num_tokens: int,
-    num_varied: int,
+    signals: Mapping[str, np.ndarray], norms: np.ndarray, *, num_rollouts: int, num_tokens: int, num_varied: int
 ) -> CheckReport:
-    """Correlates every signal with every target, [tasks] each. Where rewards differ within no task, a gradient is that
-    of other terms of the loss, which no signal claims to predict.
+    """Correlates every signal with the norms, [tasks] each. Where rewards differ within no task, a gradient is that of
+    other terms of the loss, which no signal claims to predict.
 
     Raises:
         DataError: values that are not finite, or fewer than 3 tasks.
     """
     if not num_varied:
-        targets = {name: np.zeros_like(values) for name, values in targets.items()}
-    checks = tuple(
-        SignalCheck(signal, target, correlation(values, targets[target]), CLAIMS[signal] == target)
-        for signal, values in signals.items()
-        for target in targets
-    )
-    num_tasks = len(next(iter(targets.values())))
-    return CheckReport(checks, num_tasks, num_rollouts, num_tokens, num_varied)
+        norms = np.zeros_like(norms)
+    checks = (SignalCheck(name, correlation(values, norms), name in CLAIMED) for name, values in signals.items())
+    return CheckReport(tuple(checks), len(norms), num_rollouts, num_tokens, num_varied)
 
 
-def refusal(curriculum: str, report: CheckReport) -> str | None:
-    """Why a curriculum's signal is useless here, in a sentence; None where it is not, or was not measured."""
-    check = report.claimed(SIGNAL_OF.get(curriculum, ""))
-    if check is None or check.correlation.is_above_zero:
-        return None
-    if not check.correlation.is_measurable:
-        return (
-            f"curriculum {curriculum!r} draws by {check.signal}, whose worth is not measurable here, over "
-            f"{num(report.num_tasks, 'task')}: {report.why_not_measurable}"
-        )
-    return (
-        f"curriculum {curriculum!r} draws by {check.signal}, which is useless here: its rank correlation with the "
-        f"{TARGETS[check.target]} is {check.correlation} over {num(report.num_tasks, 'task')}, not above zero."
+def check_angles(
+    trees: Sequence[list[Trajectory]],
+    prompts: Sequence[Sequence[int]],
+    engine: TreeEngine,
+    objective: Objective,
+    credited: Callable[[list[Trajectory]], list[Trajectory]],
+    *,
+    num_tokens: int,
+    num_shared: int | None = None,
+) -> CheckReport:
+    """Compares the angles of prompts, and their lengths, with the norms of the gradients of their rollouts. Tasks with
+    fewer than two rewards are left out.
+
+    Parameters:
+        trees: the rollouts of each task that have a reward.
+        credited: gives rollouts their advantages, and the log-probs that the objective needs.
+        num_tokens: generated for the check.
+        num_shared: tokens that all prompts of the pool begin with, as of `angles_of`.
+
+    Raises:
+        DataError: fewer than 3 tasks are left.
+    """
+    pairs = [(rows, prompt) for rows, prompt in zip(trees, prompts, strict=True) if len(rows) >= 2]
+    require_tasks(len(pairs))
+    rows, prompts = [each for each, _ in pairs], [prompt for _, prompt in pairs]
+    angles = angles_of(engine, prompts, num_shared)
+    return check_signals(
+        {
+            **{"angle": angles.total, "intra": angles.intra, "inter": angles.inter},
+            "length": np.array([float(len(prompt)) for prompt in prompts]),
+        },
+        np.array(gradient_norms(engine, [credited(each) for each in rows], objective)),
+        num_rollouts=sum(map(len, trees)),
+        num_tokens=num_tokens,
+        num_varied=sum(len({row.reward for row in each}) > 1 for each in rows),
     )

@@ -1,21 +1,17 @@
 """`TaskSampler`: which items an online run practises next, by the curricula of a configuration.
 
-A draw is a pure function of the sampler's state, which checkpoints hold, and of the book of successes; so a resumed run
-draws what an undisturbed one would have.
+A draw is a pure function of the sampler's state, which checkpoints hold; so a resumed run draws what an undisturbed one
+would have.
 
 `uniform`, the default and the baseline: every item once per pass, each pass in an order of its own.
 
 `dynamic` draws so, too; groups without variance are left out and replaced by new ones, at most so many times (DAPO,
 2503.14476, section 3.2). What the replaced ones cost is counted.
 
-`learnability`: items in proportion to p (1 - p), the variance of their outcomes (2502.12272 ranks by it). p is the mean
-of an item's posterior in the book, or with `thompson` a draw from it (as MoPPS, 2507.04632, draws), so that an item of
-which little is known may come although its mean is near 0 or 1.
-
 `gain`: items in the order of their angle concentration, from a Gaussian over ranks whose mean moves on (GAIN-RL,
-2506.02281), and `gain_shuffled`, its control: the same moving Gaussian over ranks that were shuffled. Items are ranked
-by intra + inter (`signals.py`), the highest first. With N items, an iteration draws without replacement in proportion
-to `exp(-((rank - mean) / width)^2 / 2)`; the mean starts at 0, and after an iteration
+2506.02281), and with `control` the same moving Gaussian over ranks that have nothing to do with the items. Items are
+ranked by intra + inter (`signals.py`), the highest first. With N items, an iteration draws without replacement in
+proportion to `exp(-((rank - mean) / width)^2 / 2)`; the mean starts at 0, and after an iteration
 
     mean <- mean + step tanh(alpha (accuracy - beta)) + step tanh(alpha angle)
 
@@ -25,7 +21,7 @@ GSM8K; here both are shares of the pool, so that small pools have the same curri
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -33,7 +29,6 @@ import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 
 from treewise.errors import ConfigError, DataError, settings_named
-from treewise.rl.success_book import SuccessBook
 
 FORMAT = 1
 _CHOICE, _SHUFFLE = 1, 5  # name random streams
@@ -54,16 +49,10 @@ class DynamicSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnabilitySettings:
-    """thompson: p is drawn from each item's posterior instead of being its mean. The book's are `book_settings`."""
-
-    thompson: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GainSettings:
     """width, step: as shares of the pool. alpha: steepness; beta: the accuracy at which the mean stands still but for
-    its angle term. force: run although the self-check says that angles predict nothing here.
+    its angle term. force: run although the self-check says that angles predict nothing here. control: ranks are
+    shuffled, to compare with.
     """
 
     width: Annotated[float, Gt(0), Lt(math.inf)] = 1000 / 7473
@@ -71,22 +60,10 @@ class GainSettings:
     alpha: Annotated[float, Gt(0), Lt(math.inf)] = 2.0
     beta: Annotated[float, Ge(0), Le(1)] = 0.5
     force: bool = False
+    control: bool = False
 
 
-CURRICULA: Mapping[str, type] = {
-    "uniform": UniformSettings,
-    "dynamic": DynamicSettings,
-    "learnability": LearnabilitySettings,
-    "gain": GainSettings,
-    "gain_shuffled": GainSettings,
-}
-# Names of earlier versions, and what to use in their place.
-GONE: Mapping[str, str] = {
-    "mopps": "learnability, with curriculum_settings.thompson=true",
-    "vcrl": "dynamic",
-    "speed": "dynamic",
-    "gain_x_learnability": "gain or learnability",
-}
+CURRICULA: Mapping[str, type] = {"uniform": UniformSettings, "dynamic": DynamicSettings, "gain": GainSettings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +80,8 @@ class Curriculum:
 
 
 def curriculum_named(name: str, **settings: object) -> Curriculum:
-    """The curriculum of a configuration: `curriculum_named("learnability", thompson=True)`. Hyphens count as
-    underscores. Raises as `settings_named`.
-    """
-    own = name.replace("-", "_")
-    return Curriculum(own, settings_named("curriculum", own, CURRICULA, GONE, settings))
+    """The curriculum of a configuration: `curriculum_named("dynamic", refills=2)`. Raises as `settings_named`."""
+    return Curriculum(name, settings_named("curriculum", name, CURRICULA, settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,20 +105,20 @@ class TaskSampler:
     """Draws items for iterations, wave by wave, and learns from their outcomes.
 
     Parameters:
-        size: of the pool of items; None: without end. key_of: how the book calls an item.
+        size: of the pool of items; None: without end.
         seed: of the run; names all random streams.
 
     Raises:
         ConfigError: a curriculum that ranks items, on a pool without end.
     """
 
-    def __init__(self, curriculum: Curriculum, size: int | None, key_of: Callable[[int], str], seed: int) -> None:
-        if size is None and curriculum.name not in ("uniform", "dynamic"):
+    def __init__(self, curriculum: Curriculum, size: int | None, seed: int) -> None:
+        if size is None and curriculum.measures_angles:
             raise ConfigError(
                 f"curriculum {curriculum.name!r} ranks the items of a pool, and this task makes new ones without end; "
                 "give num_items, the number of items to practise."
             )
-        self.curriculum, self.size, self.key_of, self.seed = curriculum, size, key_of, seed
+        self.curriculum, self.size, self.seed = curriculum, size, seed
         self.iteration = self.position = 0  # items that passes have drawn
         self.memory: dict[str, Any] = {}  # what it has learned, plain JSON values
         self._taken: list[int] = []  # of this iteration
@@ -157,16 +131,16 @@ class TaskSampler:
         """
         self.memory = {"mean": 0.0, "num_shared": num_shared, "scores": [float(score) for score in scores]}
 
-    def draw(self, count: int, book: SuccessBook) -> list[int]:
+    def draw(self, count: int) -> list[int]:
         """The first items of the next iteration: different ones, fewer than asked for where the pool has fewer."""
         self._taken, self._wave = [], 0
-        return self._drawn(count, book)
+        return self._drawn(count)
 
-    def refill(self, count: int, book: SuccessBook) -> list[int]:
+    def refill(self, count: int) -> list[int]:
         """Further items of the iteration, in place of what is left out; empty where the curriculum replaces nothing."""
         self._wave += 1
         settings = self.curriculum.settings
-        return self._drawn(count, book) if self._wave <= getattr(settings, "refills", 0) else []
+        return self._drawn(count) if self._wave <= getattr(settings, "refills", 0) else []
 
     def is_kept(self, outcome: Outcome) -> bool:
         """Whether the tree of an item is trained; of `dynamic` those alone whose rewards differ."""
@@ -184,19 +158,12 @@ class TaskSampler:
         self.iteration += 1
         self._taken, self._wave = [], 0
 
-    def _drawn(self, count: int, book: SuccessBook) -> list[int]:
-        if self.curriculum.name in ("uniform", "dynamic"):
-            indices = self._in_passes(count)
-        else:
+    def _drawn(self, count: int) -> list[int]:
+        if self.curriculum.measures_angles:
             rng = np.random.default_rng([self.seed, self.iteration, _CHOICE, *([self._wave] if self._wave else [])])
-            if self.curriculum.measures_angles:
-                weights = self._gaussian()
-            else:  # p (1 - p)
-                counts = np.array([book.counts(self.key_of(index)) for index in range(self.size or 0)]).reshape(-1, 2)
-                thompson = self.curriculum.settings.thompson
-                rates = rng.beta(counts[:, 0], counts[:, 1]) if thompson else counts[:, 0] / counts.sum(-1)
-                weights = rates * (1 - rates)
-            indices = self._by_weight(count, weights, rng)
+            indices = self._by_weight(count, self._gaussian(), rng)
+        else:
+            indices = self._in_passes(count)
         self._taken += indices
         return indices
 
@@ -235,9 +202,9 @@ class TaskSampler:
         if len(scores) != self.size:
             found = len(scores) or "none"
             raise ConfigError(f"gain needs the angle concentration of all {self.size} items, found {found}.")
-        is_control = self.curriculum.name == "gain_shuffled"
-        ranks = shuffled_ranks(len(scores), self.seed) if is_control else ranks_by_angle(scores)
-        width = self.curriculum.settings.width * len(ranks)
+        settings = self.curriculum.settings
+        ranks = shuffled_ranks(len(scores), self.seed) if settings.control else ranks_by_angle(scores)
+        width = settings.width * len(ranks)
         exponent = -0.5 * ((ranks - self.memory.get("mean", 0.0)) / width) ** 2
         # Up to a factor that is the same for all, so that far from the mean not all of them underflow.
         return np.asarray(np.exp(exponent - exponent.max()))

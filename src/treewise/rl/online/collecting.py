@@ -165,7 +165,7 @@ class Collector:
         """
         done, count, wave = Collected(), self.settings.trees_per_iteration, 0
         budget, stream = self.budget(loop), (seed, iteration, _TREES)
-        indices = items.draw(count, rounds.book)
+        indices = items.draw(count)
         share, more = divmod(budget, max(len(indices), 1))
         shares = [share + (number < more) for number in range(len(indices))]
         while indices:
@@ -179,7 +179,7 @@ class Collector:
             outcomes = done.outcomes(rounds.book, self.settings.success_at)
             done.kept += [place for place in range(first, len(done.trees)) if items.is_kept(outcomes[place])]
             missing, wave = count - len(done.kept), wave + 1
-            indices = items.refill(missing, rounds.book) if missing > 0 else []
+            indices = items.refill(missing) if missing > 0 else []
             shares = [max(1, budget // count)] * len(indices)
         check_failures(self.rewards.tally, self.settings.max_failed, f"iteration {iteration + 1}", rounds.journal)
         return done

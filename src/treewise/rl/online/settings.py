@@ -11,7 +11,6 @@ from treewise.errors import ConfigError, check_fields, check_setting_types
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named
-from treewise.rl.curriculum.self_check import SIGNAL_OF
 from treewise.rl.success_book import BookSettings
 from treewise.rl.tasks.rewards import MAX_FAILED
 
@@ -29,11 +28,10 @@ def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> N
     """
     if not args.is_parted and args.ranks_per_batch == 1:
         return
-    curriculum = settings.chosen_curriculum()
-    if curriculum.measures_angles or (curriculum.name in SIGNAL_OF and settings.check_items):
+    if settings.chosen_curriculum().measures_angles:
         raise ConfigError(
-            f"curriculum {curriculum.name!r} measures angles or checks itself with the model, which fsdp, tp_size, "
-            "ep_size or context_size spread over processes; leave one of the two out."
+            f"curriculum {settings.curriculum!r} measures angles with the model, which fsdp, tp_size, ep_size or "
+            "context_size spread over processes; leave one of the two out."
         )
 
 
@@ -107,8 +105,8 @@ class OnlineSettings:
             new actions from them); 0: none.
         curriculum, curriculum_settings: which items are practised next (`treewise.rl.curriculum`), and its settings.
         book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`.
-        check_items, check_rollouts: of a curriculum that predicts, how many items its self-check samples before the
-            first iteration, and rollouts of each; 0 items: no self-check.
+        check_items, check_rollouts: of `gain`, how many items its self-check samples before the first iteration, and
+            rollouts of each; 0 items: no self-check.
         num_items: only the first so many items are practised; None: all of the task, and for a task without end new
             ones at every iteration.
         eval_every: iterations between evaluations on held-out items (also before the first and after the last
@@ -190,7 +188,7 @@ class OnlineSettings:
                 f"check_items={self.check_items}, check_rollouts={self.check_rollouts}: a self-check needs at least 3 "
                 "items and 4 rollouts of each; check_items=0 leaves it out."
             )
-        if SIGNAL_OF.get(curriculum.name) == "angle" and not self.check_items and not curriculum.settings.force:
+        if curriculum.measures_angles and not self.check_items and not curriculum.settings.force:
             raise ConfigError(
                 f"curriculum {curriculum.name!r} runs only after its self-check, and check_items is 0; give "
                 "check_items, or force it: curriculum_settings.force=true."

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from treewise.data.io.field_checks import printable, shown
-from treewise.data.io.files import SUFFIXES, PartialTailError, find_files, parsed_object, read_records, stem
+from treewise.data.io.files import SUFFIXES, PartialTailError, find_files, parsed_object, stem
+from treewise.data.sources import read_records
 from treewise.errors import ConfigError, DataError, TreewiseError
 from treewise.rl.tasks import EnvironmentTask, ReasoningGymTask, RowsTask, SumTask
 from treewise.rl.tasks.calls import described, found_by_name

@@ -145,9 +145,7 @@ class OnlineTrainer(TreeTrainer):
         self._ahead: Ahead | None = None
         self._journals: dict[int, Journal] = {}
         self._ended = time.perf_counter()  # the last iteration
-        self.items = TaskSampler(
-            self.settings.chosen_curriculum(), self.rollouts.num_items(), self.rollouts.book_key, args.seed
-        )
+        self.items = TaskSampler(self.settings.chosen_curriculum(), self.rollouts.num_items(), args.seed)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
 

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from treewise.data.images import NEEDS_PROCESSOR, ImageReader
+from treewise.data.images.reading import NEEDS_PROCESSOR, ImageReader
 from treewise.data.io.field_checks import shown
-from treewise.data.render.messages import COLUMN, IMAGE, IMAGES, Message
+from treewise.data.io.files import Placed
+from treewise.data.render.messages import IMAGE, IMAGES, Message, WeightedMessages
 from treewise.data.render.piece_tokenizer import Pieces
 from treewise.errors import DataError, num
+from treewise.tree import checks
 from treewise.tree.images import ImageSpan
+
+COLUMN = object()  # an image part without a value, which is the next of the record's column
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,18 @@ class ReadImage:
     source: str
     digest: str
     size: tuple[int, int]
+
+
+def image_of_part(part: Message) -> object:
+    """The image of a content part, as a path, bytes, an address or PIL; `COLUMN` where it names none."""
+    for name in ("image", "image_url", "url", "path", "bytes", "source", "base64"):
+        value = part.get(name)
+        if isinstance(value, dict):  # {"url": ...} of OpenAI, {"data": ...} of Anthropic, {"bytes": ..., "path": ...}
+            data = value.get("data")
+            value = value.get("url") or (f"data:;base64,{data}" if data else value)
+        if value is not None:
+            return f"data:;base64,{value}" if name == "base64" else value
+    return COLUMN
 
 
 def with_column(messages: Sequence[Message], column: object, location: str) -> list[Message]:
@@ -59,12 +75,39 @@ def with_column(messages: Sequence[Message], column: object, location: str) -> l
     return result
 
 
-def with_images_read(message: Message, reader: ImageReader | None, data_file: Path | None, location: str) -> Message:
-    """The message with its images read and decoded once. reader: None without the model's processor.
+def with_images(talk: WeightedMessages, item: Placed, reader: ImageReader | None) -> WeightedMessages:
+    """A conversation with the images of its record read and decoded once. reader: None without the model's processor.
 
     Raises:
-        DataError: an image that cannot be read, or no reader for it.
+        DataError: an image that cannot be read, or no reader for it; another number of images than parts.
     """
+    messages = with_column(talk.messages, item.value.get("images"), item.location)
+    read = [
+        _with_images_read(message, reader, item.file, f"{item.location}: messages[{turn}]")
+        for turn, message in enumerate(messages)
+    ]
+    return WeightedMessages(read, talk.weights)
+
+
+def with_node_images(message: Message, node: Placed, reader: ImageReader | None, location: str) -> Message:
+    """The message of a node of a declared tree, with its images read. Raises the same."""
+    [message] = with_column([message], node.value.get("images"), location)
+    return _with_images_read(message, reader, node.file, location)
+
+
+def row_images(item: Placed, token_ids: object, reader: ImageReader | None) -> tuple[ImageSpan, ...]:
+    """The images of a row or a node of token ids, at their placeholders.
+
+    Raises:
+        DataError: no reader, an image that cannot be read, or another number of placeholders.
+    """
+    if reader is None:
+        raise DataError(f"{item.location}: the record {NEEDS_PROCESSOR}")
+    ids = checks.token_ids(token_ids, item.location)
+    return tuple(reader.spans(item.value["images"], ids, item.file, item.location))
+
+
+def _with_images_read(message: Message, reader: ImageReader | None, data_file: Path | None, location: str) -> Message:
     if not message.get(IMAGES):
         return message
     if reader is None:

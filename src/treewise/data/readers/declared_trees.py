@@ -3,24 +3,68 @@
 Works on flat lists from parents to children, so a chain of 100,000 nodes needs no recursion.
 """
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.images import ImageReader
+from treewise.base.features import feature
 from treewise.data.io import field_checks
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.io.forms import check_names
-from treewise.data.io.rows import Row
-from treewise.data.render.images import with_column, with_images_read
-from treewise.data.render.messages import Message, clean_message
+from treewise.data.io.rows import RecordResult, Row
+from treewise.data.other_names import check_names
+from treewise.data.records import Label, RecordReader, rollout_of
+from treewise.data.render.chat import render_calls
+from treewise.data.render.messages import IMAGES, Message, Tools, clean_message, find_tools
 from treewise.data.render.turns import Call
-from treewise.data.token_rows import row_images
 from treewise.errors import DataError
 from treewise.tree import checks
 from treewise.tree.trajectory import STREAMS
+
+if TYPE_CHECKING:
+    from treewise.data.images import ImageReader
+
+
+def read(reader: RecordReader, result: RecordResult, form: str, item: Placed, group: Label) -> None:
+    """Reads the nodes of a tree, or keeps one node until all of its tree are there (`rows_of`)."""
+    record, location, rollout = item.value, item.location, rollout_of(item)
+    if form == "tree_node":
+        result.node = (json.dumps(field_checks.label(record["tree"], "tree", location)), record)
+        return
+    result.key = None
+    is_forest = record.get("forest") is True
+    result.is_declared, result.rows = rows_of(reader, nodes_of_record(item), find_tools(item), is_forest=is_forest)
+    reward = field_checks.number(record.get("reward"), "reward", location)
+    if not result.is_declared:
+        reader.label(result.rows, record, group, rollout, location)
+        return
+    named = None if record.get("rollout") is None else rollout
+    for row in result.rows:  # ends that have no labels of their own get these
+        row.group = group
+        row.reward = reward if row.is_end and row.reward is None else row.reward
+        row.rollout = named if row.is_end and row.rollout is None else row.rollout
+
+
+def rows_of(reader: RecordReader, placed: Sequence[Placed], tools: Tools, *, is_forest: bool) -> tuple[bool, list[Row]]:
+    """Rows of a declared tree: its nodes where they hold tokens (true), rendered calls where they hold messages.
+
+    is_forest: it may have several roots.
+    """
+    location, options = placed[0].location, reader.options
+    parents = parents_of(placed, one_root=not is_forest)
+    if "message" not in placed[0].value:
+        return True, token_rows(placed, parents, options.max_length, reader.images)
+    reader.check_tokenizer(location, "node")
+    if options.thinking == "keep":
+        raise DataError(f"{location}: thinking='keep' needs one conversation; trees are rendered as_inference.")
+    calls = message_calls(placed, parents, options.train_on, reader.images, reader.template.prepared)
+    rows = render_calls(reader.template, calls, tools, location, reader.left_out)
+    without = {where for where, _ in reader.left_out}
+    for row, call in zip(rows, (call for call in calls if call.location not in without), strict=True):
+        row.source = row.rollout = call.location
+    return False, rows
 
 
 def nodes_of_record(item: Placed) -> list[Placed]:
@@ -71,7 +115,7 @@ def parents_of(nodes: Sequence[Placed], one_root: bool = True) -> list[int]:
 
 
 def token_rows(
-    nodes: Sequence[Placed], parents: Sequence[int], max_length: int | None, reader: ImageReader | None
+    nodes: Sequence[Placed], parents: Sequence[int], max_length: int | None, reader: "ImageReader | None"
 ) -> list[Row]:
     """One row per node with its own tokens and streams; a stream may be one number for all tokens of a node.
 
@@ -91,7 +135,7 @@ def token_rows(
             raise DataError(f"{node.location}: end must be true or false, found {shown(mark)}.")
         ids = checks.token_ids(value, node.location, "merge the node into its parent")
         weights = _weights(node, len(ids), is_root=parent < 0)
-        images = tuple(row_images(node, ids, reader))
+        images = () if node.value.get("images") is None else feature("image_records").row_images(node, ids, reader)
         for image in images if node.value.get("loss_weights") is None else ():
             weights[image.start : image.end] = 0
         streams = {name: _stream(node, name, weights) for name in names if name != "loss_weights"}
@@ -115,7 +159,7 @@ def message_calls(
     nodes: Sequence[Placed],
     parents: Sequence[int],
     train_on: str,
-    reader: ImageReader | None,
+    reader: "ImageReader | None",
     prepared: Callable[[Message, str], Message],
 ) -> list[Call]:
     """A call for every sampled assistant node: its path is the context. Each node is trained once.
@@ -127,8 +171,8 @@ def message_calls(
     for node in nodes:
         location = f"{node.location}: message"
         message, weight = clean_message(node.value.get("message"), location)
-        [message] = with_column([message], node.value.get("images"), location)
-        message = with_images_read(message, reader, node.file, location)
+        if message.get(IMAGES) or node.value.get("images") is not None:
+            message = feature("image_records").with_node_images(message, node, reader, location)
         cleaned.append((prepared(message, location), weight))
     inner = set(parents)
     calls = []

@@ -1,27 +1,64 @@
-"""Rows that hold token ids already: never tokenised again, only checked, and compared with their text where given."""
+"""Rows that hold token ids already: never tokenised again, only checked, and compared with their text where given.
+
+`input_ids` with `labels` (-100: not trained) or a mask are such rows under other names.
+"""
 
 import hashlib
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.images import NEEDS_PROCESSOR, ImageReader
+from treewise.base.features import feature
+from treewise.data.forms import Record
 from treewise.data.io.field_checks import flat_list, number_list, shown
 from treewise.data.io.files import Placed
-from treewise.data.io.forms import check_names
-from treewise.data.io.rows import Row, row_from_trajectory
+from treewise.data.io.rows import RecordResult, Row, row_from_trajectory
+from treewise.data.other_names import OTHER_MASKS, check_names
+from treewise.data.records import Label, RecordReader, rollout_of
+from treewise.data.render.messages import IMAGES, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.errors import DataError
 from treewise.tree import checks
-from treewise.tree.images import ImageSpan
 from treewise.tree.prefix_merge import common_prefix
 from treewise.tree.trajectory import STREAMS, Trajectory
 
-Label = str | int | float | None
+if TYPE_CHECKING:
+    from treewise.data.images import ImageReader
+
 MAX_LOGPROB = 0.01  # engines round
+IGNORED_LABEL = -100
+PER_TOKEN = (*OTHER_MASKS, "attention_mask", "position_ids")
 
 
-def token_row(item: Placed, group: Label, rollout: Label, reader: ImageReader | None = None) -> Row:
+def rewritten(record: Record, form: str, location: str) -> Record:
+    """The same with `token_ids` and `loss_weights` for other names of them; without any mask every token is trained.
+
+    Positions of which `attention_mask` is 0 are padding, and left out; they must stand at the ends.
+    """
+    if form == "input_ids":
+        rest = {key: value for key, value in record.items() if key != "input_ids"}
+        return with_mask({**rest, "token_ids": record["input_ids"]}, location, "input_ids")
+    is_masked = form == "token_row" and any(name in record for name in PER_TOKEN)
+    return with_mask(record, location) if is_masked else record
+
+
+def read(reader: RecordReader, result: RecordResult, form: str, item: Placed, group: Label) -> None:
+    """Reads one row, or the rows of a group."""
+    if form == "grouped_rows":
+        result.rows, result.key = grouped_rows(item, group), None
+    else:
+        [row] = result.rows = [token_row(item, group, rollout_of(item), reader.images)]
+        if group is None:
+            row.group = prompt_group(row)
+            result.is_grouped_by_prompt, result.rollout = True, item.value.get("rollout")
+            result.belongs_to(row.group, item.location)
+        compare(reader, result, item)
+    result.counted |= Counter(each for row in result.rows for each in doubled_tokens(row, reader.tokenizer))
+    result.warnings += [line for row in result.rows for line in unlikely_logprobs(row, item.location)]
+
+
+def token_row(item: Placed, group: Label, rollout: Label, reader: "ImageReader | None" = None) -> Row:
     """A row of `token_ids`, streams and images. Log-probs may be null where the loss weight is 0 (context has none).
 
     reader: reads images.
@@ -45,27 +82,13 @@ def token_row(item: Placed, group: Label, rollout: Label, reader: ImageReader | 
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},
-        images=tuple(row_images(item, ids, reader)),
+        images=() if record.get("images") is None else feature("image_records").row_images(item, ids, reader),
         group=group,
         reward=record.get("reward"),
         rollout=rollout,
         source=location,
     )
     return row_from_trajectory(trajectory)
-
-
-def row_images(item: Placed, token_ids: object, reader: ImageReader | None) -> list[ImageSpan]:
-    """The images of a row or a node of token ids, at their placeholders.
-
-    Raises:
-        DataError: no reader, an image that cannot be read, or another number of placeholders.
-    """
-    if item.value.get("images") is None:
-        return []
-    if reader is None:
-        raise DataError(f"{item.location}: the record {NEEDS_PROCESSOR}")
-    ids = checks.token_ids(token_ids, item.location)
-    return reader.spans(item.value["images"], ids, item.file, item.location)
 
 
 def unlikely_logprobs(row: Row, location: str) -> list[str]:
@@ -147,6 +170,38 @@ def grouped_rows(item: Placed, group: Label) -> list[Row]:
     return rows
 
 
+def compare(reader: RecordReader, result: RecordResult, item: Placed) -> None:
+    """Compares the ids of a row with its text, where it has one. The ids are trained either way."""
+    record, location = item.value, item.location
+    parts = [
+        record.get(name) for name in (("text",) if isinstance(record.get("text"), str) else ("prompt", "completion"))
+    ]
+    texts = [part for part in parts if isinstance(part, str)]
+    plain = "".join(texts) if len(texts) == len(parts) else None
+    if reader.tokenizer is None or ("messages" not in record and plain is None):
+        return
+    try:
+        if "messages" in record:
+            talk = reader.template.prepare(clean_conversation(record["messages"], location), location)
+            if "images" in record or any(message.get(IMAGES) for message in talk.messages):
+                raise DataError(f"{location}: the row holds images.")
+            text = reader.template.render([talk.messages], find_tools(item), location)[0]
+        else:
+            text = plain or ""
+    except DataError as error:  # the ids are sound all the same
+        if reader.options.on_drift == "error":
+            raise
+        result.warnings.append(f"{error} So its text was not compared with its token ids, which are trained.")
+        return
+    result.is_compared = True
+    warning = drift_warning(
+        result.rows[0].token_ids, text, reader.template.encoder, location, is_plain="messages" not in record
+    )
+    if warning is not None and reader.options.on_drift == "error":
+        raise DataError(f"{warning} (on_drift: error)")
+    result.drift = [] if warning is None else [warning]
+
+
 def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: str, *, is_plain: bool) -> str | None:
     """A warning where the text of a row no longer gives its token ids (retokenisation drift, another tokenizer).
 
@@ -170,6 +225,69 @@ def drift_warning(sampled: np.ndarray, text: str, encoder: Encoder, location: st
         f"{location}: retokenisation drift at token {at}: sampled {int(sampled[at])} ({shown(was)}), the text gives "
         f"{int(rendered[at])} ({shown(now)}). The sampled ids are trained; check the tokenizer if this is early."
     )
+
+
+def with_mask(record: Record, location: str, ids_name: str = "token_ids") -> Record:
+    """A token row whose `labels`, mask and padding are `loss_weights`; without a mask every token is trained.
+
+    ids_name: what the record calls its token ids, for messages.
+
+    Raises:
+        DataError: two masks, a mask of another length, labels that are not the tokens, padding between tokens, or
+            positions that do not rise by 1 (`packed_rows` cuts rows of several samples).
+    """
+    ids = checks.as_array(flat_list(record["token_ids"], ids_name, location), ids_name, location)
+    masks = [name for name in ("loss_weights", *OTHER_MASKS) if name in record]
+    if len(masks) > 1:
+        raise DataError(f"{location}: {' and '.join(masks)} both mark what is trained; give one of them.")
+    per_token = [name for name in record if name in ("attention_mask", "position_ids", *masks)]
+    arrays = {name: checks.as_array(flat_list(record[name], name, location), name, location) for name in per_token}
+    for name, values in arrays.items():
+        if len(values) != len(ids):
+            raise DataError(f"{location}: {len(values)} {name} for {len(ids)} {ids_name}; they must align.")
+    weights = _weights(masks, arrays, ids, ids_name, location)
+    mask, keep = arrays.get("attention_mask"), None
+    if mask is not None and not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{location}: attention_mask holds other values than 0 and 1.")
+    if mask is not None and not mask.all():
+        seen = np.flatnonzero(mask)
+        if not len(seen) or len(seen) != seen[-1] - seen[0] + 1:
+            raise DataError(f"{location}: attention_mask has zeros between ones; padding is at the ends only.")
+        keep = slice(int(seen[0]), int(seen[-1]) + 1)
+    positions = arrays.get("position_ids", np.arange(len(ids)))[slice(None) if keep is None else keep]
+    if positions.ndim == 1 and (positions.dtype.kind not in "iuf" or (np.diff(positions) != 1).any()):
+        raise DataError(f"{location}: position_ids do not rise by 1 from token to token.")
+    rest = {key: value for key, value in record.items() if key not in ("token_ids", *per_token)}
+    if keep is not None:
+        for name, value in rest.items():
+            if isinstance(value, list | np.ndarray) and len(value) == len(ids):
+                rest[name] = np.asarray(value)[keep]
+        weights = weights[keep]
+        ids = ids[keep]
+        weights[:1] = 0
+    return {**rest, "token_ids": ids, "loss_weights": weights}
+
+
+def _weights(
+    masks: list[str], arrays: dict[str, np.ndarray], ids: np.ndarray, ids_name: str, location: str
+) -> np.ndarray:
+    """Loss weights of the tokens, from the labels or the mask that is given."""
+    weights = np.ones(len(ids), dtype=np.float32)
+    if masks == ["labels"]:
+        weights = (arrays["labels"] != IGNORED_LABEL).astype(np.float32)
+        differs = np.flatnonzero((weights > 0) & (arrays["labels"] != ids))
+        if len(differs):
+            at = int(differs[0])
+            raise DataError(
+                f"{location}: labels[{at}] is {arrays['labels'][at]} and {ids_name}[{at}] is {ids[at]}; a label is the "
+                "token at its own position (not shifted), or -100."
+            )
+    elif masks:
+        weights = arrays[masks[0]]
+    if len(weights) and weights.dtype.kind in "iufb":
+        weights = weights.astype(np.float32)
+        weights[:1] = 0  # nothing predicts a first token, and flat training does not count it
+    return weights
 
 
 def _without_null_context(values: Any, weights: Any, name: str, location: str) -> object:

@@ -3,7 +3,6 @@
 import pytest
 
 from treewise.data import load_trees
-from treewise.data.io.forms import FORMS
 from treewise.errors import DataError
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -72,32 +71,6 @@ def test_function_calls_of_sharegpt_become_tool_calls(tokenizer):
     assert streams({"conversations": turns}, tokenizer) == streams({"messages": messages}, tokenizer)
 
 
-def test_text_is_trained_but_for_its_first_token(tokenizer):
-    [(ids, weights)] = streams({"text": "2+2=4"}, tokenizer)
-    assert tokenizer.decode(ids) == "2+2=4" + tokenizer.eos_token
-    assert weights == [0, *[1] * (len(ids) - 1)]
-
-
-def test_pairs_share_their_prompt_and_have_a_group_each(tokenizer):
-    records = [{"prompt": "2+2=", "chosen": "4", "rejected": wrong} for wrong in ("5", "6")]
-    trees = load_trees(records, tokenizer)
-    (tree,) = trees
-    assert trees.report.num_preferences == 2
-    assert [item.reward for item in tree.trajectories] == [1, 0, 1, 0]
-    groups = [item.group for item in tree.trajectories]
-    assert groups[0] == groups[1] != groups[2] == groups[3]
-    assert len({item.rollout for item in tree.trajectories}) == 4
-    assert tree.forest().num_tokens < tree.forest().num_flat_tokens / 2
-
-
-def test_pairs_of_whole_conversations_share_what_they_begin_with(tokenizer):
-    wrong = {"role": "assistant", "content": "5"}
-    pair = {"chosen": CHAT, "rejected": [CHAT[0], wrong]}
-    plain = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [wrong]}
-    repeated = {"prompt": "2+2?", "chosen": CHAT, "rejected": [CHAT[0], wrong]}
-    assert streams(pair, tokenizer) == streams(plain, tokenizer) == streams(repeated, tokenizer)
-
-
 BAD = {
     "unknown speaker": ({"conversations": [{"from": "humn", "value": "x"}]}, "Did you mean 'human'"),
     "no value": ({"conversations": [{"from": "gpt", "valeu": "x"}]}, "Did you mean 'valeu'"),
@@ -112,10 +85,6 @@ BAD = {
         {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3, 4]]},
         r"array\(\[\[1, 2\], \[3, 4\]\]\)",
     ),
-    "no prompt": ({"chosen": "a", "rejected": "b"}, "add `prompt`"),
-    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "do not differ"),
-    "label": ({"prompt": "a", "completion": "b", "label": "good"}, "must be true"),
-    "no text": ({"text": 5}, "text must be text, found 5"),
 }
 
 
@@ -124,16 +93,3 @@ def test_what_does_not_fit_is_an_error(name, tokenizer):
     record, words = BAD[name]
     with pytest.raises(DataError, match=words):
         load_trees([record], tokenizer)
-
-
-def test_an_unknown_form_lists_all_with_examples():
-    with pytest.raises(DataError) as caught:
-        load_trees([{"mesages": []}])
-    message = str(caught.value)
-    assert "Did you mean 'messages'" in message
-    for name, form in FORMS.items():
-        assert name in message
-        assert form.example in message
-    with pytest.raises(DataError) as caught:
-        load_trees([{"instruction": None, "output": "4"}])
-    assert "Did you mean" not in str(caught.value)  # 'output' is a known key already

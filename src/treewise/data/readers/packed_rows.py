@@ -10,23 +10,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from treewise.data.forms import CUMULATIVE, LENGTHS, PACKING, Record
 from treewise.data.io.field_checks import flat_list, shown
-from treewise.data.io.forms import Record
-from treewise.data.io.other_forms import PER_TOKEN, with_mask
+from treewise.data.readers.token_rows import PER_TOKEN, with_mask
 from treewise.errors import DataError
 from treewise.tree import checks
 from treewise.tree.trajectory import STREAMS
 
 Bounds = list[tuple[int, int]]  # [start, end) of each sample
-
-LENGTHS = ("seq_lengths", "seq_lens", "packed_seq_lengths", "sequence_lengths", "sample_lengths")
-CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", "cu_seqlens_k", "cu_seq_lens_k")
-NUMBERS = (
-    "attention_mask",
-    "segment_ids",
-    "seq_idx",
-)  # of the sample that a token is of; 0 is padding but for the last
-SIGNS = (*LENGTHS, *CUMULATIVE, *NUMBERS, "position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +38,7 @@ def samples_of(record: Record, location: str) -> Samples | None:
             length, or no sample with a trained token.
     """
     name = next((name for name in ("input_ids", "token_ids") if name in record), None)
-    signs = [sign for sign in SIGNS if isinstance(record.get(sign), list | np.ndarray)]
+    signs = [sign for sign in PACKING if isinstance(record.get(sign), list | np.ndarray)]
     if name is None or not signs:
         return None
     ids = flat_list(record[name], name, location)
@@ -63,7 +54,7 @@ def samples_of(record: Record, location: str) -> Samples | None:
     for key in of_token:
         if len(record[key]) != len(ids):
             raise DataError(f"{location}: {len(record[key])} {key} for {len(ids)} {name}; they must align.")
-    rest = {key: value for key, value in record.items() if key not in (*of_token, *SIGNS)}
+    rest = {key: value for key, value in record.items() if key not in (*of_token, *PACKING)}
     samples = []
     for number, (low, high) in enumerate(bounds):
         where = location if len(bounds) == 1 else f"{location}#{number}"
@@ -80,7 +71,9 @@ def samples_of(record: Record, location: str) -> Samples | None:
 
 def _bounds(record: Record, signs: list[str], name: str, num_ids: int, location: str) -> Bounds | None:
     """The samples by every sign that there is, without padding at the ends of the row; None where none says any."""
-    mask = np.asarray(record["attention_mask"]) if "attention_mask" in signs else np.ones(num_ids)
+    mask = np.ones(num_ids)
+    if "attention_mask" in signs:
+        mask = checks.as_array(record["attention_mask"], "attention_mask", location)
     seen = np.flatnonzero(mask) if mask.ndim == 1 else np.zeros(0)
     start, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) and len(mask) == num_ids else (0, num_ids)
     found: dict[str, Bounds] = {}

@@ -6,13 +6,13 @@ import pyarrow as pa
 import pytest
 
 from treewise.data import load_trees
-from treewise.data.io.arrow_rows import FEATURES, rows_of_batches
-from treewise.data.io.stored_json import StoredJson
+from treewise.data.tables.arrow_rows import FEATURES, arrow_records
+from treewise.data.tables.stored_json import StoredJson
 from treewise.errors import DataError
 
 
 def rows(table, features=None):
-    return [row for _, row, _ in rows_of_batches(table.to_batches(), "table", features)]
+    return [record.payload for record in arrow_records(table.to_batches(), "table", features)]
 
 
 def with_features(table, features):

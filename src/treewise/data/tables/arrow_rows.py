@@ -9,15 +9,20 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from treewise.data.io.field_checks import printable
-from treewise.data.io.stored_json import StoredJson
+from treewise.data.io.field_checks import printable, shown
+from treewise.data.io.files import RawRecord
+from treewise.data.io.rows import column_values
+from treewise.data.tables.stored_json import StoredJson
 from treewise.errors import DataError
 
+BATCH_ROWS = 64
 JSON = "arrow.json"
 # Features of `datasets` whose Arrow values are the values of a record; `Json` is decoded. Others are files of a kind.
 FEATURES = (
@@ -29,10 +34,10 @@ EXTENSIONS = re.compile(r"arrow\.(json|uuid|bool8)|datasets\.features\.features\
 Mend = Callable[[Any], Any]
 
 
-def rows_of_batches(
+def arrow_records(
     batches: "Iterable[pa.RecordBatch]", name: str, features: Mapping[str, Any] | None = None
-) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """The rows of record batches: number from 1, values by column, bytes.
+) -> Iterator[RawRecord]:
+    """The rows of Arrow record batches, numbered from 1.
 
     features: of a data set, as `Features.to_dict` writes them; those in the schema's metadata where not given.
 
@@ -45,25 +50,44 @@ def rows_of_batches(
             schema = batch.schema
             mends = mends_of(schema, _features_of(schema, name) if features is None else features, name)
         num_bytes = batch.nbytes // max(1, batch.num_rows)
-        columns = [column_values(column, mends[key]) for key, column in zip(schema.names, batch.columns, strict=True)]
+        columns = [_values(column, mends[key]) for key, column in zip(schema.names, batch.columns, strict=True)]
         for values in zip(*columns, strict=True):
             number += 1
-            yield number, dict(zip(schema.names, values, strict=True)), num_bytes
+            row = dict(zip(schema.names, values, strict=True))
+            yield RawRecord(f"{name}:row {number}", row, is_row=True, num_bytes=num_bytes)
 
 
-def column_values(column: pa.Array, mend: Mend | None = None) -> list[Any]:
-    """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
-    kind = column.type
-    if mend is not None:
-        return [mended(mend, value) for value in column.to_pylist()]
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return column.to_pylist()
-    if not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)) or column.values.null_count:
-        return column.to_pylist()
-    values = column.values.to_numpy(zero_copy_only=False)
-    offsets = np.asarray(column.offsets)
-    valid = column.is_valid().to_pylist()
-    return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
+def parquet_records(path: Path) -> Iterator[RawRecord]:
+    """The rows of a Parquet file."""
+    try:
+        with pq.ParquetFile(path) as file:
+            yield from arrow_records(file.iter_batches(batch_size=BATCH_ROWS), printable(path))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
+
+
+def row_values(row: Mapping[str, Any], location: str, is_padded: bool) -> dict[str, Any]:
+    """The values of a row, with JSON read. is_padded: as in `treewise.data.io.files.parsed_object`."""
+    return {key: _value(value, location, is_padded) for key, value in row.items()}
+
+
+def _value(value: Any, location: str, is_padded: bool) -> object:
+    """A value of a row, with JSON read, in which null is a value."""
+    if isinstance(value, StoredJson):
+        return value.value(location)
+    if isinstance(value, dict):
+        return {
+            key: _value(item, location, is_padded) for key, item in value.items() if item is not None or not is_padded
+        }
+    if isinstance(value, list) and any(isinstance(item, dict | list | StoredJson) for item in value):
+        return [_value(item, location, is_padded) for item in value]
+    if isinstance(value, tuple | np.generic):
+        return list(value) if isinstance(value, tuple) else value.item()
+    return value
+
+
+def _values(column: pa.Array, mend: Mend | None) -> list[Any]:
+    return column_values(column) if mend is None else [mended(mend, value) for value in column.to_pylist()]
 
 
 def mends_of(

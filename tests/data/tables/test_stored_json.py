@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from treewise.data.io.stored_json import StoredJson
+from treewise.data.tables.stored_json import StoredJson
 from treewise.errors import DataError
 
 VALUES = {

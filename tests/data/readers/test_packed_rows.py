@@ -119,6 +119,8 @@ BAD = {
     "sums": ({"cu_seqlens": [1, 5]}, "cu_seqlens begins with 1"),
     "positions": ({"position_ids": [0, 1, 2, 5, 6]}, r"position_ids\[3\] is 5 behind 2"),
     "numbers": ({"attention_mask": [1, 1, 2, 2, 1]}, "attention_mask holds sample 1 in two places"),
+    "ragged": ({"attention_mask": [1, 1, 1, 1, [1]]}, "attention_mask is not a flat sequence of numbers"),
+    "text": ({"position_ids": [0, 1, 2, 3, "4"]}, "position_ids do not rise by 1"),
     "two signs": (
         {"seq_lengths": [2, 3], "position_ids": [0, 1, 2, 0, 1]},
         r"seq_lengths cuts the row into samples of \[2, 3\] tokens, position_ids into \[3, 2\]",

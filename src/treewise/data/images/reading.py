@@ -4,12 +4,15 @@ Pillow decodes them (`pip install 'pillow>=10'`). Files lie below the folder of 
 are read (`downloads`), where the data's options do not say otherwise: data may come from others.
 """
 
+import atexit
 import base64
 import hashlib
 import io
 import logging
 import os
+import shutil
 import stat
+import tempfile
 import warnings
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.data.downloads import downloaded
+from treewise.data.images.downloads import downloaded
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import moved_into_place
+from treewise.data.io.options import RenderOptions
 from treewise.errors import ConfigError, DataError, num, pip_install
 from treewise.tree.images import ImageSpan
 
@@ -71,6 +75,24 @@ def decoded(data: bytes, location: str) -> Any:
         raise DataError(f"{location}: more than {MAX_PIXELS:,} pixels; shrink the image.") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise DataError(f"{location}: the image cannot be decoded ({error}); is the file complete?") from None
+
+
+def image_reader(processor: "ProcessorMixin", options: RenderOptions, cache: Path, *, keeps: bool) -> "ImageReader":
+    """The reader of a load. cache: below it, images that come as bytes are kept; where not `keeps`, until the process
+    ends, and elsewhere.
+    """
+    folder = cache / "images"
+    if not keeps:
+        folder = Path(tempfile.mkdtemp(prefix="treewise-images-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return ImageReader(
+        processor,
+        folder,
+        options.max_image_bytes,
+        from_network=options.images_from_network,
+        from_local_network=options.images_from_local_network,
+        image_folder=options.image_folder,
+    )
 
 
 class ImageReader:

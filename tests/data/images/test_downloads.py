@@ -9,7 +9,8 @@ from contextlib import suppress
 import pytest
 
 from tests.image_models import IMAGE_TOKEN, png, tiny_processor
-from treewise.data import downloads, load_trees
+from treewise.data import load_trees
+from treewise.data.images import downloads
 from treewise.errors import DataError
 
 

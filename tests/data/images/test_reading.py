@@ -15,8 +15,8 @@ from PIL import Image
 
 from tests.damage import damages
 from tests.image_models import IMAGE_TOKEN, png, tiny_processor
-from treewise.data import images, load_trees
-from treewise.data.images import decoded
+from treewise.data import load_trees
+from treewise.data.images import decoded, reading
 from treewise.errors import ConfigError, DataError
 
 FOUR = [IMAGE_TOKEN] * 4  # what LLaVA's processor makes of any picture
@@ -146,7 +146,7 @@ def test_what_an_image_is_refused_for_is_said_once(monkeypatch):
     Image.new("RGB", (4, 4)).save(frames, "GIF", save_all=True, append_images=[Image.new("RGB", (4, 4), "red")])
     with pytest.raises(DataError, match=r"^here: an animation of 2 frames; videos are not supported\.$"):
         decoded(frames.getvalue(), "here")
-    monkeypatch.setattr(images, "MAX_PIXELS", 8)
+    monkeypatch.setattr(reading, "MAX_PIXELS", 8)
     with pytest.raises(DataError, match=r"^here: 4 x 4 pixels are more than 8; shrink the image\.$"):
         decoded(frames.getvalue(), "here")
 

@@ -1,0 +1,15 @@
+"""Images of records: read from files, bytes and addresses, and placed among the tokens of a text."""
+
+from treewise.data.images.placing import Placer, image_of_part, row_images, with_images, with_node_images
+from treewise.data.images.reading import ImageReader, decoded, image_reader
+
+__all__ = [
+    "ImageReader",
+    "Placer",
+    "decoded",
+    "image_of_part",
+    "image_reader",
+    "row_images",
+    "with_images",
+    "with_node_images",
+]
