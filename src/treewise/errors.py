@@ -37,10 +37,9 @@ class PlanError(TreewiseError, ValueError):
 
 class UnsupportedModelError(TreewiseError, NotImplementedError):
     """A model, layer or setting that cannot follow a tree; raised before any compute. `is_finite`: not because its
-    weights give what is not a number. `is_of_compiler`: a compiler failed on its kernels or layers."""
+    weights give what is not a number."""
 
     is_finite: bool = True
-    is_of_compiler: bool = False
 
 
 class ConfigError(TreewiseError, ValueError):

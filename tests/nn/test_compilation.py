@@ -73,20 +73,25 @@ def test_no_tree_is_compiled_again_after_the_first() -> None:
 
 
 def test_a_layer_is_two_graphs_and_no_length_makes_another() -> None:
-    """Before attention and behind it, with gradients and without, for all layers of a class and 14 drawn lengths; five
-    each, before torch went on within the function that breaks them."""
+    """Before attention and behind it, with gradients and without, of one token and of more, for all layers of a class
+    and 14 drawn lengths; five each in place of two, before torch went on within the function that breaks them."""
     made: list[object] = []
     model = tiny_model(num_hidden_layers=3)
     torch.compiler.reset()
     lm = TreeEngine(model).lm
     compile_layers(lm, "eager")
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
     for layer in decoder_layers(lm):
-        layer.compile(dynamic=True, backend=lambda graph, _: made.append(graph) or graph.forward)
+        layer.compile(dynamic=True, backend=backend)
     for number, rows in enumerate(trees(14)):
         forest = Forest.from_trajectories(rows)
         for budget in (None, 2 + number):
             TreeEngine(model, budget, check=False).step(forest)
-    assert len(made) == 4
+    assert len(made) == 8
 
 
 def test_layers_that_are_uncompiled_run_as_before() -> None:

@@ -184,7 +184,7 @@ def test_what_cannot_be_compiled_runs_as_before_and_says_so(make_runner, forests
     runner.begin_step([batch], 1)
     assert is_compiled(model) == (fails_in == "nothing")
     assert len(told) == (fails_in != "nothing")
-    assert all(each.startswith("compile_layers=auto: layers run uncompiled: kernels of Llama") for each in told)
+    assert all(each.startswith("compile_layers=auto: layers run uncompiled: ") for each in told)
     assert all("no such kernel" in each for each in told)
     runner.engine.step(forests, denominator=1.0)
     assert gradient_error(gradients_of(model), expected) < 1e-5

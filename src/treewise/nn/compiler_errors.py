@@ -24,13 +24,11 @@ def compiler_failure(error: BaseException, kernels: str, device: torch.device) -
         return None
     found = {name: installed_version(name) for name in ("torch", "triton")}
     versions = ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
-    failure = UnsupportedModelError(
+    return UnsupportedModelError(
         f"{kernels} do not compile on {card_name(device)}, {versions}: "
         f"{type(chain[-1]).__name__}: {_reason(chain[-1])} attention='reference' computes the same without kernels of "
         "its own; `treewise doctor --gpu` tries them all."
     )
-    failure.is_of_compiler = True
-    return failure
 
 
 def card_name(device: torch.device) -> str:

@@ -11,8 +11,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -110,26 +110,26 @@ class StepRunner:
         if args.torch_compile:
             compilation.compile_layers(lm, backend, args.torch_compile_mode)
             return
-        with self._compiled_where_it_can_be():
+        try:
             compilation.compile_layers(lm, backend)
+        except UnsupportedModelError as error:
+            logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
 
     def _try_compiled(self) -> None:
-        """Before the first step, runs what nobody asked to compile through the engine's probe."""
-        if not self._is_tried and self.args.compiles_by_itself:
-            with self._compiled_where_it_can_be(), self._autocast():
-                self.engine.check(self._first_tree())
-        self._is_tried = True
-
-    @contextmanager
-    def _compiled_where_it_can_be(self) -> Iterator[None]:
-        """Inside, layers that nobody asked to compile and that cannot be run as before, which is a warning."""
-        try:
-            yield
-        except UnsupportedModelError as error:
-            if not (error.is_of_compiler or not is_compiled(self.model)):
-                raise
-            feature("compilation").uncompile_layers(self.engine.lm)
-            logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
+        """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
+        compiled run as before, which is a warning."""
+        if self._is_tried or not self.args.compiles_by_itself:
+            return
+        self._is_tried, first = True, self._first_tree()
+        with self._autocast():
+            try:
+                self.engine.check(first)
+            except UnsupportedModelError as error:
+                if not is_compiled(self.model):
+                    raise
+                feature("compilation").uncompile_layers(self.engine.lm)
+                self.engine.check(first)  # raises again where compilation is not why
+                logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
