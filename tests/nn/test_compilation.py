@@ -73,8 +73,9 @@ def test_no_tree_is_compiled_again_after_the_first() -> None:
 
 
 def test_a_layer_is_two_graphs_and_no_length_makes_another() -> None:
-    """Before attention and behind it, with gradients and without, of one token and of more, for all layers of a class
-    and 14 drawn lengths; five each in place of two, before torch went on within the function that breaks them."""
+    """Before attention and behind it, for each kind of call (one token or more, with gradients and without, the first
+    layer and later ones), for all layers of a class and 14 drawn lengths. Five each in place of two, before torch went
+    on within the function that breaks them."""
     made: list[object] = []
     model = tiny_model(num_hidden_layers=3)
     torch.compiler.reset()
@@ -87,11 +88,13 @@ def test_a_layer_is_two_graphs_and_no_length_makes_another() -> None:
 
     for layer in decoder_layers(lm):
         layer.compile(dynamic=True, backend=backend)
+    counts = []
     for number, rows in enumerate(trees(14)):
         forest = Forest.from_trajectories(rows)
         for budget in (None, 2 + number):
             TreeEngine(model, budget, check=False).step(forest)
-    assert len(made) == 8
+        counts.append(len(made))
+    assert counts == [12] * 14
 
 
 def test_layers_that_are_uncompiled_run_as_before() -> None:
