@@ -34,6 +34,7 @@ from tiny_policy import END, Parts, curve_of, imitate, interval, new_model, new_
 import treewise as tw
 from treewise.rl.branching import PROMPT, Branch
 from treewise.rl.node_values import node_values
+from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import Journal
@@ -215,9 +216,22 @@ def run_arm(start: Any, tokenizer: Any, name: str, arm: str, args: argparse.Name
 # -- node values against the truth ------------------------------------------------------------------------------------
 
 
+def rounds_of(trainer: tw.OnlineTrainer) -> Rounds:
+    """How the trees of a run grow before its first iteration."""
+    moment = Moment("here", trainer.loop, Journal(None), trainer.sampler, 0)
+    return trainer.collector.rounds(moment)  # type: ignore[attr-defined, no-any-return]
+
+
+def new_trees(trainer: tw.OnlineTrainer, stream: tuple[int, ...], count: int, budget: int) -> list[GrowingTree]:
+    """Trees of the first items."""
+    items = [trainer.task.item("train", index) for index in range(count)]
+    named = [GroupRequest(i, item, item.key, budget, (*stream, i)) for i, item in enumerate(items)]
+    return trainer.collector.new_trees(named)  # type: ignore[attr-defined, no-any-return]
+
+
 def grown(trainer: tw.OnlineTrainer, name: str, rounds: Rounds) -> list[GrowingTree]:
     """Trees of the first items, as an iteration grows them, one budget each."""
-    trees = trainer.rollouts.new_trees((0, 7), range(VALUE_TREES), 0, [SETTINGS[name].tokens] * VALUE_TREES)
+    trees = new_trees(trainer, (0, 7), VALUE_TREES, SETTINGS[name].tokens)
     grow_trees(trees, rounds)
     return trees
 
@@ -273,7 +287,7 @@ def value_errors(start: Any, tokenizer: Any, name: str, args: argparse.Namespace
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             trainer = new_trainer(start, tokenizer, Path(folder), name, arm, args, seed)
             trainer.model.eval()
-            rounds = trainer.rollouts.rounds(trainer.loop, Journal(None))
+            rounds = rounds_of(trainer)
             trees = grown(trainer, name, rounds)
             rounds = replace(rounds, request=replace(rounds.request, want_entropy=False))
             if of_prompts is None:  # the same items and weights for every arm
@@ -378,10 +392,10 @@ def timing(args: argparse.Namespace) -> Path:
 
         def trees() -> None:
             number = next(numbers)
-            rounds = trainer.rollouts.rounds(trainer.loop, Journal(None))
+            rounds = rounds_of(trainer)
             request = replace(rounds.request, stop_ids=())
             rounds = replace(rounds, branching=OneRound(8), request=request)  # type: ignore[arg-type]
-            found = trainer.rollouts.new_trees((0, number), range(4), 0, [1 << 30] * 4)
+            found = new_trees(trainer, (0, number), 4, 1 << 30)
             grow_trees(found, rounds)
             rows = [row for each in found for row in each.tree.trajectories()]
             counts["trees"] = [len(rows), sum(each.num_sampled for each in found)]
@@ -392,7 +406,7 @@ def timing(args: argparse.Namespace) -> Path:
             rows: list[torch.Tensor] = []
             model.eval()
             for index in range(4):
-                prompt = torch.tensor([trainer.rollouts.prompt_of(index)]).expand(8, -1)
+                prompt = torch.tensor([trainer.collector.prompt_ids(trainer.task.item("train", index))]).expand(8, -1)
                 with torch.no_grad():
                     rows += model.generate(
                         prompt,

@@ -44,7 +44,6 @@ from treewise.rl.branching.protocol import points_of
 from treewise.rl.curriculum.self_check import correlation
 from treewise.rl.curriculum.signals import angles_of, gradient_norms
 from treewise.rl.node_values import node_values
-from treewise.rl.online.curriculum import check_items
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.tasks import TaskItem
 from treewise.rl.tasks.protocol import Split
@@ -343,16 +342,16 @@ def imitated(tokenizer: Any, prompt_ids: Any, item: TaskItem) -> tw.Trajectory:
 
 def measured(trainer: tw.OnlineTrainer, args: argparse.Namespace) -> dict[str, Any]:
     """The self-check of `gain`, and the angles against the gradient of imitation of each answer."""
-    report, trees = check_items(trainer, args.items, args.rollouts)
-    prompts = [each.tree.prompt_ids for each in trees]
-    rows = [imitated(trainer.processing_class, each.tree.prompt_ids, each.item) for each in trees]
+    report, groups = trainer.check_items(args.items, args.rollouts)
+    prompts = [each.prompt_ids for each in groups]
+    rows = [imitated(trainer.processing_class, each.prompt_ids, each.request.item) for each in groups]
     angles = angles_of(trainer.engine, prompts)
     norms = np.array(gradient_norms(trainer.engine, [[row] for row in rows], None))
     signals = {"angle": angles.total, "intra": angles.intra, "inter": angles.inter}
     signals["length"] = np.array([float(len(prompt)) for prompt in prompts])
     found = {f"{each.signal}, gradient_norm": each.correlation for each in report.checks}
     found |= {f"{name}, imitation": correlation(values, norms) for name, values in signals.items()}
-    rewards = [np.mean([each.tree[leaf].reward for leaf in each.tree.leaves]) for each in trees]
+    rewards = [np.mean(each.known_rewards) for each in groups]
     return {
         "tasks": report.num_tasks,
         "rollouts": report.num_rollouts,
@@ -398,7 +397,9 @@ def smollm2_stages(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 optimizer.param_groups[0]["lr"] = args.rate * min(1.0, (step + 1) / 5)
                 indices = range(FIRST_TAUGHT + step * args.batch, FIRST_TAUGHT + (step + 1) * args.batch)
                 rows = [
-                    imitated(tokenizer, trainer.rollouts.prompt_of(index), task.item("train", index))
+                    imitated(
+                        tokenizer, trainer.collector.prompt_ids(task.item("train", index)), task.item("train", index)
+                    )
                     for index in indices
                 ]
                 trainer.engine.step(tw.Forest.from_trajectories(rows), tw.SFT())

@@ -31,7 +31,6 @@ from common import save
 from tiny_policy import END, Parts, curve_of, imitate, interval, new_model, new_tokenizer, score
 
 import treewise as tw
-from treewise.rl.online.curriculum import check_items
 from treewise.rl.tasks import TaskItem
 from treewise.rl.tasks.protocol import RewardRequest, Split
 
@@ -196,7 +195,7 @@ def check_of(start: Any, tokenizer: Any, args: argparse.Namespace, seed: int) ->
     model.load_state_dict(start)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = new_trainer(model, tokenizer, Path(folder), "uniform", args, seed, RATES[0])  # takes no step
-        report, _ = check_items(trainer, CHECK_ITEMS, 16)
+        report, _ = trainer.check_items(CHECK_ITEMS, 16)
     return report.to_dict()
 
 

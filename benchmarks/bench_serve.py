@@ -29,11 +29,11 @@ from common import paired_seconds, save
 from transformers import LlamaConfig, LlamaForCausalLM
 from tree_shapes import recorded
 
-from treewise.nn.adapter_slots import Shape, Weights
-from treewise.nn.load_model import load_weights
+from treewise.models.load_model import load_weights
 from treewise.nn.model_flops import flop_model
-from treewise.objectives.rows_loss import make_row
+from treewise.serve.adapter_slots import OwnedWeights, Shape
 from treewise.serve.app import make_app
+from treewise.serve.rows_loss import make_row
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
 from treewise.tree.forest import Forest
@@ -76,7 +76,7 @@ def workloads(vocabulary: int) -> dict[str, list[list[int]]]:
     }
 
 
-def plain(model: ServedModel, weights: Weights, sequences: list[list[int]]) -> None:
+def plain(model: ServedModel, weights: OwnedWeights, sequences: list[list[int]]) -> None:
     """Each row alone: a forward of PEFT's model, the loss, a backward."""
     with model.using(weights):
         for row in sequences:

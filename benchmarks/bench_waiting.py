@@ -28,9 +28,10 @@ from tiny_policy import LETTERS, new_model, new_tokenizer
 
 import treewise as tw
 from treewise.rl.branching import RolloutTree, branching_named
+from treewise.rl.online.collector import Moment
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.growing import GrowingTree, grow_trees
-from treewise.rl.online.journal import Journal
+from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.rollout import Limits, start
 from treewise.rl.samplers import SampleRequest, ServerSampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
@@ -103,12 +104,11 @@ def measured(options: argparse.Namespace, model: Any, tokenizer: Any, seconds: f
         )
         for number, (item, first) in enumerate(zip(items, start(task, items, chat, calls), strict=True))
     ]
+    sampler = Turns(model, options.length, end, options.rows)
     rounds = Rounds(
+        moment=Moment("here", LoopState(SuccessBook()), Journal(None), sampler, 0),
         branching=branching_named("none", roots=1),
-        sampler=Turns(model, options.length, end, options.rows),
-        book=SuccessBook(),
         rewards=RewardRunner(calls),
-        journal=Journal(None),
         limits=limits,
         request=SampleRequest((0,), stop_ids=(end,)),
         episodes_at_once=at_once,

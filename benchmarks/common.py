@@ -15,7 +15,7 @@ import torch
 from treewise.bench.measure import spread
 from treewise.bench.results import hardware, processor
 from treewise.data import RenderOptions, load_trees
-from treewise.nn.load_model import DEMO_MODEL, load_model
+from treewise.models.load_model import DEMO_MODEL, load_model
 from treewise.tree.trajectory import Trajectory
 
 __all__ = ["bundled_trees", "hardware", "paired_seconds", "save", "smollm2", "spread"]

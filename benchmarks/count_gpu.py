@@ -29,7 +29,7 @@ from treewise.engine.step_memory import Results, without_data
 from treewise.nn import host_memory
 from treewise.nn.attention import flex, gateway
 from treewise.nn.host_memory import HostMemory
-from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
+from treewise.nn.lm_head import sized_as
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import auto_class
 from treewise.objectives import SFT
@@ -132,8 +132,7 @@ def counted(counts: Counts) -> Iterator[None]:
 
     mode = Counting(counts)
     with ExitStack() as around:
-        for each in (MAX_LOGITS, MAX_PRODUCT):
-            around.enter_context(mock.patch.dict(each, meta=each["cuda"]))
+        around.enter_context(sized_as("cuda", "meta"))
         for module in (gateway, host_memory):
             around.enter_context(mock.patch.object(module, "on_host", mode.copied_back))
         around.enter_context(mock.patch.object(gateway, "free_bytes", return_value=FREE_BYTES))

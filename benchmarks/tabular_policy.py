@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from treewise.rl.branching import Branching, RolloutTree, Signals
+from treewise.rl.online.collector import Moment
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
-from treewise.rl.online.journal import Journal
+from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.rollout import Limits, OneTurn
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
@@ -337,12 +338,12 @@ def grown(
         want_entropy="entropies" in branching.streams,
         num_top=game.logits.shape[2] if candidates else 0,
     )
+    sampler = TabularSampler(game, np.random.default_rng([seed, 1]), turns)
+    state = LoopState(SuccessBook() if book is None else book)
     rounds = Rounds(
+        moment=Moment("here", state, Journal(None), sampler, 0),
         branching=branching,
-        sampler=TabularSampler(game, np.random.default_rng([seed, 1]), turns),
-        book=SuccessBook() if book is None else book,
         rewards=Rewards(game),  # type: ignore[arg-type]
-        journal=Journal(None),
         limits=Limits(total, total + 1),
         request=request,
         expected_tokens=float(total),

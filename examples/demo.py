@@ -33,8 +33,8 @@ from treewise.bench.workloads import Workload
 from treewise.cli.waiting import telling
 from treewise.data import RenderOptions, load_trees
 from treewise.errors import TreewiseError
+from treewise.models.load_model import DEMO_MODEL, load_model
 from treewise.nn.flops import FlopModel
-from treewise.nn.load_model import DEMO_MODEL, load_model
 from treewise.nn.model_flops import flop_model
 from treewise.report import inspect_forests, inspect_view, read_run, verification_view
 from treewise.report.html.build import build_data_report

@@ -29,7 +29,7 @@ from treewise.bench.results import commit, hardware, processor
 from treewise.cli.progress import StepLines
 from treewise.data import load_trees
 from treewise.errors import duration
-from treewise.nn.load_model import load_model
+from treewise.models.load_model import load_model
 from treewise.report import read_run
 from treewise.report.html.build import build_data_report
 from treewise.report.html.page import write_page

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from treewise.nn.load_model import load_tokenizer
+from treewise.models.load_model import load_tokenizer
 
 MODEL, NAME = "smollm2-demo", "Qwen/Qwen3-8B"
 STEPS, STEPS_ALONE = 6, 3

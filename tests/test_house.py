@@ -3,6 +3,7 @@
 import ast
 import importlib
 import io
+import re
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_a_reader_can_keep_the_top_in_the_head() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     rooms |= {path.name for path in PACKAGE.glob("[!_]*.py")}
     assert len(rooms) <= MAX_ROOMS, sorted(rooms)
+
+
+def test_imports_and_loggers_stand_at_the_top() -> None:
+    for path in MODULES:
+        is_below = False
+        for node in ast.parse(path.read_text()).body:
+            is_below |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            is_logger = isinstance(node, ast.Assign) and ast.unparse(node).startswith("logger = ")
+            is_import = isinstance(node, ast.Import | ast.ImportFrom)
+            assert not (is_below and (is_logger or is_import)), f"{own_name(path)}:{node.lineno}"
+
+
+def test_headings_are_whole() -> None:
+    """One that was cut where it met the margin has no room for a rule behind it."""
+    for path in MODULES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.match(r" *# -- ", line):
+                assert re.search(r"\w.*\S -{20,}$", line), f"{own_name(path)}:{number}: {line}"
 
 
 def test_files_are_short() -> None:

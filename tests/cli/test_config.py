@@ -5,7 +5,6 @@ import yaml
 
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli.config import parse_flags, read_config, resolved_text
-from treewise.cli.keys import RETIRED
 from treewise.cli.main import main
 from treewise.cli.training_run import training_arguments
 from treewise.errors import ConfigError
@@ -141,11 +140,3 @@ def test_one_name_of_a_flag_goes_with_settings_that_want_a_list(write) -> None:
     assert config.lora == {"target_modules": "q_proj", "layers_to_transform": 0}
     with pytest.raises(ConfigError, match="cannot be used when `target_modules` is a str"):
         read_config(write(BASE + "learning_rate: 1e-5\n"), ["--lora.target_modules", ".*q_proj", *flags[2:]])
-
-
-@pytest.mark.parametrize("key", RETIRED)
-def test_keys_of_earlier_versions_pass_at_their_default_and_are_refused_by_name_else(write, key):
-    default, advice = RETIRED[key]
-    read_config(write(BASE + yaml.safe_dump({key: default})))
-    with pytest.raises(ConfigError, match=rf"run.yaml:6: {key} is not a key any more: .*{advice[-15:]}; leave it out"):
-        read_config(write(BASE + f"{key}: another\n"))

@@ -22,7 +22,7 @@ from treewise.cli.main import main
 from treewise.cli.parser import COMMANDS, module_of
 from treewise.cli.values import choices_of, kinds_of
 from treewise.data import RenderOptions
-from treewise.nn import load_model
+from treewise.models import load_model
 from treewise.rl import checks, update
 from treewise.rl.online import OnlineSettings, tasks_by_name
 from treewise.trainer import TreeTrainingArguments

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from treewise import TreeTrainingArguments
 from treewise.cli.commands import rl
 from treewise.cli.config import read_config
-from treewise.cli.keys import schema
+from treewise.cli.keys import rl_aliases, schema
 from treewise.data import RenderOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -50,7 +50,7 @@ def test_defaults_of_a_training_run(key: str, default: object) -> None:
 
 def test_every_key_of_rl_is_named_on_its_page() -> None:
     page = (DOCS / "rl.md").read_text(encoding="utf-8")
-    assert not [key for key in (*rl.KEYS, *rl.aliases()) if f"`{key}`" not in page]
+    assert not [key for key in (*rl.KEYS, *rl_aliases()) if f"`{key}`" not in page]
 
 
 def test_recipes_for_gpus_hold_keys_that_are_there(tmp_path: Path) -> None:

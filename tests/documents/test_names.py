@@ -18,7 +18,7 @@ from treewise.cli import online_run
 from treewise.cli import parser as command_line
 from treewise.cli.aliases import ALIASES
 from treewise.cli.commands import rl
-from treewise.cli.keys import schema
+from treewise.cli.keys import rl_aliases, schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
@@ -79,7 +79,7 @@ def flags_of(command: str) -> set[str]:
     if command == "train":
         flags |= set(schema())
     if command == "rl":
-        flags |= set(schema(rl.KEYS | online_run.keys())) | set(rl.aliases())
+        flags |= set(schema(rl.KEYS | online_run.keys())) | set(rl_aliases())
     return flags | {alias for alias, key in ALIASES.items() if key in flags}
 
 

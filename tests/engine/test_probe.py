@@ -18,12 +18,12 @@ from treewise.engine import step
 from treewise.engine.probe import probe
 from treewise.engine.step import EdgeScorer
 from treewise.errors import UnsupportedModelError
-from treewise.nn.adapter_slots import Shape, Slots
 from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
 from treewise.nn.recurrent import kinds
 from treewise.planning.plans import lay_out
+from treewise.serve.adapter_slots import Shape, Slots
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.tree.images import ImageSpan

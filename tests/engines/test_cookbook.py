@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.serve.servers import KEY, running
-from treewise.nn.load_model import load_tokenizer, load_weights
+from treewise.models.load_model import load_tokenizer, load_weights
 
 pytest.importorskip("tinker_cookbook", reason="needs tinker-cookbook: make serve-recipes")
 pytestmark = pytest.mark.engines

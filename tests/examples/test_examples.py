@@ -14,6 +14,7 @@ import pytest
 from tests.examples.notebook import as_notebook
 from treewise.cli.commands import rl
 from treewise.cli.config import read_config
+from treewise.cli.keys import rl_aliases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -91,5 +92,5 @@ def test_the_walkthrough_begins_every_cell_with_a_marker() -> None:
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_configurations_hold_known_keys(path: Path) -> None:
     is_rl = path.name == "rl.yaml"
-    config = read_config(path, [], rl.KEYS, rl.aliases()) if is_rl else read_config(path)
+    config = read_config(path, [], rl.KEYS, rl_aliases()) if is_rl else read_config(path)
     assert config.training["output_dir"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from treewise.grow import widening
-from treewise.grow.widening import Widening, role_of, widened, widened_blocks
+from treewise.grow.widening import Widening, role_of, widened
 
 CONFIG = SimpleNamespace(hidden_size=6, num_attention_heads=2, num_key_value_heads=1, head_dim=3)
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -20,15 +20,12 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "shape"), [(UP, (10, 6)), (DOWN, (6, 10)), (FUSED, (12, 6))])
 def test_blocks_of_rows_are_the_whole(name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     small = matrix(*shape)
-    role, rule = role_of(name, shape, CONFIG), Widening(2, inner=3)
+    role, rule = role_of(name, shape, CONFIG), Widening(3)
     whole = widened(name, small, role, rule)
+    noisy = widened(name, small, role, Widening(3, noise=0.3))
     monkeypatch.setattr(widening, "BLOCK_VALUES", 50)
-    blocks = list(widened_blocks(name, small, role, rule))
-    assert len(blocks) > 3
-    assert max(block.numel() for block in blocks) <= 50
-    assert torch.equal(torch.cat(blocks), whole)
+    assert torch.equal(widened(name, small, role, rule), whole)
     assert tuple(whole.shape) == rule.grown_shape(role, shape)
-    noisy = torch.cat(list(widened_blocks(name, small, role, Widening(2, inner=3, noise=0.3))))
     columns = rule.factors(role)[1]
     sums = noisy.unflatten(1, (columns, -1)).sum(1)
     torch.testing.assert_close(sums, whole.unflatten(1, (columns, -1)).sum(1), rtol=1e-5, atol=1e-6)
@@ -44,9 +41,11 @@ def test_parts_of_a_fused_projection_are_repeated_apart() -> None:
 
 
 def test_noise_of_a_silent_branch_is_free() -> None:
-    role, rule = role_of(UP, (10, 6), CONFIG), Widening(1, inner=2, noise=0.5)
+    role, rule = role_of(UP, (10, 6), CONFIG), Widening(2, noise=0.5)
     small = matrix(10, 6)
-    plain = torch.cat(list(widened_blocks(UP, small, role, rule)))
-    assert torch.equal(plain[:10], plain[10:])  # the copies part by what reads them
-    silent = torch.cat(list(widened_blocks(UP, small, role, rule, is_silent=True)))
-    assert not torch.equal(silent[:10], silent[10:])
+    exact = widened(UP, small, role, Widening(2)).unflatten(1, (2, -1)).sum(1)
+    kept, free = (
+        widened(UP, small, role, rule, is_silent=silent).unflatten(1, (2, -1)).sum(1) for silent in (False, True)
+    )
+    torch.testing.assert_close(kept, exact)
+    assert float((free - exact).std()) > 0.1

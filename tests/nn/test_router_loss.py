@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.capability import SUPPORTED, sample_trajectories
 from treewise import SFT, Forest, TreeEngine
 from treewise.errors import UnsupportedModelError
-from treewise.integrations.router_reader import router_loss_of, router_loss_reader
+from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
 from treewise.nn.support_table import CapabilityTable
 from treewise.testing.families import causal_families, tiny_model

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 import treewise as tw
-from treewise.cli.commands import rl
 from treewise.cli.config import typed_settings
+from treewise.cli.keys import rl_aliases
 from treewise.errors import ConfigError
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.registry import (
@@ -28,7 +28,7 @@ FIELDS = {field.name for field in fields(PolicyGradient)} - {"usual_advantages"}
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("sft", "distillation", *PREFERENCES)])
 def test_every_field_of_policy_gradient_is_a_setting(name):
     assert set(setting_types(name)) - {"max_length"} == FIELDS - set(DETERMINED.get(name, ()))
-    assert set(rl.aliases()) >= FIELDS - {"surrogate"}
+    assert set(rl_aliases()) >= FIELDS - {"surrogate"}
 
 
 @pytest.mark.parametrize("name", DETERMINED)

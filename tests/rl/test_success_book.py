@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.rl.growing_trees import ToySampler, grow
 from treewise.errors import ConfigError, DataError
 from treewise.rl.branching import RolloutNode, RolloutTree, branching_named
+from treewise.rl.node_values import node_values
 from treewise.rl.success_book import BookSettings, SuccessBook
 from treewise.testing.strategies import MAX_SEED
 
@@ -50,6 +51,7 @@ def test_states_of_other_formats() -> None:
     for wrong, message in (
         ({"format": 9}, "format 9; this version reads 1"),
         ({"tasks": None}, "not the state of a success book"),
+        ({"settings": {"node_strength": 4.0}}, "not the state of a success book"),
     ):
         with pytest.raises(DataError, match=message):
             SuccessBook.from_state({**state, **wrong})
@@ -79,7 +81,9 @@ def test_a_tree_counts_by_children() -> None:
         index = tree.add(RolloutNode([5, 6], [0, 0], parent=parent, cut=cut, finish="stop"))
         tree.judge(index, reward)
     book = SuccessBook(BookSettings(decay=1.0))
-    book.observe_tree("a", tree)
+    prompt = node_values(tree, book.settings.success_at)[0]
+    book.observe_group("a", prompt.value, prompt.num_draws)
+    book.observe_group("a", None, 0)  # no reward, no trial
     assert book.counts("a") == pytest.approx((1 + 4 / 3, 1 + 2 / 3))
     assert book.signals("a", tree).success == pytest.approx((1 + 4 / 3) / 4)
 

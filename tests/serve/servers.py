@@ -18,7 +18,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from treewise.serve.app import make_app
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work, digest_of
+from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, RequestJournal, digest_of
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import Store
 from treewise.serve.weights import ServedModel
@@ -149,7 +149,7 @@ class Served:
         self.folder, self.settings = folder, settings
         chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
         self.model = ServedModel(chosen, tiny_model("llama"))
-        self.journal = Journal(folder / "journal.sqlite")
+        self.journal = RequestJournal(folder / "journal.sqlite")
         self.store = Store(folder, self.model, "tiny", self.journal)
         self.worker = Worker(self.store, lambda: None)
 
@@ -165,7 +165,7 @@ class Served:
 
     def send(self, name, seq, kind, body):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.worker.submit(Work(f"{name}:{seq}", name, seq, kind), content)
+        self.worker.submit(QueuedRequest(f"{name}:{seq}", name, seq, kind), content)
 
     def work(self):
         while works := self.worker._take():

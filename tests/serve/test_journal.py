@@ -18,7 +18,7 @@ from tinker import types
 from tests.serve.servers import KEY, Address, running, tree_of_data
 from tests.trainer.forked_ranks import free_port
 from treewise.errors import ConfigError
-from treewise.serve.journal import REFUSED, Journal, Work
+from treewise.serve.journal import REFUSED, QueuedRequest, RequestJournal
 from treewise.testing.families import tiny_model
 
 pytestmark = pytest.mark.xdist_group("test_serve_journal")
@@ -121,11 +121,11 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(num_kills, tmp_pa
 
 def test_what_runs_again_after_a_restart(tmp_path):
     """Requests without an answer, and those whose effect no snapshot holds; an answer is written once."""
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = RequestJournal(tmp_path / "journal.sqlite")
     journal.put("model", "m", "s", {})
     for seq in range(4):
         for body in (b"{}", b"other"):
-            journal.add(Work(f"m:{seq}", "m", seq, "optim_step"), body)
+            journal.add(QueuedRequest(f"m:{seq}", "m", seq, "optim_step"), body)
         assert journal.body(f"m:{seq}") == b"{}"
     journal.answer("m:0", "application/json", b"0")
     journal.answer("m:1", "application/json", b"1")
@@ -133,7 +133,7 @@ def test_what_runs_again_after_a_restart(tmp_path):
     journal.begin(journal.works()[1:3])
     journal.snapshot("m", 0)
     journal.close()
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = RequestJournal(tmp_path / "journal.sqlite")
     assert journal.find("m:1") == ("optim_step", "application/json", b"1")
     assert journal.body("m:1") == b"{}"
     assert [(work.seq, work.batch, work.is_answered, work.begun) for work in journal.works()] == [
@@ -146,9 +146,9 @@ def test_what_runs_again_after_a_restart(tmp_path):
 
 def test_a_refused_request_is_written_with_its_answer(tmp_path):
     """One statement, so that a kill leaves none that would run; it is done, and stays until a snapshot is beyond it."""
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = RequestJournal(tmp_path / "journal.sqlite")
     journal.put("model", "m", "s", {})
-    work = Work("m:1", "m", 1, "optim_step")
+    work = QueuedRequest("m:1", "m", 1, "optim_step")
     journal.refuse(work, b"no")
     journal.refuse(work, b"again")
     journal.add(work, b"{}")
@@ -165,7 +165,7 @@ def test_a_refused_request_is_written_with_its_answer(tmp_path):
 
 
 def test_owners_are_those_of_sessions(tmp_path):
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = RequestJournal(tmp_path / "journal.sqlite")
     for session, key in (("a", "first"), ("b", "second"), ("c", "first")):
         journal.put("session", session, key, {})
         journal.put("model", f"{session}:train:0", session, {})
@@ -181,11 +181,11 @@ def test_owners_are_those_of_sessions(tmp_path):
 
 
 def filled(path):
-    journal = Journal(path)
+    journal = RequestJournal(path)
     journal.put("session", "s", "key", {})
     for number in range(20):
         journal.put("model", f"s:train:{number}", "s", {"number": number})
-        work = Work(f"s:train:{number}:0", f"s:train:{number}", 0, "create")
+        work = QueuedRequest(f"s:train:{number}:0", f"s:train:{number}", 0, "create")
         journal.add(work, b"{}" * 7 * number)
         journal.begin([work])
         journal.answer(work.id, "application/json", b"1" * number)
@@ -207,7 +207,7 @@ def test_a_journal_with_a_flipped_bit_is_read_as_it_was_or_not_at_all(tmp_path):
         flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         path.write_bytes(flipped)
         try:
-            again = Journal(path)
+            again = RequestJournal(path)
         except ConfigError as error:
             outcomes.append(str(error))
         else:
@@ -223,7 +223,7 @@ def test_a_row_that_is_not_what_was_written_is_named(tmp_path):
     database.executescript("DROP TRIGGER facts_UPDATE; UPDATE facts SET number = 3 WHERE id = 's:train:4'")
     database.close()
     with pytest.raises(ConfigError, match="facts: 's:train:4' is not what was written"):
-        Journal(tmp_path / "journal.sqlite")
+        RequestJournal(tmp_path / "journal.sqlite")
 
 
 def test_a_journal_of_another_version_is_named(tmp_path):
@@ -231,4 +231,4 @@ def test_a_journal_of_another_version_is_named(tmp_path):
     database.executescript("CREATE TABLE facts (kind TEXT, id TEXT)")
     database.close()
     with pytest.raises(ConfigError, match="of another version of treewise"):
-        Journal(tmp_path / "journal.sqlite")
+        RequestJournal(tmp_path / "journal.sqlite")

@@ -8,7 +8,7 @@ import torch
 
 from tests.serve.servers import FACTS, RATE, Served, call, same
 from treewise.errors import DataError
-from treewise.serve.journal import REFUSED, Work
+from treewise.serve.journal import REFUSED, QueuedRequest
 from treewise.serve.store import NoCheckpointError, Place
 
 pytestmark = pytest.mark.xdist_group("test_serve_store")
@@ -158,7 +158,7 @@ def test_a_run_of_which_the_journal_lost_the_end_does_not_go_on(tmp_path, caplog
     assert "checkpoint-3 has its weights after request 3, and the journal lost what came after request 1." in line
     with pytest.raises(DataError, match="cannot go on"):
         served.send("a:train:0", 4, "optim_step", RATE)
-    served.worker.refuse(Work("a:train:0:4", "a:train:0", 4, "optim_step"), "refused by the door, too", 400)
+    served.worker.refuse(QueuedRequest("a:train:0:4", "a:train:0", 4, "optim_step"), "refused by the door, too", 400)
     served = served.died()
     assert "a:train:0" in served.store.lost
     assert (tmp_path / "served/runs/a.train.0/snapshots/checkpoint-3").is_dir()

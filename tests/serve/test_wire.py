@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.serve.servers import flat_losses, tree_of_data
-from treewise.nn.adapter_slots import Shape
+from treewise.serve.adapter_slots import Shape
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import read_rows

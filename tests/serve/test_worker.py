@@ -17,7 +17,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tests.serve.servers import KEY, RATE, Served, call, running, same, tree_of_data
 from treewise.errors import SamplerError
 from treewise.rl.samplers.protocol import TextStops
-from treewise.serve.journal import FAILED, REFUSED, Work, digest_of
+from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, digest_of
 from treewise.serve.sampling import answers
 from treewise.serve.store import Place
 from treewise.serve.wire import PROTOBUF
@@ -344,7 +344,7 @@ def test_requests_wait_for_lower_numbers_and_run_without_those_that_never_come(g
 
 def test_a_request_that_is_the_last_one_under_way_waits_for_none(gapped):
     """As the SDK sends all but parts of a call: those before it have failed at the client."""
-    gapped.worker.submit(Work("a:train:0:7", "a:train:0", 7, "save_weights"), b'{"path": "now"}', 0.0)
+    gapped.worker.submit(QueuedRequest("a:train:0:7", "a:train:0", 7, "save_weights"), b'{"path": "now"}', 0.0)
     gapped.work()
     assert [place.name for place in gapped.store.places("a:train:0")] == ["now"]
     assert gapped.worker.num_waiting == 0
@@ -367,7 +367,7 @@ def test_a_model_whose_requests_may_have_been_forgotten_says_so_once(tmp_path):
     served = served.died()
     for seq, kind, body in ((7, "forward_backward", call(1)), (8, "optim_step", RATE)):
         served.worker.submit(
-            Work(f"a:train:0:{seq}", "a:train:0", seq, kind),
+            QueuedRequest(f"a:train:0:{seq}", "a:train:0", seq, kind),
             json.dumps(body).encode() if kind == "optim_step" else body,
         )
     served.work()
@@ -386,7 +386,7 @@ def test_a_refused_number_is_passed_over_also_after_a_restart(tmp_path):
     name = "a:train:0"
     served.send(name, 4, "forward_backward", call(1))
     for seq in (1, 3, 3):
-        served.worker.refuse(Work(f"{name}:{seq}", name, seq, "optim_step"), "learning_rate=nan", 400)
+        served.worker.refuse(QueuedRequest(f"{name}:{seq}", name, seq, "optim_step"), "learning_rate=nan", 400)
     served.send(name, 2, "forward_backward", call(2))
     served.work()
     assert served.worker.num_waiting == 0
@@ -409,7 +409,7 @@ def test_a_refusal_takes_no_number_that_is_taken_or_far_ahead(tmp_path):
     served.run("a:train:0")
     served.send("a:train:0", 1, "forward_backward", call())
     for seq in (1, 7, 2**50):
-        served.worker.refuse(Work(f"a:train:0:{seq}", "a:train:0", seq, "optim_step"), "wrong", 400)
+        served.worker.refuse(QueuedRequest(f"a:train:0:{seq}", "a:train:0", seq, "optim_step"), "wrong", 400)
     served.work()
     assert served.journal.find("a:train:0:1").media == PROTOBUF
     assert served.journal.find("a:train:0:7") is None

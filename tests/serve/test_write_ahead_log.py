@@ -7,7 +7,7 @@ import sqlite3
 
 import pytest
 
-from treewise.serve.journal import Journal
+from treewise.serve.journal import RequestJournal
 from treewise.serve.write_ahead_log import lost_transactions
 
 HEADER, FRAME = 32, 24 + 4096
@@ -18,7 +18,7 @@ NUM_EARLY, NUM_ROWS = 150, 30
 def killed(tmp_path_factory):
     """What a killed server leaves: a log of an earlier and of the last time, and a transaction that was not ended."""
     folder = tmp_path_factory.mktemp("killed")
-    journal = Journal(folder / "journal.sqlite")
+    journal = RequestJournal(folder / "journal.sqlite")
     for number in range(NUM_EARLY):
         journal.put("model", f"early-{number}", "s", {})
     journal._all("PRAGMA wal_checkpoint(RESTART)")
@@ -61,7 +61,7 @@ def test_a_log_that_is_whole_loses_nothing(killed, tmp_path, caplog):
     content[HEADER + num_mine * FRAME + 30] ^= 4
     log.write_bytes(content)
     assert lost_transactions(log, 4096) is None
-    journal = Journal(database)
+    journal = RequestJournal(database)
     assert len(journal.names("model")) == NUM_EARLY + NUM_ROWS
     journal.close()
     assert not caplog.records
@@ -85,7 +85,7 @@ def test_each_flipped_bit_is_found_counted_and_kept(killed, tmp_path, caplog):
         assert lost.frame == wanted
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            journal = Journal(database)
+            journal = RequestJournal(database)
         late = [name for name in journal.names("model") if name.startswith("late")]
         journal.close()
         is_exact = not 4 <= (place - HEADER) % FRAME < 8  # the bytes that say whether a frame ends a transaction
@@ -103,13 +103,13 @@ def test_damage_is_reported_once(killed, tmp_path, caplog):
     content = bytearray(log.read_bytes())
     content[HEADER + 5 * FRAME + 100] ^= 1
     log.write_bytes(content)
-    first = Journal(database)
+    first = RequestJournal(database)
     names = first.names("model")
     first.put("model", "new", "s", {})
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     first.close()
     caplog.clear()
-    second = Journal(tmp_path / "b" / "journal.sqlite")
+    second = RequestJournal(tmp_path / "b" / "journal.sqlite")
     assert set(second.names("model")) == {*names, "new"}
     second.close()
     assert not caplog.records

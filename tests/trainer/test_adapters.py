@@ -13,8 +13,8 @@ import torch
 from tests.trainer.helpers import losses
 from treewise import SFT, Forest, Trajectory, TreeEngine, TreeTrainer, TreeTrainingArguments
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.models.load_model import load_config, load_shapes, load_weights
 from treewise.nn.adapters import parted_table
-from treewise.nn.load_model import load_config, load_shapes, load_weights
 from treewise.rl.samplers.server_weights import whole_weights
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradients_of

@@ -11,8 +11,8 @@ import treewise as tw
 from tests.cli.helpers import save_tiny_model
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
+from treewise.models.load_model import load_weights
 from treewise.nn.adapters import adapted
-from treewise.nn.load_model import load_weights
 from treewise.objectives import with_mismatched
 from treewise.trainer.references import ScoredTrees, with_references
 

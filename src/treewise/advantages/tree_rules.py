@@ -93,7 +93,7 @@ def segment_values(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     return on_segments(read_rollouts(trajectories), lambda tree: tree.means(tree.rewards)[:-1])
 
 
-# -- Tree-GRPO's advantage: a rollout against its prompt's rollouts, and against those of its own tree ----------------
+# -- Tree-GRPO: a rollout against its prompt's rollouts, and against those of its own tree ----------------------------
 
 
 def inter_intra(
@@ -198,7 +198,7 @@ def tree_path_mean(
     return credited(rollouts, advantages.tolist(), f"tree_path_mean(average={average!r}, scale={scale!r})")
 
 
-# -- TreeRL's process reward: what a segment changed, against the whole tree and against the fork that it -------------
+# -- TreeRL: what a segment changed, against the whole tree and against the fork before it ----------------------------
 
 
 def treerl(
@@ -227,7 +227,7 @@ def treerl(
     return credited(rollouts, on_segments(rollouts, values_of), method)
 
 
-# -- SPO's advantage: the change of value that a segment brought, on the tokens that were a decision ------------------
+# -- SPO: the change of value that a segment brought, on tokens that were a decision ----------------------------------
 
 
 def value_steps(

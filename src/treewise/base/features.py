@@ -26,7 +26,7 @@ FEATURES = {
     "importers": ("treewise.data.importers", "dumps of other libraries"),
     "kept_reasoning": ("treewise.data.render.kept_reasoning", "conversations whose reasoning is kept (thinking)"),
     "liger": ("treewise.nn.liger", "kernels of liger-kernel (use_liger_kernel)"),
-    "load_model": ("treewise.nn.load_model", "models, tokenizers and processors by name"),
+    "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "logged_calls": ("treewise.data.readers.logged_calls", "records of logged calls"),
     "many_ranks": ("treewise.trainer.many_ranks", "runs of several processes"),

@@ -44,7 +44,7 @@ def sealed(content: Mapping[str, Any], indent: int | None = None) -> str:
 def unsealed(data: bytes, indent: int | None = None, *, may_lack: bool = False) -> dict[str, Any]:
     """The object of a `sealed` text. Raises `ValueError` where it is not what was sealed.
 
-    may_lack: an object without a checksum is taken as it is, as earlier versions wrote it.
+    may_lack: an object without a checksum is taken as it is.
     """
     text = data.decode().rstrip("\n")
     content = json.loads(text)

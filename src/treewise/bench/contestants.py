@@ -95,7 +95,7 @@ class _Makers:
     processor: object
 
     def all(self, budgets: Sequence[int], checkpointings: Sequence[bool]) -> Builders:
-        """Builders by name."""
+        """How each contestant is made, by its name in the results."""
         forest, against = Forest.from_trajectories(self.items), self.settings.against
         merged = merged_trajectories(forest)
         is_recurrent, sees = bool(kinds_of(self.model)), bool(len(forest.images))

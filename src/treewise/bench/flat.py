@@ -34,7 +34,7 @@ NAME = "treewise_bench_varlen"
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PackedRow:
     """Trajectories one after the other: tokens and depths ([T]), where each begins and ends, and of each trained token
     the hidden row that predicts it, the token and its weight. seen: what the model's own forward takes for images."""
 
@@ -91,13 +91,13 @@ class FlatRows:
                     on_part(number, len(self.rows), done / self.num_computed_tokens)
         return float(torch.stack(losses).double().sum())
 
-    def _packed(self, items: Sequence[Trajectory], processor: object) -> _Row:
+    def _packed(self, items: Sequence[Trajectory], processor: object) -> _PackedRow:
         lengths = [len(item) for item in items]
         ids = np.concatenate([item.token_ids for item in items])
         weights = np.concatenate([item.loss_weights for item in items])
         trained = np.flatnonzero(weights)
         first_ids = to_device(items[0].token_ids, self.lm.device, torch.long)
-        return _Row(
+        return _PackedRow(
             token_ids=ids,
             depth=np.concatenate([np.arange(length) for length in lengths]),
             bounds=np.cumsum([0, *lengths]),
@@ -105,7 +105,7 @@ class FlatRows:
             seen=flat_images(self.lm.model, processor, items[0], first_ids),
         )
 
-    def _hidden(self, row: _Row) -> torch.Tensor:
+    def _hidden(self, row: _PackedRow) -> torch.Tensor:
         device = self.lm.device
         ids = to_device(row.token_ids, device, torch.long)[None]
         module: nn.Module = self.lm.decoder

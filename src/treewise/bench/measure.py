@@ -134,7 +134,7 @@ def _timed(step: Callable[[], float], found: Measured, device: torch.device) -> 
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and extremes."""
+    """Median, least and largest value."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from treewise.cli.aliases import ALIASES, EARLIER, names_of, train_on_of_roles
-from treewise.cli.keys import ELSEWHERE, OWN, RETIRED, RunKeys, key_names, schema
+from treewise.cli.keys import ELSEWHERE, OWN, RunKeys, key_names, schema
 from treewise.cli.values import coerce, kinds_of, read_file, scalar
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, pip_install
@@ -122,11 +122,6 @@ def read_keys(
             if name in seen:
                 raise ConfigError(f"{location}: {key} and {seen[name]} are the same key.")
             seen[name] = key
-            if name in RETIRED and name not in known:
-                default, advice = RETIRED[name]
-                if str(value).lower() == str(default).lower():
-                    continue
-                raise ConfigError(f"{location}: {name} is not a key any more: {advice}; leave it out.")
             if name in refused:
                 raise ConfigError(f"{location}: {name} is not a key of this run; {refused[name]}.")
             if name.partition(".")[0] not in known:
@@ -185,12 +180,10 @@ def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
 
 
 def resolved_values(data: bytes) -> Values:
-    """The keys of a resolved configuration. Raises `ValueError`, or what YAML raises, where it is not what was written;
-    earlier versions wrote no checksum.
-    """
+    """The keys of a resolved configuration. Raises `ValueError`, or what YAML raises, where it was not written so."""
     text = data.decode()
     head, _, rest = text.partition("\n")
-    if head.startswith(_SEAL) and head != _SEAL + hashlib.sha256(rest.encode()).hexdigest():
+    if head != _SEAL + hashlib.sha256(rest.encode()).hexdigest():
         raise ValueError("its checksum differs")
     values = yaml.safe_load(text)
     if not isinstance(values, dict) or "model" not in values:
@@ -350,7 +343,7 @@ def objective_of(config: RunConfig) -> "Objective | None":
 
 def reference_of(config: RunConfig) -> "PreTrainedModel | None":
     """The model that `reference` names; None without one: the trained model as it starts."""
-    from treewise.nn.load_model import load_weights
+    from treewise.models.load_model import load_weights
 
     name = config.more.get("reference")
     return None if name is None else load_weights(name, None, config.dtype)

@@ -8,12 +8,12 @@ from typing import Any, get_type_hints
 
 from treewise.base.progress import busy_with, tell_progress
 from treewise.cli.config import RunConfig, read_config
-from treewise.cli.keys import RL, help_of
+from treewise.cli.keys import RL, help_of, rl_aliases
 from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
 from treewise.errors import ConfigError, beyond_limits, num
+from treewise.models.load_model import DTYPES, load_processor
 from treewise.nn.attention import IMPLEMENTATIONS
-from treewise.nn.load_model import DTYPES, load_processor
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +78,7 @@ def apply_config(args: argparse.Namespace, required: Sequence[str] = (), **defau
     """
     render, config = RenderOptions(), None
     if args.config is not None:
-        from treewise.cli.commands.rl import aliases  # slow to import
-
-        config = read_config(args.config, more=RL, aliases=aliases())
+        config = read_config(args.config, more=RL, aliases=rl_aliases())
         render = config.render
         values = {name: getattr(config, name) for name in _FROM_RUN} | {
             name: config.training.get(name) for name in ("max_tokens", "attention")

@@ -79,7 +79,7 @@ TASKS: Keys = {
     "tasks_seed": Annotated[int, Doc("other seeds make other items")],
     "reward_functions": Annotated[list[str], Doc("of rows: module:function or file.py:function; several add up")],
     "reward_weights": Annotated[list[float] | None, Doc("what each of reward_functions counts")],
-    "sampler": Annotated[str, Doc("transformers (this process), or a server: vllm, openai, sglang")],
+    "sampler": Annotated[str, Doc("transformers (this process), or a server: vllm, openai")],
     "sampler_settings": Annotated[dict | None, Doc("of the sampler, a mapping")],
 }
 # Keys of transformers that few know by their names.
@@ -154,15 +154,6 @@ ELSEWHERE = {
     "local_rank": "torchrun sets it",
     "debug": "use --debug",
     **INSTEAD,
-}
-# Keys of earlier versions, each with its default, which is passed over, and what to do in place of another value.
-RETIRED: Mapping[str, tuple[object, str]] = {
-    "curriculum": ("uniform", "recorded trees are trained in an order drawn by seed; it is a key of runs with tasks"),
-    "balance_costs": ("auto", "processes take trees by predicted FLOPs"),
-    "profile": (False, "treewise profile shows where the time of a step goes"),
-    "initial_optimizer": (None, "a run begins with a new optimizer"),
-    "async_checkpoints": (False, "training waits until a checkpoint is written; a larger save_steps waits less often"),
-    "curriculum_settings": (None, "recorded trees are trained in an order drawn by seed"),
 }
 WIDTH = 100
 COLUMN = 32
@@ -257,3 +248,9 @@ def formatter_with(keys: Callable[[], Iterable[str]]) -> Any:
             return super().format_help() + "\n" + keys_text(keys())
 
     return WithKeys
+
+
+def rl_aliases() -> dict[str, str]:
+    """Short names of keys: settings of a policy gradient need no `objective_settings.` in front."""
+    others = ("surrogate", "usual_advantages")  # --objective chooses the one, --advantages is in place of the other
+    return {name: f"objective_settings.{name}" for name in declared(*POLICY_GRADIENT) if name not in others}

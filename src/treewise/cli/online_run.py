@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
         ConfigError: settings that contradict one another, or that recorded rollouts alone have.
     """
     from treewise.engine.engine import TreeEngine
-    from treewise.nn.load_model import load_tokenizer
+    from treewise.models.load_model import load_tokenizer
     from treewise.rl.online import OnlineTrainer
     from treewise.rl.online.tasks_by_name import task_named
     from treewise.rl.samplers import SAMPLERS, sampler_named
@@ -121,7 +121,7 @@ def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettin
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools, of
     its length.
     """
-    from treewise.rl.online.collecting import started
+    from treewise.rl.online.trees import started
     from treewise.rl.tasks import Calls, ChatTokens
 
     calls = Calls(settings.reward_timeout, settings.reward_workers)
@@ -133,7 +133,7 @@ def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettin
 
 def _reference(config: RunConfig) -> "PreTrainedModel | None":
     """The model of a KL term: the one that the run starts from, where none is given and no adapters are trained."""
-    from treewise.nn.load_model import load_weights
+    from treewise.models.load_model import load_weights
 
     name = config.more.get("reference")
     has_kl = bool((config.more.get("objective_settings") or {}).get("beta"))

@@ -14,8 +14,8 @@ from treewise.cli.output import is_first_rank
 from treewise.cli.run_folder import FINISHED, check_folder
 from treewise.data.io.field_checks import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError, check_choice
+from treewise.models.load_model import load_weights, locate
 from treewise.nn.adapters import adapted
-from treewise.nn.load_model import load_weights, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback

@@ -23,7 +23,7 @@ SECONDS_OF_A_LINE = 1.0  # on a terminal, until it is written anew
 ERASE = "\r\x1b[2K"
 
 
-class Work:
+class WorkProgress:
     """Some work, and how much of it is done.
 
     Parameters:
@@ -84,12 +84,12 @@ class Waiting:
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last, self._thread = clock, clock(), threading.get_ident()
-        self._works = [Work(what, None, self._last)]
+        self._works = [WorkProgress(what, None, self._last)]
         self._speeds = dict[tuple[str, str], float]()  # of finished work by its kind
 
     def begins(self, what: str, total: int | None, *, is_part: bool) -> None:
         if self._listens:
-            self._works = [*(self._works if is_part else ()), Work(what, total, self._clock())]
+            self._works = [*(self._works if is_part else ()), WorkProgress(what, total, self._clock())]
 
     def ends(self) -> None:
         if self._listens:
@@ -114,7 +114,7 @@ class Waiting:
         return self._clock() - self._last
 
     def printed(self) -> None:
-        """Something was printed."""
+        """Begins to count the seconds of silence anew."""
         self._last = self._clock()
 
     def line(self) -> str:

@@ -41,7 +41,7 @@ class Ends:
         mesh: Mesh | None,
     ) -> None:
         self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        self._spreads: dict[nn.Parameter, _Spread] = {}
+        self._spreads: dict[nn.Parameter, _Sharded] = {}
         self._is_whole = False
         outside: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -50,7 +50,7 @@ class Ends:
                     outside.setdefault(parameter, []).append((module, name))  # several modules: a tied parameter
         for parameter, owners in outside.items():
             broadcast(parameter.data, device, mesh)
-            spread = _Spread(parameter.data, *axes)
+            spread = _Sharded(parameter.data, *axes)
             shard = nn.Parameter(spread.shard(parameter.data.to(device)), requires_grad=parameter.requires_grad)
             self._owners[shard], self._spreads[shard] = owners, spread
             _put(owners, shard)
@@ -86,7 +86,7 @@ class Ends:
                 _put(owners, shard)
 
 
-class _Spread:
+class _Sharded:
     """How one parameter is sharded over ranks that hold it alike, and gathered again."""
 
     def __init__(self, held: torch.Tensor, data: DeviceMesh, data_and_tensor: DeviceMesh | None) -> None:

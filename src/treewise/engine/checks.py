@@ -42,7 +42,7 @@ def refuse_no_gradients(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TokenLimits:
     """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. longest: tokens of a path;
     None: any number. has_placeholders: whether some tokens stand for images, videos or sounds."""
 
@@ -63,12 +63,12 @@ class Limits:
             model_checks.refuse_lengths(lm.decoder, length, "the longest path", "Shorten the trajectories")
 
 
-def limits_of(lm: DecoderAndHead) -> Limits:
+def limits_of(lm: DecoderAndHead) -> TokenLimits:
     """The limits of a model as it is now."""
     config: Any = lm.base.config
     longest = model_checks.length_limit(lm.decoder)
     has_placeholders = config.get_text_config() is not config
-    return Limits(min(lm.num_embeddings, lm.num_logits), None if longest is None else longest[0], has_placeholders)
+    return TokenLimits(min(lm.num_embeddings, lm.num_logits), None if longest is None else longest[0], has_placeholders)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class _Passed:
     state: _State
     with_images: bool
     with_gradients: bool
-    limits: Limits
+    limits: TokenLimits
 
 
 class StepChecks:
@@ -176,7 +176,7 @@ class StepChecks:
             state = _state_of(lm, self.stands_in_for)
         self._passed = [*self._passed, _Passed(state, has_images, has_gradients, limits)][-_NUM_KEPT:]
 
-    def _limits(self, lm: DecoderAndHead) -> Limits:
+    def _limits(self, lm: DecoderAndHead) -> TokenLimits:
         """What the tokens of a forest must keep to with the model as it is now. Raises where trees refuse it."""
         base_model(self._model)  # adapters
         kind = lm.device.type

@@ -10,8 +10,8 @@ backward (`nn.flops`).
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -27,7 +27,7 @@ from treewise.engine.values import token_reader
 from treewise.nn.device import part_of_torch
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
-from treewise.nn.lm_head import MAX_LOGITS, MAX_PRODUCT
+from treewise.nn.lm_head import sized_as
 from treewise.nn.model import mixes_in_order, split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
@@ -75,7 +75,7 @@ class StepMemory:
 
     @property
     def live(self) -> int:
-        """Bytes of tensors."""
+        """Bytes of all tensors that are alive at the peak."""
         return self.activations + self.gateways + self.images + self.others
 
     @property
@@ -122,7 +122,9 @@ def step_memory(
     dtype = autocast or next(model.parameters()).dtype
     fullest = _fullest(plan, costs, dtype, has_states=mixes_in_order(model))
     asks_for_autocast = autocast is not None or _adapts_parameters(model)
-    with _as_on(device_type, "cpu" if asks_for_autocast else "meta", autocast):
+    stand_in = "cpu" if asks_for_autocast else "meta"  # torch has no autocast for `meta`, nor can it be disabled there
+    under_autocast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    with sized_as(device_type, stand_in), under_autocast:
         twin = without_data(model, claims_cpu=asks_for_autocast)
         lm = split_model(twin)
         by_rows = nullcontext()
@@ -148,21 +150,6 @@ def step_memory(
         sizes = {batch.num_tokens for batch in plan.micro_batches} if dtype.itemsize < 4 else ()
         allocator = round(HOLES * peak) + LIBRARIES + min(KERNELS * len(sizes), KEPT_KERNELS)
     return StepMemory(activations, gateways, images, peak - activations - gateways, allocator)
-
-
-@contextmanager
-def _as_on(device_type: str, stand_in: str, autocast: torch.dtype | None) -> Iterator[None]:
-    """Inside, the head works on tensors without data as on `device_type`, under autocast if there is one.
-
-    stand_in: where they claim to be. torch has no autocast for `meta`, nor can it be disabled there.
-    """
-    with ExitStack() as around:
-        for most in (MAX_LOGITS, MAX_PRODUCT):
-            around.callback(most.__setitem__, stand_in, most.get(stand_in, most["cpu"]))
-            most[stand_in] = most.get(device_type, most["cpu"])
-        if autocast is not None:
-            around.enter_context(torch.autocast("cpu", autocast))
-        yield
 
 
 def _adapts_parameters(model: nn.Module) -> bool:
@@ -321,7 +308,7 @@ class Results:
         self._known: dict[Any, Any] = {}  # forms of what an operation returned, by it and the forms of its arguments
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` returns."""
+        """What `func` returns, without data, of a form that is kept for the next call."""
         if func.is_view:  # of one tensor, the first, and torch knows the shape at once
             return func(*args, **kwargs) if type(args[0]) is not OnCpu else _view(func, args, kwargs)
         target = kwargs.get("out", args[0] if args else None)

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers, one tensor at a time: one tensor of the source and some rows of the output in memory.
+"""Checkpoints of transformers: one tensor of the source, and of the output one shard at a time in memory.
 
 Only safetensors are read. The output is written beside its place and renamed at the end, so it is whole or not there.
 """
@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from typing import Any
 
 import psutil
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from treewise.base.own_files import read_own
 from treewise.errors import ConfigError
@@ -65,7 +66,7 @@ class SmallCheckpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor."""
+        """The shape of every tensor, by name."""
         return {name: shape for name, (shape, _) in self.kinds.items()}
 
     @property
@@ -74,7 +75,7 @@ class SmallCheckpoint:
         return sum(map(math.prod, self.shapes.values()))
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """A tensor by its name, as it is stored."""
         with _readable(self._file_of[name]) as tensors:
             return tensors.get_tensor(name)
 
@@ -136,55 +137,30 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GrownTensor:
-    """A tensor made while it is written: name, element type as in safetensors, shape, and its rows in blocks."""
+    """A tensor that is made when it is written: name, element type as in safetensors, and shape."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[torch.Tensor]]
+    make: Callable[[], torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def write_tensors(folder: Path, tensors: Sequence[GrownTensor]) -> None:
     """Writes weights as transformers reads them, in shards of at most `SHARD_BYTES`, or of one tensor."""
-    shards: list[list[GrownTensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and sum(each.num_bytes for each in shards[-1]) + tensor.num_bytes > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(tensor)
-    if len(shards) == 1:
-        _write_safetensors(folder / SINGLE, shards[0])
-        return
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards):
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_safetensors(folder / file, shard)
-        weight_map |= {tensor.name: file for tensor in shard}
-    content = {"metadata": {"total_size": sum(each.num_bytes for each in tensors)}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-def _write_safetensors(file: Path, tensors: Sequence[GrownTensor]) -> None:
-    """One file: the length of the header (8 bytes, little-endian), the header, then the values, block by block, which
-    the library writes only from whole tensors.
-
-    https://github.com/huggingface/safetensors#format; wider elements come first, so that all are aligned.
-    """
-    ordered = sorted(tensors, key=lambda each: -ITEM_BYTES[each.dtype])
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for each in ordered:
-        start, end = end, end + each.num_bytes
-        header[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for each in ordered:
-            for block in each.blocks():
-                out.write(block.contiguous().view(torch.uint8).numpy().data)
-        assert out.tell() == 8 + len(text) + end, file
+    split = split_state_dict_into_shards_factory(
+        {tensor.name: tensor for tensor in tensors},
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
+    made_by = {tensor.name: tensor.make for tensor in tensors}
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: made_by[name]() for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import SmallCheckpoint, copy_companions, new_checkpoint, write_tensors
-from treewise.grow.configuration import MANGO, Growth, check_like, growth_like
+from treewise.grow.configuration import MANGO, Growth
 from treewise.grow.growth_plan import GrowthPlan, plan_of
 from treewise.grow.operators import trained_operator
+from treewise.tree import Forest
 
 logger = logging.getLogger("treewise")
 TOLERANCE = 1e-5  # of logits before and after, in float32, of the largest one
@@ -30,7 +32,7 @@ class GrowReport:
         output: the grown model's folder.
         operator: `copy`, `stack` or `mango`.
         depth: how layers were added, `zero` or `stack`.
-        width, inner, num_layers, experts: factors, and layers of the grown model.
+        width, num_layers: factor, and layers of the grown model.
         noise, seed: of what parts the copies.
         num_parameters_before, num_parameters_after: counted in the checkpoints.
         keeps_function: whether this operator promises equal logits.
@@ -45,9 +47,7 @@ class GrowReport:
     operator: str
     depth: str
     width: int
-    inner: int
     num_layers: int
-    experts: int
     noise: float
     seed: int
     num_parameters_before: int
@@ -61,21 +61,52 @@ class GrowReport:
     operator_losses: tuple[float, ...] = ()
 
 
-def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
+def grow(
+    source: str | Path,
+    output: str | Path,
+    *,
+    width: int = 1,
+    num_layers: int | None = None,
+    operator: str = "copy",
+    noise: float = 0.01,
+    seed: int = 0,
+    check: bool = True,
+    forests: Sequence[Forest] = (),
+    rank: int = 1,
+    steps: int = 100,
+    learning_rate: float = 1e-3,
+    trees_per_step: int = 1,
+    max_tokens: int | None = None,
+) -> GrowReport:
     """Grows a model: the folder `source`, with safetensors, to the folder `output`, which must not exist.
 
     `copy` repeats units and adds layers that begin as the identity; logits stay. `stack` adds copies of the whole
     stack of layers; logits change. `mango` (arXiv 2310.10699) begins as a copy and is fitted to the task loss for some
     steps, the small model frozen, before the large weights are made from it; logits change.
 
-    growth: fields of `treewise.grow.configuration.Growth`.
+    Parameters:
+        source, output: folders. The others: as of `treewise.grow.configuration.Growth`.
 
     Raises:
         UnsupportedModelError: a family, field or tensor that no rule covers (named), or logits that did not stay.
         ConfigError: a target that is no growth (the field is named), an unknown operator, an existing output, missing
             data or files.
     """
-    source, output, wanted = Path(source), Path(output), Growth(**growth)
+    source, output = Path(source), Path(output)
+    wanted = Growth(
+        width=width,
+        num_layers=num_layers,
+        operator=operator,
+        noise=noise,
+        seed=seed,
+        check=check,
+        forests=forests,
+        rank=rank,
+        steps=steps,
+        learning_rate=learning_rate,
+        trees_per_step=trees_per_step,
+        max_tokens=max_tokens,
+    )
     if output.exists():
         raise ConfigError(f"{output} exists already; name a folder that does not exist.")
     if not (source / "config.json").is_file():
@@ -83,11 +114,7 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
     if wanted.operator == MANGO and not wanted.forests:
         raise ConfigError("operator 'mango' is fitted to trees: give data.")
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if wanted.like is not None:
-        wanted = growth_like(wanted, config, wanted.like)
     plan, small = plan_of(config, wanted), SmallCheckpoint(source)
-    if wanted.like is not None:
-        check_like(config, plan.grown_config, wanted.like)
     has_all_layers = len(plan.layer_sources) == config.num_hidden_layers
     keeps_function = wanted.operator == "copy" or (wanted.operator == "stack" and has_all_layers)
     with new_checkpoint(output) as folder:
@@ -105,10 +132,12 @@ def grow(source: str | Path, output: str | Path, **growth: Any) -> GrowReport:
             source=str(source),
             source_sha256=small.sha256(),
             output=str(output),
-            **{name: getattr(wanted, name) for name in ("operator", "width", "experts", "noise", "seed")},
+            operator=wanted.operator,
             depth=plan.depth,
-            inner=wanted.inner_factor,
+            width=wanted.width,
             num_layers=len(plan.layer_sources),
+            noise=wanted.noise,
+            seed=wanted.seed,
             num_parameters_before=small.num_parameters,
             num_parameters_after=SmallCheckpoint(folder).num_parameters,
             keeps_function=keeps_function,

@@ -11,12 +11,11 @@ from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.grow.checkpoint import GrownTensor, SmallCheckpoint
 from treewise.grow.configuration import (
     Growth,
-    count_experts,
     grown_configuration,
     layer_sources,
     refuse_configuration,
 )
-from treewise.grow.widening import EXPERT, LAYER, Role, TensorRole, Widening, role_of, widened_blocks
+from treewise.grow.widening import LAYER, Role, TensorRole, Widening, role_of, widened
 
 POST_NORM = "post_feedforward_layernorm"  # a layer that has it normalises the results of its branches, not their inputs
 BRANCH_NORMS = ("post_attention_layernorm", POST_NORM)
@@ -72,30 +71,21 @@ class GrowthPlan:
         found = []
         for name, role in roles.items():
             shape, dtype = small.kinds[name]
-            for grown_name, copy, layer in self.names(name):
+            for grown_name, layer in self.names(name):
                 value = self._silence(role, layer, is_post_norm=is_post_norm)
-                blocks = partial(self._blocks, small.read, name, role, copy, layer, value)
-                found.append(GrownTensor(grown_name, dtype, self.widening.grown_shape(role, shape), blocks))
+                make = partial(self._made, small.read, name, role, layer, value)
+                found.append(GrownTensor(grown_name, dtype, self.widening.grown_shape(role, shape), make))
         return sorted(found, key=lambda each: int(match["layer"]) if (match := LAYER.fullmatch(each.name)) else -1)
 
-    def names(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """Names that a tensor gets in the grown model, with the index of the expert's copy and of the layer (or -1)."""
+    def names(self, name: str) -> Iterator[tuple[str, int]]:
+        """Names that a tensor gets in the grown model, with the index of the layer (-1 outside of the layers)."""
         match = LAYER.fullmatch(name)
-        for layer, source in enumerate(self.layer_sources) if match else ((-1, -1),):
-            if match and source != int(match["layer"]):
-                continue
-            grown = f"{match['head']}{layer}{match['tail']}" if match else name
-            part = EXPERT.fullmatch(grown)
-            if part is None:
-                yield grown, 0, layer
-                continue
-            count = count_experts(self.config)
-            if count is None:
-                raise ConfigError(
-                    f"{self.config.model_type} has tensors of experts, but its configuration counts none."
-                )
-            for copy in range(self.widening.experts):
-                yield f"{part['head']}{int(part['expert']) + copy * count}{part['tail']}", copy, layer
+        if match is None:
+            yield name, -1
+            return
+        for layer, source in enumerate(self.layer_sources):
+            if source == int(match["layer"]):
+                yield f"{match['head']}{layer}{match['tail']}", layer
 
     def _silence(self, role: TensorRole, layer: int, *, is_post_norm: bool) -> float | None:
         """What a tensor of an identity layer is filled with so that its branch adds nothing to the residual stream."""
@@ -105,18 +95,11 @@ class GrowthPlan:
             return -self.widening.norm_offset if role.module in BRANCH_NORMS else None
         return 0.0 if role.adds_to_residual else None
 
-    def _blocks(
-        self,
-        read: Callable[[str], torch.Tensor],
-        name: str,
-        role: TensorRole,
-        copy: int,
-        layer: int,
-        value: float | None,
-    ) -> Iterator[torch.Tensor]:
-        is_silent = layer in self.identities
-        for block in widened_blocks(name, read(name), role, self.widening, copy, is_silent=is_silent):
-            yield block if value is None else torch.full_like(block, value)
+    def _made(
+        self, read: Callable[[str], torch.Tensor], name: str, role: TensorRole, layer: int, value: float | None
+    ) -> torch.Tensor:
+        made = widened(name, read(name), role, self.widening, is_silent=layer in self.identities)
+        return made if value is None else made.fill_(value)
 
 
 def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -138,8 +121,6 @@ def plan_of(config: PreTrainedConfig, growth: Growth) -> GrowthPlan:
     embedding_scale = (config.hidden_size / grown.hidden_size) ** 0.5 if scales_embedding else 1.0
     widening = Widening(
         width=growth.width,
-        inner=growth.inner,
-        experts=growth.experts,
         embedding_scale=embedding_scale,
         final_norm_scale=1 / (growth.width * embedding_scale) if config.tie_word_embeddings else 1.0,
         norm_offset=1.0 if scales_embedding else 0.0,

@@ -1,8 +1,7 @@
 """Learned growth: a linear map from all small weights to all large ones, a few numbers for each weight that it makes.
 
 It begins as a copy of units and layers (no layer begins as the identity, which no map of whole layers can give), and
-leaves norms, which are repeated, and what keeps its size alone. Where the number of experts grows, one more map, over
-experts, begins as a copy.
+leaves norms, which are repeated, and what keeps its size alone.
 
 Mango (arXiv 2310.10699, Fig. 4): one ring of small tensors over matrices (B), outputs (O), layers (L) and inputs (I).
 The paper cuts every matrix into squares of the hidden size. Grouped key heads and inner sizes that are no multiple of
@@ -137,10 +136,6 @@ class Mango(nn.Module):
         self.stacks = stacks_of(model, shapes, plan.config)
         self.layers_prefix = next(match["head"] for name in shapes if (match := LAYER.fullmatch(name)))
         self._copied = self._copies(model, shapes, plan)
-        self.experts = None
-        if plan.widening.experts > 1:
-            count = max(stack.weights.shape[1] for stack in self.stacks)
-            self.experts = noisy(tile(count, count * plan.widening.experts), self.generator)
         self.outputs, self.inputs, self.matrices = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         starts: dict[str, torch.Tensor] = {}  # the map that copies, [large, small], of every axis of units
         for stack in self.stacks:
@@ -166,8 +161,6 @@ class Mango(nn.Module):
             grown = self.grown_stack(index)
             if not stack.has_experts:
                 grown = grown[:, 0]
-            elif self.experts is not None:
-                grown = torch.einsum("fe,keoi->kfoi", self.experts, grown)
             if stack.is_bias:
                 grown = grown[..., 0]
             for layer, weights in enumerate(grown):
@@ -184,7 +177,7 @@ class Mango(nn.Module):
                 continue
             role = role_of(name, tuple(tensor.shape), plan.config, shapes.get(name))
             wide = widened(name, tensor, role, plan.widening)
-            copies |= {grown: wide for grown, *_ in plan.names(name)}
+            copies |= {grown: wide for grown, _ in plan.names(name)}
         return copies
 
     def _core(self, start: torch.Tensor) -> nn.Parameter:

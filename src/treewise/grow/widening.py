@@ -21,8 +21,6 @@ from transformers import PreTrainedConfig
 from treewise.errors import UnsupportedModelError
 
 LAYER = re.compile(r"(?P<head>.*\blayers\.)(?P<layer>\d+)(?P<tail>\..*)")
-EXPERT = re.compile(r"(?P<head>.*\bexperts\.)(?P<expert>\d+)(?P<tail>\..*)")
-INNER = re.compile(r".*\.(mlp|block_sparse_moe|fc1|fc2)\..*")  # names of tensors with an axis of inner units
 EMBEDDINGS = ("embed_tokens", "embed_in")
 POSITIONS = ("embed_positions",)
 HEADS = ("lm_head", "embed_out")
@@ -54,17 +52,13 @@ class TensorRole:
         role: its shape class.
         blocks: sizes of the parts that lie side by side on the first axis (fused projections), each grown on its own.
         module: last name of the module that holds it.
-        is_expert: it is of one expert.
         adds_to_residual: its result is added to the residual stream.
-        is_inner: one of its axes is of inner units, those of an MLP or an expert, and no axis of heads.
     """
 
     role: Role
     blocks: tuple[int, ...]
     module: str
-    is_expert: bool
     adds_to_residual: bool
-    is_inner: bool
 
 
 def role_of(
@@ -92,8 +86,7 @@ def role_of(
     blocks = blocks or shape[:1]
     if sum(blocks) != shape[0]:
         raise UnsupportedModelError(f"{name} has {shape[0]} rows, its parts {sum(blocks)}; no rule covers it.")
-    is_expert, is_inner = EXPERT.fullmatch(name) is not None, INNER.fullmatch(name) is not None
-    return TensorRole(role, blocks, module, is_expert, module in RESIDUAL_OUTPUTS, is_inner)
+    return TensorRole(role, blocks, module, module in RESIDUAL_OUTPUTS)
 
 
 def _role(name: str, module: str, kind: str, shape: tuple[int, ...]) -> Role | None:
@@ -132,9 +125,7 @@ class Widening:
     """Factors of a growth in width.
 
     Attributes:
-        width: copies of each hidden unit and of each head.
-        inner: copies of each inner unit (of MLPs and experts); None: `width`.
-        experts: copies of each expert.
+        width: copies of each hidden unit, of each head and of each inner unit.
         embedding_scale: what the embedding is multiplied by (a model that scales its embedding by the square root of
             the hidden size would otherwise scale it more).
         final_norm_scale: what the last norm's output is multiplied by, where the head is tied to the embedding and so
@@ -145,8 +136,6 @@ class Widening:
     """
 
     width: int
-    inner: int | None = None
-    experts: int = 1
     embedding_scale: float = 1.0
     final_norm_scale: float = 1.0
     norm_offset: float = 0.0
@@ -155,15 +144,11 @@ class Widening:
 
     def factors(self, role: TensorRole) -> tuple[int, int]:
         """How often the first axis of a tensor is repeated, and its last one (1 for vectors)."""
-        kind, inner = role.role, self.width if self.inner is None or not role.is_inner else self.inner
-        if kind is Role.FIXED:
+        if role.role is Role.FIXED:
             return 1, 1
-        if kind in (Role.EMBEDDING, Role.POSITIONS, Role.HEAD):
+        if role.role in (Role.EMBEDDING, Role.POSITIONS, Role.HEAD, Role.ROUTER):
             return 1, self.width
-        if kind is Role.ROUTER:
-            return self.experts, self.width
-        rows, columns = (self.width, inner) if role.adds_to_residual else (inner, self.width)
-        return rows, columns if kind is Role.LINEAR else 1
+        return self.width, self.width if role.role is Role.LINEAR else 1
 
     def grown_shape(self, role: TensorRole, shape: tuple[int, ...]) -> tuple[int, ...]:
         """[out] or [out, in] of the large model."""
@@ -171,27 +156,25 @@ class Widening:
         return (shape[0] * rows, *(length * columns for length in shape[1:]))
 
 
-def widened(name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening) -> torch.Tensor:
-    """A tensor of the small model in the size of the large one: the blocks of `widened_blocks`, joined."""
-    return torch.cat(list(widened_blocks(name, tensor, role, rule)))
-
-
-def widened_blocks(
-    name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, copy: int = 0, *, is_silent: bool = False
-) -> Iterator[torch.Tensor]:
-    """A tensor of the small model in the size of the large one, some rows after the other.
+def widened(
+    name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, *, is_silent: bool = False
+) -> torch.Tensor:
+    """A tensor of the small model in the size of the large one (`rule.grown_shape`), in its own dtype.
 
     Parameters:
         name: of the small model's tensor; the noise depends on it.
         tensor: [out] or [out, in], as stored.
         role: from `role_of`.
         rule: factors, noise.
-        copy: which copy of its expert this is, 0 outside of experts.
         is_silent: the branch that the tensor is in adds nothing yet, so that its noise need not cancel.
-
-    Yields:
-        [rows, in of the large model], in the dtype of `tensor`; together `rule.grown_shape`.
     """
+    return torch.cat(list(_blocks_of_rows(name, tensor, role, rule, is_silent=is_silent)))
+
+
+def _blocks_of_rows(
+    name: str, tensor: torch.Tensor, role: TensorRole, rule: Widening, *, is_silent: bool
+) -> Iterator[torch.Tensor]:
+    """[rows, in of the large model], some rows after the other: in float64 a whole tensor may be too large."""
     rows, columns = rule.factors(role)
     source = repeat_blocks(torch.arange(tensor.shape[0]), role.blocks, rows)
     width = (tensor.shape[1] if tensor.dim() > 1 else 1) * columns
@@ -209,7 +192,7 @@ def widened_blocks(
         if role.role in (Role.EMBEDDING, Role.POSITIONS):
             yield (wide * (rule.embedding_scale if role.role is Role.EMBEDDING else 1.0)).to(tensor.dtype)
             continue
-        noise = noise_of(f"{name} {number}", wide.shape, columns, role, rule, copy, is_silent=is_silent)
+        noise = noise_of(f"{name} {number}", wide.shape, columns, rule, is_silent=is_silent)
         yield (wide / columns + deviation / columns * noise).to(tensor.dtype)
 
 
@@ -219,28 +202,15 @@ def repeat_blocks(tensor: torch.Tensor, blocks: tuple[int, ...], times: int) -> 
     return torch.cat([part.repeat(times, *rest) for part in tensor.split(list(blocks))])
 
 
-def noise_of(
-    name: str,
-    shape: torch.Size,
-    columns: int,
-    role: TensorRole,
-    rule: Widening,
-    copy: int,
-    *,
-    is_silent: bool,
-) -> torch.Tensor:
+def noise_of(name: str, shape: torch.Size, columns: int, rule: Widening, *, is_silent: bool) -> torch.Tensor:
     """Noise of unit deviation times `rule.noise` for rows of a wide matrix, [rows, in], or a zero.
 
-    It changes no sum over the `columns` copies of an input, nor, where inputs have no copies, over those of an expert;
-    of a silent branch it is free.
+    It changes no sum over the `columns` copies of an input; of a silent branch it is free.
     """
-    sums_experts = role.is_expert and role.adds_to_residual and rule.experts > 1
-    has_copies = max(rule.width, rule.inner or 1, rule.experts) > 1
-    if rule.noise == 0 or not (columns > 1 or sums_experts or (is_silent and has_copies)):
+    if rule.noise == 0 or rule.width == 1:
         return torch.zeros(())
     generator = torch.Generator().manual_seed((rule.seed << 32) ^ zlib.crc32(name.encode()))
-    num_copies = rule.experts if role.is_expert else 1
-    drawn = torch.randn(num_copies, shape[0], columns, shape[1] // columns, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(shape[0], columns, shape[1] // columns, generator=generator, dtype=torch.float64)
     if not is_silent:
-        drawn = drawn - drawn.mean(2 if columns > 1 else 0, keepdim=True)
-    return rule.noise * drawn[copy].flatten(1)
+        drawn = drawn - drawn.mean(1, keepdim=True)
+    return rule.noise * drawn.flatten(1)

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
-from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, as_numpy, fields_in_rows
+from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
+from treewise.integrations.batches.tree_batches import Fields, StandIn, TreeBatches, as_numpy, fields_in_rows
 from treewise.integrations.verl_batches import relatives_together
 from treewise.nn.wrapped import base_model
 

@@ -29,7 +29,7 @@ def register() -> None:
 def _with_relatives(trainer_class: Any, mode: str) -> Any:
     """A subclass of one of verl's trainers."""
 
-    class TreeTrainer(trainer_class):
+    class RelativesTrainer(trainer_class):
         def __init__(self, config: Any) -> None:
             strategy = config.actor_rollout_ref.actor.strategy
             if strategy not in ("fsdp", "fsdp2"):
@@ -59,8 +59,8 @@ def _with_relatives(trainer_class: Any, mode: str) -> Any:
             size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * rollouts
             return 1 if num_rows % size else num_rows // size
 
-    TreeTrainer.__name__ = TreeTrainer.__qualname__ = f"Tree{trainer_class.__name__}"
-    return TreeTrainer
+    RelativesTrainer.__name__ = RelativesTrainer.__qualname__ = f"Tree{trainer_class.__name__}"
+    return RelativesTrainer
 
 
 def order_by_rank(batch: Any, num_ranks: int, num_mini_batches: int) -> dict[str, float]:

@@ -10,7 +10,8 @@ Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -34,11 +35,29 @@ _NUM_SLICES = 8  # of a chunk, for sums over its rows; what they compute on the 
 # Values of the weight whose gradient is added up at a time where it is wider than the product: 24 MiB with the copy on
 # a CPU; 256 MiB on a GPU, where a vocabulary of 152,000 by 4,096 takes 5 products a chunk in place of 149.
 MAX_PRODUCT = {"cpu": 2**22, "cuda": 2**27}
+_SIZED_AS: dict[str, str] = {}  # see `sized_as`
 # Fewer rows are padded for their product with the weight in the backward: of up to three rows, torch's CPU kernel (MKL)
 # adds the terms of the vocabulary one by one. Of 49,152 in float32 that is 5.8e-6 off where four rows are 5e-7.
 _MIN_ROWS = 4
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
+
+
+@contextmanager
+def sized_as(device_type: str, stand_in: str) -> Iterator[None]:
+    """Inside, tensors on `stand_in` (without data: `meta`) are computed in pieces of the sizes of `device_type`."""
+    before = dict(_SIZED_AS)
+    _SIZED_AS[stand_in] = device_type
+    try:
+        yield
+    finally:
+        _SIZED_AS.clear()
+        _SIZED_AS.update(before)
+
+
+def _most(of_kinds: Mapping[str, int], tensor: Tensor) -> int:
+    kind = tensor.device.type
+    return of_kinds.get(_SIZED_AS.get(kind, kind), of_kinds["cpu"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +79,7 @@ class Head:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """V, the size of the vocabulary over all ranks."""
         return self.weight.shape[0] if self.shard is None else self.shard.num_tokens
 
     @property
@@ -191,7 +210,7 @@ def edge_values(
     source_E = source.cpu().numpy() if isinstance(source, torch.Tensor) else source
     is_first_E = np.diff(source_E, prepend=-1) != 0
     row_E = np.cumsum(is_first_E) - 1
-    max_logits = MAX_LOGITS.get(hidden.device.type, MAX_LOGITS["cpu"])
+    max_logits = _most(MAX_LOGITS, hidden)
     # Chunks of rows, each with its range of edges. The last one is full, since its logits may be kept; what remains is
     # the first.
     num_rows, chunk = int(row_E[-1]) + 1, max(1, max_logits // head.num_local_tokens)
@@ -317,7 +336,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), hidden)
         return
-    most = MAX_PRODUCT.get(total.device.type, MAX_PRODUCT["cpu"])
+    most = _most(MAX_PRODUCT, total)
     for start in range(0, len(total), size := max(1, most // total.shape[1])):
         total[start : start + size] += grad[:, start : start + size].t() @ hidden
 

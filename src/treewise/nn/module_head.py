@@ -36,7 +36,7 @@ class ModuleHead:
         return None
 
     def collecting(self) -> "ModuleHead":
-        """Itself."""
+        """The head itself: autograd accumulates its gradients."""
         return self
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -232,7 +232,7 @@ class KTO(_OfWholeRollouts):
         }
 
     def _baseline(self, score_P: Tensor, streams: Streams) -> Tensor:
-        """[] the baseline."""
+        """A scalar: the constant, or the mean score of mismatched completions, at least 0."""
         if self.baseline != "mismatched":
             return score_P.new_tensor(0.0 if self.baseline == "zero" else self.baseline)
         is_counted = ((streams["is_first"] > 0) & (streams["label"] == 0)).to(score_P.dtype)
@@ -329,7 +329,7 @@ def _scores(values: Values, streams: Streams, *, mean: bool = False) -> Float[Te
     return sums / torch.where(lengths > 0, lengths, 1.0)
 
 
-# -- Completions behind prompts that they do not belong to, of which KTO's baseline is the mean score -----------------
+# -- Completions behind prompts of others, of which KTO's baseline is the mean score ----------------------------------
 
 
 def with_mismatched(trees: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:

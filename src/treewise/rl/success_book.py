@@ -18,7 +18,6 @@ from annotated_types import Gt, Le, Lt
 from treewise.errors import DataError, check_fields
 from treewise.rl.branching.protocol import Signals
 from treewise.rl.branching.rollout_tree import RolloutTree
-from treewise.rl.node_values import node_values
 
 FORMAT = 1
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
@@ -90,14 +89,13 @@ class SuccessBook:
             keep * b + (1 - keep) * b0 + float(trials - successes),
         )
 
-    def observe_tree(self, task: str, tree: RolloutTree) -> None:
-        """Adds a finished tree: the ways that go on from its prompt are trials of the task, each of which counts by its
-        value (`node_values`), so that a draw below which more was sampled does not count more. Rollouts without a
-        reward are not trials.
+    def observe_group(self, task: str, success: float | None, trials: int) -> None:
+        """Adds the rollouts of one iteration: the ways that go on from the prompt are trials of the task, each of which
+        counts by its value (`node_values`), so that a draw below which more was sampled does not count more. success:
+        their mean; None without a reward.
         """
-        prompt = node_values(tree, self.settings.success_at)[0]
-        if prompt.value is not None:
-            self.observe(task, prompt.value * prompt.num_draws, prompt.num_draws)
+        if success is not None:
+            self.observe(task, success * trials, trials)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

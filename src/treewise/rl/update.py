@@ -346,15 +346,28 @@ def own_update(
     num_updates: int = 1,
     old_logprobs: str = "auto",
     reference: TreeEngine | None = None,
-    **advantages: Any,
+    method: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    drop_flat_groups: bool = False,
+    max_failed: float = MAX_FAILED,
 ) -> Update:
     """Rollouts with all that an update of the policy that sampled them needs; there may be none, or nothing to learn.
 
     Parameters:
         engine, reference: as of `scored`. num_updates, old_logprobs: as of `with_streams`.
-        advantages: method, settings, drop_flat_groups of `credited`, which raises of these.
+        method, settings, drop_flat_groups, max_failed: as of `credited`, which raises of these.
     """
-    update = credited(trees, objective, may_be_empty=True, **advantages) if trees else Update([])
+    if not trees:
+        return Update([])
+    update = credited(
+        trees,
+        objective,
+        method=method,
+        settings=settings,
+        drop_flat_groups=drop_flat_groups,
+        max_failed=max_failed,
+        may_be_empty=True,
+    )
     if not update.trees:
         return update
     update = with_streams(update, objective, num_updates=num_updates, old_logprobs=old_logprobs)

@@ -33,10 +33,10 @@ from starlette.routing import Route
 from tinker import types
 
 from treewise.errors import DataError, TreewiseError
-from treewise.nn.adapter_slots import Shape
+from treewise.serve.adapter_slots import Shape
 from treewise.serve.bodies import Bodies, BodyRefusedError, named_in
 from treewise.serve.catalog import Catalog, json_of, lora_facts
-from treewise.serve.journal import FAILED, REFUSED, Journal, Work, digest_of
+from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, RequestJournal, digest_of
 from treewise.serve.settings import LOOPBACK, ServeSettings
 from treewise.serve.store import KINDS, Place, Store
 from treewise.serve.weights import ServedModel
@@ -170,7 +170,7 @@ class Api(Catalog):
         if self.journal.get("model", name[0]) is None:
             return None
         is_call = kind in CALLS and status == 413
-        work = Work(f"{name[0]}:{name[1]}", *name, kind)
+        work = QueuedRequest(f"{name[0]}:{name[1]}", *name, kind)
         await run_in_threadpool(self.worker.refuse, work, text, None if is_call else status, _patience(request, kind))
         return {"request_id": work.id, "model_id": work.owner} if is_call else None
 
@@ -190,11 +190,11 @@ class Api(Catalog):
     async def _submit(
         self, owner: str, seq: int | None, kind: str, body: bytes, patience: float = PATIENCE_SECONDS
     ) -> dict[str, Any]:
-        """A future."""
+        """Queues a request; its answer as a future of Tinker's."""
         if seq is None or not (kind in ("create", "sample") or seq > 0) or not 0 <= seq < MAX_SEQ:
             raise DataError(f"seq_id must be 1 to {MAX_SEQ - 1}.")
         name = f"{owner}:{seq}"
-        await run_in_threadpool(self.worker.submit, Work(name, owner, seq, kind), body, patience)
+        await run_in_threadpool(self.worker.submit, QueuedRequest(name, owner, seq, kind), body, patience)
         return {"request_id": name, "model_id": owner}
 
     # -- clients ------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def make_app(settings: ServeSettings, model: Any = None, tokenizer: Any = None) 
     served = ServedModel(settings, model, tokenizer)
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(folder / "tokenizer")
-    journal = Journal(folder / "journal.sqlite")
+    journal = RequestJournal(folder / "journal.sqlite")
     names = journal.names("session") if settings.token else []
     if others := sum(journal.key_of(name) != digest_of(settings.token or "") for name in names):
         logger.warning(

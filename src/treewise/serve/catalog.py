@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, Response
 from tinker import types
 
 from treewise.errors import DataError
-from treewise.nn.adapter_slots import Shape
+from treewise.serve.adapter_slots import Shape
 from treewise.serve.links import LIFE_SECONDS, Links
 from treewise.serve.store import TYPES, NoCheckpointError, Place, size_of
 from treewise.serve.worker import Worker

@@ -50,7 +50,7 @@ GAP = "gap"  # kind of a row that stands for several numbers, which never came: 
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class QueuedRequest:
     """A request that is to run. batch: the group in which it ran before the server was restarted. is_answered: the
     client has its answer; it runs again for what it changed. is_done: it changed nothing, or a checkpoint alone, and is
     passed over. begun: how often it began before, without an answer."""
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     answer: bytes | None
 
 
-class Journal:
+class RequestJournal:
     """Opens or makes the file; any thread may call.
 
     Raises:
@@ -131,7 +131,7 @@ class Journal:
         return json.loads(found[0][0]) if found else None
 
     def remove(self, kind: str, name: str) -> None:
-        """Forgets it."""
+        """Forgets what is written of this kind under this name."""
         self._all("DELETE FROM facts WHERE kind = ? AND id = ?", kind, name)
 
     def names(self, kind: str, owner: str | None = None) -> list[str]:
@@ -156,14 +156,14 @@ class Journal:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, work: Work, body: bytes) -> None:
+    def add(self, work: QueuedRequest, body: bytes) -> None:
         """Writes a request, once."""
         self._all(
             "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, created) VALUES (?, ?, ?, ?, ?, ?)",
             *(work.id, work.owner, work.seq, work.kind, body, time.time()),
         )
 
-    def refuse(self, work: Work, content: bytes) -> None:
+    def refuse(self, work: QueuedRequest, content: bytes) -> None:
         """Writes a request that is not to run together with its answer; one that is there stays as it is."""
         now = time.time()
         self._all(
@@ -188,7 +188,7 @@ class Journal:
             *(content, media, time.time(), name),
         )
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, works: Sequence[QueuedRequest]) -> None:
         """Marks requests as one group, and counts that those without an answer begin: one that ends the process does so
         again at each start."""
         query = "UPDATE requests SET batch = IFNULL(batch, ?), begun = begun + (answer IS NULL) WHERE id = ?"
@@ -196,7 +196,7 @@ class Journal:
             self._db.execute("BEGIN")
             self._db.executemany(query, [(works[0].seq, work.id) for work in works])
 
-    def works(self, owner: str | None = None) -> list[Work]:
+    def works(self, owner: str | None = None) -> list[QueuedRequest]:
         """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""
         rows = self._all(
             "SELECT r.id, r.owner, r.seq, r.kind, r.batch, r.answer IS NOT NULL, r.answer IS NOT NULL AND "
@@ -205,7 +205,7 @@ class Journal:
             "WHERE (r.answer IS NULL OR r.seq > f.number) AND (? IS NULL OR r.owner = ?) ORDER BY r.created",
             *(REFUSED, FAILED, owner, owner),
         )
-        return [Work(*row[:5], *map(bool, row[5:7]), *row[7:]) for row in rows]
+        return [QueuedRequest(*row[:5], *map(bool, row[5:7]), *row[7:]) for row in rows]
 
     def snapshot(self, model: str, seq: int, answer: tuple[str, str, bytes] | None = None) -> None:
         """The effects of a model's requests up to `seq` are on the disk. answer: of request `seq`, where it is one that

@@ -8,7 +8,7 @@ import torch
 from tinker import types
 
 from treewise.errors import DataError, NonFiniteError
-from treewise.nn.adapter_slots import Weights
+from treewise.serve.adapter_slots import OwnedWeights
 from treewise.serve.weights import ServedModel, WeightsError
 
 _MOST = 1e37  # settings of an optimizer, and what is made of them, fit into float32
@@ -19,7 +19,7 @@ class Run:
     """sums: loss, flat, tree and computed tokens, seconds since its last optimizer step. moved: which step changed the
     weights last, and with which settings; empty: none did."""
 
-    weights: Weights
+    weights: OwnedWeights
     facts: dict[str, Any]
     steps: int = 0
     moved: str = ""

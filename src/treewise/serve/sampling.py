@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from treewise.errors import DataError
-from treewise.nn.adapter_slots import Weights
 from treewise.rl.samplers.prompt_scores import PromptRequest, prompt_scores
 from treewise.rl.samplers.protocol import Completion, SampleRequest, TextStops
+from treewise.serve.adapter_slots import OwnedWeights
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import check_cells, check_ids, dense, read_prompt, sample_answer
 
@@ -84,7 +84,7 @@ def _stops(stop: Any, model: ServedModel) -> tuple[tuple[int, ...], tuple[str, .
 
 
 def _targets(given: Any, length: int, vocabulary: int) -> np.ndarray:
-    """[length - 1, K]"""
+    """[length - 1, K] int64, the tokens whose log-probs are asked for; -1 where there is none."""
     if given is None:
         return np.zeros((length - 1, 0), dtype=np.int64)
     what, is_sparse = "target_prompt_logprobs", given.sparse_crow_indices is not None
@@ -97,7 +97,7 @@ def _targets(given: Any, length: int, vocabulary: int) -> np.ndarray:
 
 
 def answers(
-    model: ServedModel, weights: Weights | None, requests: Sequence[Sampling]
+    model: ServedModel, weights: OwnedWeights | None, requests: Sequence[Sampling]
 ) -> list[tuple[bytes, tuple[Completion, ...]]]:
     """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
     weights = weights or model.blank

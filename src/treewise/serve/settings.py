@@ -30,7 +30,7 @@ class ServeSettings:
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     attention: Annotated[str, Doc("auto, reference, cascade, flex")] = "auto"
     sampler: Annotated[
-        Literal["transformers", "vllm", "sglang", "openai"], Doc("what continues prompts: this process, or a server")
+        Literal["transformers", "vllm", "openai"], Doc("what continues prompts: this process, or a server")
     ] = "transformers"
     sampler_settings: Annotated[
         dict[str, Any] | None,

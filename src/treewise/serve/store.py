@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from treewise.errors import DataError
-from treewise.nn.adapter_slots import Shape, Weights
 from treewise.rl.samplers.server_weights import save_adapter
-from treewise.serve.journal import Journal
+from treewise.serve.adapter_slots import OwnedWeights, Shape
+from treewise.serve.journal import RequestJournal
 from treewise.serve.weights import ServedModel
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimizer_state, save_optimizer
@@ -78,7 +78,7 @@ class Store:
     lost: models that cannot go on, each with the reason.
     """
 
-    def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: Journal) -> None:
+    def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: RequestJournal) -> None:
         self.runs, self.model, self.base_name, self.journal = folder / "runs", model, base_name, journal
         self._loaded = lru_cache(_KEPT)(self._load_sampler)
         for each in self.runs.glob("*/*"):  # what a killed server left
@@ -120,7 +120,7 @@ class Store:
         return self.runs / run.replace(":", ".") / "snapshots"
 
     def folder(self, place: Place) -> Path:
-        """Where it stands."""
+        """The folder of a checkpoint, there or not."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
     def facts(self, place: Place, key: str | None = None) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Store:
         """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
         self.journal.put("expires", str(place), place.run, _end_of(seconds))
 
-    def save(self, place: Place, weights: Weights, facts: dict[str, Any], life: Any = None) -> None:
+    def save(self, place: Place, weights: OwnedWeights, facts: dict[str, Any], life: Any = None) -> None:
         """Writes a checkpoint; the optimizer's state, too, where it is one of training.
 
         Raises:
@@ -173,13 +173,13 @@ class Store:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, run: str, seq: int, weights: Weights, facts: dict[str, Any]) -> None:
+    def snapshot(self, run: str, seq: int, weights: OwnedWeights, facts: dict[str, Any]) -> None:
         """The server's own checkpoint of a run after request `seq`; the one before is kept."""
         folder = self._snapshots(run)
         self._write(folder, seq, weights, {"request": f"{run}:{seq}", **facts}, with_optimizer=True)
         store.prune(folder, 2, None)
 
-    def restore(self, run: str, seq: int, weights: Weights) -> dict[str, Any]:
+    def restore(self, run: str, seq: int, weights: OwnedWeights) -> dict[str, Any]:
         """The weights after request `seq`; returns what was written down with them. Newer snapshots, which the journal
         of a killed server does not have, go: else they would count when old ones are removed."""
         parent = self._snapshots(run)
@@ -190,7 +190,9 @@ class Store:
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def _write(self, folder: Path, step: int, weights: Weights, facts: dict[str, Any], *, with_optimizer: bool) -> None:
+    def _write(
+        self, folder: Path, step: int, weights: OwnedWeights, facts: dict[str, Any], *, with_optimizer: bool
+    ) -> None:
         aside = store.aside(folder, step)
         size = sum(each.numel() * each.element_size() for each in weights.parameters.values())
         facts = {"time": time.time(), "base_model": self.base_name, "shape": asdict(weights.shape), **facts}
@@ -207,7 +209,9 @@ class Store:
                 save_optimizer(aside, optimizer_state(weights.optimizer, self.model.model))
             store.publish(aside, {"serve": facts})
 
-    def load(self, place: Place, weights: Weights, *, with_optimizer: bool = False, key: str | None = None) -> None:
+    def load(
+        self, place: Place, weights: OwnedWeights, *, with_optimizer: bool = False, key: str | None = None
+    ) -> None:
         """Puts the values of a checkpoint into weights of its shape. key: as in `facts`.
 
         Raises:
@@ -218,11 +222,11 @@ class Store:
             raise DataError(f"{place} holds no optimizer's state; load a checkpoint of save_state, or weights alone.")
         self._read(folder, weights, with_optimizer=with_optimizer)
 
-    def weights_of(self, place: Place) -> Weights:
+    def weights_of(self, place: Place) -> OwnedWeights:
         """Those of a checkpoint, to sample from. Raises as `load`."""
         return self._loaded(place, self.facts(place)["request"])
 
-    def _load_sampler(self, place: Place, _request: str) -> Weights:
+    def _load_sampler(self, place: Place, _request: str) -> OwnedWeights:
         weights = self.model.new_weights(self.shape(place), 0)
         weights.optimizer = None
         self.load(place, weights)
@@ -232,7 +236,7 @@ class Store:
         """What the checkpoint's weights are. key: as in `facts`."""
         return Shape(**self.facts(place, key)["shape"])
 
-    def _read(self, folder: Path, weights: Weights, *, with_optimizer: bool) -> dict[str, Any]:
+    def _read(self, folder: Path, weights: OwnedWeights, *, with_optimizer: bool) -> dict[str, Any]:
         read_manifest(folder)  # compares every file with its checksum
         facts = _facts(folder)
         shape = Shape(**facts["shape"])

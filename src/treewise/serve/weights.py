@@ -16,14 +16,14 @@ from torch import nn
 
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape, Slots, Weights
+from treewise.models.load_model import load_processor, load_weights
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
-from treewise.nn.load_model import load_processor, load_weights
 from treewise.nn.vision import image_token_of
-from treewise.objectives.rows_loss import Row, RowsLoss
 from treewise.rl.samplers import Sampler, TransformersSampler, sampler_named
+from treewise.serve.adapter_slots import OwnedWeights, Shape, Slots
+from treewise.serve.rows_loss import LossRow, RowsLoss
 from treewise.serve.settings import ServeSettings
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -85,13 +85,13 @@ class ServedModel:
         return self._engine
 
     @cached_property
-    def blank(self) -> Weights | None:
+    def blank(self) -> OwnedWeights | None:
         """What is sampled from as the base model. For servers that are given adapters, one that changes nothing: a vLLM
         on a CPU lets an adapter of the head act on requests without one (seen with 0.32).
         """
         return self.new_weights(Shape(1, unembed=False), 0) if self._gives_adapters else None
 
-    def sampler_of(self, weights: Weights | None) -> Sampler:
+    def sampler_of(self, weights: OwnedWeights | None) -> Sampler:
         """What continues prompts with the weights that the model is `using`: this process, or servers, which are given
         them where they hold others.
 
@@ -117,7 +117,7 @@ class ServedModel:
         return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
     def compute(
-        self, weights: Weights | None, rows: Sequence[Row], *, gradients: bool
+        self, weights: OwnedWeights | None, rows: Sequence[LossRow], *, gradients: bool
     ) -> tuple[RowsLoss, dict[str, int]]:
         """The losses of rows as one forest; gradients are added to those that the weights have. A call that raises adds
         none.
@@ -142,7 +142,7 @@ class ServedModel:
                 raise NonFiniteError(f"the loss is not a number, first at datum {is_wrong.argmax()} of the forest.")
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
 
-    def optimize(self, weights: Weights, adam: types.AdamParams) -> float:
+    def optimize(self, weights: OwnedWeights, adam: types.AdamParams) -> float:
         """One step of AdamW by the gradients that were added up; returns their norm before clipping (0: there are
         none, and nothing changes).
 

@@ -12,8 +12,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 
 from treewise.errors import DataError
-from treewise.objectives.rows_loss import Row, RowsLoss, make_row
 from treewise.rl.samplers.protocol import Completion
+from treewise.serve.rows_loss import LossRow, RowsLoss, make_row
 from treewise.serve.weights import ServedModel
 from treewise.tree.images import ImageSpan
 
@@ -39,7 +39,7 @@ def read_call(body: bytes) -> Any:
     return message
 
 
-def read_rows(body: bytes, model: ServedModel) -> list[Row]:
+def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
     """The data of a call. Raises `DataError`, naming the datum."""
     message, stand_in = read_call(body), model.settings.stable_reinforce
     if any(len(UnknownFieldSet(each)) for each in (message, *message.data)):

@@ -19,12 +19,12 @@ from typing import Any
 from tinker import types
 
 from treewise.errors import ConfigError, DataError, NonFiniteError, SamplerError, TreewiseError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape
-from treewise.serve.journal import FAILED, GAP, REFUSED, Work
+from treewise.serve.adapter_slots import Shape
+from treewise.serve.journal import FAILED, GAP, REFUSED, QueuedRequest
+from treewise.serve.request_queue import RequestQueue
 from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request
 from treewise.serve.store import KINDS, Place, Store, size_of
-from treewise.serve.turns import Turns
 from treewise.serve.weights import COUNTS, WeightsError
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
@@ -64,7 +64,7 @@ class Worker(threading.Thread):
         self.started, self.seconds, self.now = time.time(), dict[str, float](), ("", "")
         self._counts: dict[str, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._turns = Turns(self.journal)
+        self._turns = RequestQueue(self.journal)
         self._runs: dict[str, Run] = {}
         self._drawn: set[str] = set()  # samples that have begun and were not cancelled
         self._patience: dict[str, float] = {}  # until when a model waits for lower numbers, once its client sent one
@@ -82,7 +82,7 @@ class Worker(threading.Thread):
         none = {**dict.fromkeys((*COUNTS, "sampled_tokens", "failures"), 0), "samples": []}
         return self._counts.get(key, none)
 
-    def _counts_of(self, work: Work) -> dict[str, Any]:
+    def _counts_of(self, work: QueuedRequest) -> dict[str, Any]:
         key = self.journal.key_of(work.owner) or ""
         return self._counts.setdefault(key, self.counts(key))
 
@@ -94,7 +94,7 @@ class Worker(threading.Thread):
         with self._changed:
             return sum(not work.is_answered for work in self._turns.waiting.values())
 
-    def submit(self, work: Work, body: bytes, patience: float = PATIENCE_SECONDS) -> None:
+    def submit(self, work: QueuedRequest, body: bytes, patience: float = PATIENCE_SECONDS) -> None:
         """Takes a request; one that was taken before is the same one. One whose turn has passed is answered so.
 
         patience: how long its model then waits for requests with lower numbers, in seconds; 0: none is under way.
@@ -128,7 +128,7 @@ class Worker(threading.Thread):
                     self._pass_over(work.owner, work.seq)
                 self._changed.notify()
 
-    def refuse(self, work: Work, error: str, status: int | None, patience: float = PATIENCE_SECONDS) -> None:
+    def refuse(self, work: QueuedRequest, error: str, status: int | None, patience: float = PATIENCE_SECONDS) -> None:
         """A request that the door refuses takes its number all the same, so that the next one has its turn. status:
         with which it was answered, and is when it comes again; None: as a future. One that was taken before stays, and
         numbers far ahead are not taken.
@@ -142,13 +142,13 @@ class Worker(threading.Thread):
                     self._pass_over(work.owner, work.seq)
                 self._changed.notify()
 
-    def _refuse(self, work: Work, error: str, status: int | None = None) -> None:
+    def _refuse(self, work: QueuedRequest, error: str, status: int | None = None) -> None:
         content = {"error": error, "category": types.RequestErrorCategory.User}
         content |= {} if status is None else {"status": status}
         self.journal.refuse(work, json.dumps(content).encode())
         self._turns.add([replace(work, is_answered=True, is_done=True)])
 
-    def _hear(self, work: Work, patience: float) -> None:
+    def _hear(self, work: QueuedRequest, patience: float) -> None:
         """Notes that a model's client sends something. Where the first that this process hears leaves a gap, it cannot
         be known whether requests did not come or were forgotten with the machine's power.
         """
@@ -162,7 +162,7 @@ class Worker(threading.Thread):
         gaps = self._turns.gaps(owner, below)
         for first, last in gaps:
             text = f"requests {first} to {last} of the model never came, or came after those that followed them."
-            self._refuse(Work(f"{owner}:{first}", owner, last, GAP), text)
+            self._refuse(QueuedRequest(f"{owner}:{first}", owner, last, GAP), text)
         if gaps and owner in self._doubtful:
             self._doubtful.discard(owner)
             error = DataError(
@@ -205,7 +205,7 @@ class Worker(threading.Thread):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Runs requests in turn until `stop` is called."""
         tidied = looked = 0.0
         while True:
             if time.monotonic() - tidied > TIDY_SECONDS:
@@ -232,7 +232,7 @@ class Worker(threading.Thread):
             self._save_snapshot(name, run)
         self.model.close()
 
-    def _begin(self, works: Sequence[Work]) -> None:
+    def _begin(self, works: Sequence[QueuedRequest]) -> None:
         """One client's failure is no other's: samples that fail together, or ended the process, run one by one. A
         request that ended the process at too many starts is refused; others run.
         """
@@ -260,7 +260,7 @@ class Worker(threading.Thread):
         for work in works if apart else ():  # which of them it was
             self._begin([work])
 
-    def _take(self) -> list[Work]:
+    def _take(self) -> list[QueuedRequest]:
         """The next group: the oldest request that can run, and those that run with it."""
         turns = self._turns
         samples = [work for work in turns.waiting.values() if work.kind == "sample"]
@@ -283,7 +283,7 @@ class Worker(threading.Thread):
             del turns.waiting[work.id]
         return works
 
-    def _precedence(self, work: Work) -> tuple[bool, float]:
+    def _precedence(self, work: QueuedRequest) -> tuple[bool, float]:
         """Models in memory that hold gradients first, for which others would have to go; then who waited longest."""
         run = self._runs.get(work.owner)
         return (True, 0.0) if run is None else (not run.has_gradients, run.used)
@@ -292,7 +292,7 @@ class Worker(threading.Thread):
         facts = self.journal.get("sampler", sampler)
         return None if facts is None else facts.get("model_path")
 
-    def _run(self, works: Sequence[Work]) -> None:
+    def _run(self, works: Sequence[QueuedRequest]) -> None:
         if (work := works[0]).kind == "sample":
             self._sample(works)
             return
@@ -309,7 +309,7 @@ class Worker(threading.Thread):
         if work.kind == "optim_step" and run.steps % self.settings.snapshot_every == 0:
             self._save_snapshot(work.owner, run)
 
-    def _fail(self, work: Work, error: Exception, media: str = FAILED) -> None:
+    def _fail(self, work: QueuedRequest, error: Exception, media: str = FAILED) -> None:
         is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError | NonFiniteError)
         self._counts_of(work)["failures"] += 1
         text = str(error) or type(error).__name__
@@ -362,7 +362,9 @@ class Worker(threading.Thread):
         self.store.snapshot(name, seq, run.weights, {"steps": run.steps, "moved": run.moved})
         self.journal.snapshot(name, seq, answer)
 
-    def _read(self, works: Sequence[Work], read: Callable[[Work, bytes], Any]) -> dict[Work, Any]:
+    def _read(
+        self, works: Sequence[QueuedRequest], read: Callable[[QueuedRequest, bytes], Any]
+    ) -> dict[QueuedRequest, Any]:
         """What requests ask. One that is wrong is answered, and leaves the others as they are."""
         found = {}
         for work in works:
@@ -372,7 +374,7 @@ class Worker(threading.Thread):
                 self._fail(work, error if isinstance(error, TreewiseError) else DataError(str(error)))
         return found
 
-    def _call(self, run: Run, works: Sequence[Work]) -> None:
+    def _call(self, run: Run, works: Sequence[QueuedRequest]) -> None:
         """All calls of a group as one forest."""
         calls = self._read(works, lambda _, body: read_rows(body, self.model))
         if not calls:
@@ -396,10 +398,10 @@ class Worker(threading.Thread):
 
     # -- requests: (run, work, the request as JSON) to the answer as JSON ---------------------------------------------
 
-    def _create(self, _: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+    def _create(self, _: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
         return {"type": asked.get("type"), "path": asked.get("path"), "model_id": work.owner}
 
-    def _optim_step(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+    def _optim_step(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
         adam = read_adam(asked)
         sums, run.sums = run.sums, [0.0] * 5
         norm = run.optimize(self.model, adam)
@@ -411,7 +413,7 @@ class Worker(threading.Thread):
         share = {"share_ratio:mean": sums[1] / sums[2]} if sums[2] else {}
         return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share}}
 
-    def _save(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+    def _save(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint by its name; one for a sampler without a name, which a sampling session then has."""
         if asked.get("age_encryption_recipients"):
             raise DataError("age_encryption_recipients: exports are not encrypted here.")
@@ -441,7 +443,7 @@ class Worker(threading.Thread):
 
     _save_weights = _save_weights_external = _save_weights_for_sampler = _save
 
-    def _load_weights(self, run: Run, work: Work, asked: dict[str, Any]) -> dict[str, Any]:
+    def _load_weights(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
         place = Place.parsed(asked["path"])
         key = self.journal.key_of(work.owner)
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"], key=key)
@@ -451,8 +453,8 @@ class Worker(threading.Thread):
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    def _sample(self, works: Sequence[Work]) -> None:
-        def read(work: Work, body: bytes) -> Sampling:
+    def _sample(self, works: Sequence[QueuedRequest]) -> None:
+        def read(work: QueuedRequest, body: bytes) -> Sampling:
             asked = types.SampleRequest.model_validate_json(body)
             return read_request(asked, work.id, self.model, lambda: work.id not in self._drawn)
 

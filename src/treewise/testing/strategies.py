@@ -4,8 +4,6 @@ Trees have forks, trajectories contained in others, duplicates and several roots
 branches through one token disagree about it.
 """
 
-from typing import Any
-
 import numpy as np
 
 from treewise.errors import ConfigError, pip_install
@@ -41,24 +39,34 @@ def token_lists(
 
 
 @st.composite
-def trajectories(draw: st.DrawFn, **sizes: Any) -> list[Trajectory]:
-    """Trajectories with random weights (some zero), advantages, old and reference log-probs, groups and rewards."""
-    sequences = draw(token_lists(**sizes))
+def trajectories(
+    draw: st.DrawFn, max_sequences: int = 8, max_new_tokens: int = 12, vocab_size: int = 3
+) -> list[Trajectory]:
+    """Trajectories with random weights (some zero), advantages, old and reference log-probs, groups and rewards.
+
+    Parameters as of `token_lists`.
+    """
+    sequences = draw(token_lists(max_sequences, max_new_tokens, vocab_size))
     rng = np.random.default_rng(draw(st.integers(0, MAX_SEED)))
     return [_with_streams(sequence, rng, index) for index, sequence in enumerate(sequences)]
 
 
 @st.composite
-def forests(draw: st.DrawFn, max_forests: int = 2, **sizes: object) -> Forest:
-    """A forest from trajectories, or several such forests side by side."""
+def forests(
+    draw: st.DrawFn, max_forests: int = 2, max_sequences: int = 8, max_new_tokens: int = 12, vocab_size: int = 3
+) -> Forest:
+    """A forest from trajectories, or several such forests side by side. Other parameters as of `token_lists`."""
+    items = trajectories(max_sequences, max_new_tokens, vocab_size)
     num_forests = draw(st.integers(1, max_forests))
-    return Forest.concatenate([Forest.from_trajectories(draw(trajectories(**sizes))) for _ in range(num_forests)])
+    return Forest.concatenate([Forest.from_trajectories(draw(items)) for _ in range(num_forests)])
 
 
 @st.composite
-def forests_and_budgets(draw: st.DrawFn, **sizes: Any) -> tuple[Forest, int]:
-    """A forest, and a budget between one token and a little more than all of it."""
-    forest = draw(forests(**sizes))
+def forests_and_budgets(
+    draw: st.DrawFn, max_forests: int = 2, max_sequences: int = 8, max_new_tokens: int = 12, vocab_size: int = 3
+) -> tuple[Forest, int]:
+    """A forest, and a budget between one token and a little more than all of it. Parameters as of `forests`."""
+    forest = draw(forests(max_forests, max_sequences, max_new_tokens, vocab_size))
     return forest, draw(budgets(forest))
 
 

@@ -177,11 +177,13 @@ class StepRunner:
             self.ranks.enter_lockstep(self.engine, self._first_tree())
             self.engine = self._new_engine()
 
-    def _measure_budget(self) -> None:
-        """All ranks measure at the same time; one process alone measures with its first batch."""
+    def measure_budget(self, first_tree: Callable[[], Forest] | None = None) -> None:
+        """All ranks measure at the same time; one process alone measures with its first batch. first_tree: what they
+        measure with, the same on all; None: that of the run.
+        """
         if self.ranks is not None and not self.engine.budget.is_measured and ranks.count() > 1:
             with self._autocast():
-                self.engine.plan(self._first_tree())
+                self.engine.plan((first_tree or self._first_tree)())
             self.ranks.take_least_budget(self.engine)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ class StepRunner:
                 "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
             )
         self.model.train()
-        self._measure_budget()
+        self.measure_budget()
         with self._batch(trains=True):
             if batch.ready is None:
                 return None
@@ -307,7 +309,7 @@ class StepRunner:
 
     def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
         """What is measured of each batch with trained tokens, without a graph."""
-        self._measure_budget()
+        self.measure_budget()
         found = []
         for batch in batches:
             with self._batch(trains=False), self._autocast():

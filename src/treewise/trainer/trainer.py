@@ -138,7 +138,7 @@ class TreeTrainer(UploadingTrainer):
         refuse_unsaved(self.model)
         if is_peft(self.model):
             feature("adapters").warn_of_parted_tables(self.model)
-        self._placer = make_placer(args, self.model, self.loss_objective)
+        self.placer = make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, self._run_facts)
@@ -225,7 +225,7 @@ class TreeTrainer(UploadingTrainer):
 
     def _prepare(self, batch: list[Forest]) -> PreparedBatch:
         """This rank's part of a batch, with all that the host computes for it."""
-        own = batch if self._placer is None else self._placer.own_part(batch)
+        own = batch if self.placer is None else self.placer.own_part(batch)
         return self.runner.prepare(own, self._throughput.flops_of(self.model, own))
 
     def _epoch_from(self, step: int) -> Iterator[list[Forest]] | None:

@@ -282,7 +282,7 @@ class Paths(LazySequence[np.ndarray]):
         return self._forest.num_trajectories
 
     def item(self, index: int) -> np.ndarray:
-        """[its length] int64."""
+        """[length of the trajectory] int64, the tree position of each of its tokens."""
         forest = self._forest
         if "_flat_paths" in forest.__dict__:
             return forest.path_index[forest.path_offsets[index] : forest.path_offsets[index + 1]]

@@ -81,7 +81,7 @@ class TreeShape:
 
     @cached_property
     def segment_of_token(self) -> np.ndarray:
-        """[T] int64."""
+        """[T] int64, the segment of each tree token."""
         return np.repeat(np.arange(len(self._lengths)), self._lengths)
 
     @cached_property

@@ -150,7 +150,7 @@ def _compared(
 
 
 @dataclass(slots=True)
-class _Run:
+class _Side:
     """One side: loss, the sum of the sizes of its terms, log-probs ([L - 1] per trajectory, float64 on the host), and
     gradients by name: of the loss, and through the log-probs (None: they are the same)."""
 
@@ -218,7 +218,7 @@ class _Sides:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             yield
 
-    def _run_flat(self, model: nn.Module, loss: FlatLoss, sft: FlatLoss) -> tuple[_Run, list[torch.Tensor]]:
+    def _run_flat(self, model: nn.Module, loss: FlatLoss, sft: FlatLoss) -> tuple[_Side, list[torch.Tensor]]:
         """Every trajectory alone, by the model's own forward; and the factors of its log-probs in the values that are
         compared: the gradients of the loss, or where it depends on more than log-probs, those of SFT's."""
         begin_work("flat training")
@@ -227,7 +227,7 @@ class _Sides:
         started = synchronized_clock(self.device)
         flat = loss.run(model, self.device)
         seconds = synchronized_clock(self.device) - started
-        run = _Run(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds)
+        run = _Side(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds)
         if flat.slopes is not None:
             return run, flat.slopes
         zero_gradients(model)
@@ -236,7 +236,7 @@ class _Sides:
         assert again.slopes is not None
         return run, again.slopes
 
-    def _run_wide(self, loss: FlatLoss, sft: FlatLoss) -> _Run:
+    def _run_wide(self, loss: FlatLoss, sft: FlatLoss) -> _Side:
         """The flat side in float32: of the model without autocast, or of a copy."""
         model = self.model
         if _lowest_dtype(model) in LOW_PRECISION:
@@ -251,7 +251,7 @@ class _Sides:
         return self._run_flat(model, loss, sft)[0]
 
     def _through_values(
-        self, engine: TreeEngine, plan: Plan, reference: _Run, slopes: list[torch.Tensor]
+        self, engine: TreeEngine, plan: Plan, reference: _Side, slopes: list[torch.Tensor]
     ) -> "_ThroughValues":
         """The engine's log-probs, and the errors of the gradients that a backward through them gives."""
         engine.check(plan.forest)  # its probe is no part of the seconds of a step
@@ -263,14 +263,14 @@ class _Sides:
 
     def _run_tree(
         self, engine: TreeEngine, plan: Plan, objective: Objective | Loss, through_values: "_ThroughValues"
-    ) -> _Run:
+    ) -> _Side:
         """A step on all trajectories as trees, by the engine."""
         zero_gradients(self.model)
         started = synchronized_clock(self.device)
         out = engine.step(plan.forest, objective)
         seconds = synchronized_clock(self.device) - started
         loss = float(out.loss)
-        return _Run(loss, abs(loss), through_values.logprobs, take_gradients(self.model), seconds)
+        return _Side(loss, abs(loss), through_values.logprobs, take_gradients(self.model), seconds)
 
 
 def _flat_loss(
@@ -328,12 +328,12 @@ class _Compared:
     engine: TreeEngine
     plan: Plan
     is_cut: bool
-    flat: _Run
-    wide: _Run | None
-    tree: _Run
+    flat: _Side
+    wide: _Side | None
+    tree: _Side
 
     @property
-    def reference(self) -> _Run:
+    def reference(self) -> _Side:
         return self.flat if self.wide is None else self.wide
 
 
@@ -353,7 +353,7 @@ def _gradient_errors(expected: Gradients, found: Gradients) -> _GradientErrors:
     return _GradientErrors(_ratio(math.hypot(*gaps.values()), norm), norm, tuple(rows))
 
 
-def _compare(reference: _Run, other: _Run) -> _Errors:
+def _compare(reference: _Side, other: _Side) -> _Errors:
     """Errors of one run relative to another."""
     difference = torch.cat(other.logprobs) - torch.cat(reference.logprobs)
     return _Errors(
@@ -425,7 +425,7 @@ class _FlatErrors:
     values: float
 
 
-def _flat_errors(wide: _Run, flat: _Run) -> _FlatErrors:
+def _flat_errors(wide: _Side, flat: _Side) -> _FlatErrors:
     errors = _compare(wide, flat)
     values = _gradient_errors(wide.through_values, flat.through_values).whole
     return _FlatErrors(errors.loss, errors.rms_logprob, errors.gradient.whole, values)

@@ -45,14 +45,9 @@ def test_learned_operators_and_what_does_not_fit(treewise, tmp_path):
     for more, message in (
         (["--output", "none", "--operator", "mango", "--width", 2], "give data"),
         (["--output", "none", "--width", 2, "--data", "rows.jsonl"], "--data is for mango"),
-        (["--output", "none", "--width", 2, "--like", "big"], "--like gives all sizes"),
-        (["--output", "none", "--like", "nowhere"], "nowhere holds no config.json"),
         (["--output", "none", "--layers", 1], "layers is 1, fewer than"),
         (["--output", "big", "--width", 2], "exists already"),
     ):
         code, _, err = treewise("grow", "model", *more)
         assert code == 2
         assert message in err
-    code, out, err = treewise("grow", "model", "--output", "alike", "--like", "big", "--verify")
-    assert code == 0, err
-    assert json.loads((tmp_path / "alike" / "grow.json").read_text())["width"] == 2

@@ -17,7 +17,7 @@ from tests.cli.helpers import save_tiny_model, write_rows
 from tests.trainer.helpers import in_child
 from treewise.cli.main import main
 from treewise.errors import ConfigError
-from treewise.nn.load_model import DEMO_MODEL, load_model, locate
+from treewise.models.load_model import DEMO_MODEL, load_model, locate
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.run_context import RunLock
 

@@ -15,7 +15,7 @@ from tests.data.images.test_placing import PARTS
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model, tiny_processor
 from tests.integrations.trl.helpers import assert_same_training, settings
 from treewise.data.images import decoded
-from treewise.integrations.batch_forest import NotShareable
+from treewise.integrations.batches.batch_forest import NotShareable
 from treewise.integrations.trl import share_prefixes
 from treewise.integrations.trl.call import images_of_call
 from treewise.testing import gradient_error, gradients_of

@@ -83,7 +83,7 @@ def test_pairs_without_replacement_have_their_probabilities():
     ("name", "settings", "message"),
     [
         ("dynamik", {}, "Did you mean 'dynamic'"),
-        ("gain", {"controll": True}, "controll"),
+        ("gain", {"kontrol": True}, "kontrol"),
         ("learnability", {}, "unknown curriculum 'learnability'"),
         ("gain", {"width": math.inf}, "width=inf must be"),
         ("dynamic", {"refills": -1}, "refills=-1"),

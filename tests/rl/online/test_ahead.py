@@ -9,7 +9,7 @@ import torch
 
 from tests.rl.online.helpers import EvenBytes, digest, new_trainer, tiny_policy
 from tests.rl.online.test_continuing import SECONDS, Scripted
-from tests.rl.online.test_trainer import Killed, raise_at
+from tests.rl.online.test_loop import Killed, raise_at
 from treewise import advantages
 from treewise.data import load_trees
 from treewise.distributed import ranks

@@ -12,13 +12,13 @@ pytest.importorskip("httpx")
 from tests.rl.online.helpers import digest, new_trainer, tiny_policy
 from tests.rl.online.test_ahead import RUN, SGD, logprobs_of, policy_after, rows_of
 from tests.rl.online.test_continuing import SECONDS
-from tests.rl.online.test_trainer import Killed, raise_at
+from tests.rl.online.test_loop import Killed, raise_at
 from tests.rl.samplers.stand_in import StandIn, running
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.journal import Journal, journal_file
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import ServerSampler
-from treewise.rl.samplers.server_weights import Weights
+from treewise.rl.samplers.server_weights import Handover
 from treewise.rl.tasks import RewardRunner
 from treewise.trainer.step import StepRunner
 
@@ -89,8 +89,8 @@ def test_a_server_that_is_started_anew_gets_the_older_weights_that_it_had(undist
 KILLS = {
     "reward": (RewardRunner, "rewards", 6, False),
     "a completion": (ServerSampler, "sample", 20, True),
-    "weights are written": (Weights, "hand_over", 3, True),
-    "weights are loaded": (Weights, "_load", 3, True),
+    "weights are written": (Handover, "hand_over", 3, True),
+    "weights are loaded": (Handover, "_load", 3, True),
     "within an update": (StepRunner, "end_step", 2, True),
 }
 
@@ -114,7 +114,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(stage, undistu
 def test_weights_are_loaded_while_the_trainer_works(undisturbed, tmp_path, monkeypatch):
     """The second load begins before the first iteration trains, and ends after it has."""
     trained, was_in_time = threading.Event(), []
-    original, loads = Weights._load, []
+    original, loads = Handover._load, []
 
     def load(self, *args):
         loads.append(1)
@@ -129,7 +129,7 @@ def test_weights_are_loaded_while_the_trainer_works(undisturbed, tmp_path, monke
         trained.set()
         return logs
 
-    monkeypatch.setattr(Weights, "_load", load)
+    monkeypatch.setattr(Handover, "_load", load)
     monkeypatch.setattr(OnlineTrainer, "_train_on", train_on)
     with running(StandIn(model=tiny_policy())) as server:
         trainer = trainer_on(tmp_path / "run", server)

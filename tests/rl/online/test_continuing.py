@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from tests.rl.online.helpers import TOKENIZER, new_trainer
-from tests.rl.online.test_trainer import Killed
+from tests.rl.online.test_loop import Killed
 from treewise.errors import TaskError
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online import continuing
+from treewise.rl.online.collector import Moment
 from treewise.rl.online.continuing import Rounds, continue_all
-from treewise.rl.online.journal import Journal
+from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.online.rollout import Continuation, Limits, start
 from treewise.rl.samplers import Completion, SampleRequest
+from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask
 
 END = TOKENIZER.eos_token_id
@@ -120,12 +122,11 @@ def continuations(task, count, calls):
 def continued(sampler, task, count, folder, **changes):
     calls = Calls(SECONDS)
     rollouts = continuations(task, count, calls)
+    journal = Journal(folder / "journal.jsonl")
     rounds = Rounds(
+        moment=Moment("here", LoopState(SuccessBook()), journal, sampler, 0),
         branching=None,
-        sampler=sampler,
-        book=None,
         rewards=None,
-        journal=Journal(folder / "journal.jsonl"),
         limits=rollouts[0]._limits,
         request=SampleRequest((0,), stop_ids=(END,)),
         **changes,
@@ -218,7 +219,7 @@ def test_a_server_that_keeps_one_waiting_holds_up_nobody(waiting, tmp_path):
     assert server.num_calls == 12
     silent = Server(0)
     again, rounds = continued(silent, task_of(), 4, tmp_path)  # all of it is in the journal, in whatever order
-    assert (silent.num_calls, rounds.journal.num_replayed) == (0, 12)
+    assert (silent.num_calls, rounds.moment.journal.num_replayed) == (0, 12)
     for one, other in zip(nodes, again, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
 

@@ -6,11 +6,10 @@ import logging
 import pytest
 
 from tests.rl.online.helpers import digest, new_trainer
-from tests.rl.online.test_collecting import Odd, draws_of
-from tests.rl.online.test_trainer import Killed, counted
+from tests.rl.online.test_drawn import Odd, draws_of
+from tests.rl.online.test_loop import Killed, counted
 from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum.self_check import CheckReport
-from treewise.rl.online.curriculum import check_items
 from treewise.rl.online.records import CHECK, DRAWS
 
 RUN = {
@@ -73,4 +72,4 @@ def test_what_cannot_be_checked(tmp_path):
         new_trainer(tmp_path / "run", **RUN | {"check_items": 2})
     trainer = new_trainer(tmp_path / "run", **RUN)
     with pytest.raises(DataError, match="2 tasks; a rank"):
-        check_items(trainer, 2, 4)
+        trainer.check_items(2, 4)

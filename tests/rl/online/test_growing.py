@@ -14,7 +14,7 @@ import pytest
 
 from tests.rl.online.helpers import EvenBytes, digest, new_trainer, tiny_policy
 from tests.rl.online.test_continuing import END, SECONDS, Scripted
-from tests.rl.online.test_trainer import Killed
+from tests.rl.online.test_loop import Killed
 from treewise.errors import TaskError
 from treewise.rl.online.journal import Journal, journals
 from treewise.rl.online.records import rollouts_file

@@ -120,7 +120,7 @@ def attempt(folder, name, number, family, mesh, sampler, *, is_killed, **changes
                 kill_in_second_iteration(trainer)
             trainer.train(resume_from_checkpoint=bool(store.checkpoints(folder / name)) or None)
             if not isinstance(trainer.sampler, ServerSampler):
-                model = trainer.rollouts.sampler.model  # of the last evaluation
+                model = trainer.eval_sampler.model  # of the last evaluation
                 assert is_whole(model)
                 torch.save(dict(model.named_parameters()), folder / f"{name}-{rank}.pt")
             torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""A server on loopback that speaks what vLLM's and SGLang's servers document, with a tiny model of ours behind it.
+"""A server on loopback that speaks what vLLM's server documents, with a tiny model of ours behind it.
 
 Its model is sampled by our own sampler, so log-probs are held to teacher forcing through the wire. tests/engines runs
 the same against a real vLLM.
@@ -42,7 +42,7 @@ class StandIn(ThreadingHTTPServer):
     def start_anew(self) -> None:
         """As after a kill: with the weights that it was started with."""
         self.num_starts += 1
-        self.model, self.adapters, self.weight_version = self.first, {}, "default"
+        self.model, self.adapters = self.first, {}
 
     def completions(
         self, model: Any, request: SampleRequest, num_top: int
@@ -69,8 +69,6 @@ class StandIn(ThreadingHTTPServer):
             return 404, {"detail": "Not Found"}
         name = path.strip("/").replace("/", "_")
         return getattr(self, f"on_{name}", lambda _: (404, {"detail": "Not Found"}))(asked)
-
-    # -- what vLLM has ------------------------------------------------------------------------------------------------
 
     def on_v1_models(self, _: Any) -> tuple[int, Any]:
         more = [{"id": name, "parent": "tiny"} for name in self.adapters]
@@ -121,40 +119,6 @@ class StandIn(ThreadingHTTPServer):
     def on_v1_unload_lora_adapter(self, asked: Any) -> tuple[int, Any]:
         return (200, "Success") if self.adapters.pop(asked["lora_name"], None) is not None else (404, "unknown")
 
-    # -- what SGLang has ----------------------------------------------------------------------------------------------
-
-    def on_model_info(self, _: Any) -> tuple[int, Any]:
-        return 200, {"model_path": "tiny", "weight_version": self.weight_version}
-
-    def on_update_weights_from_disk(self, asked: Any) -> tuple[int, Any]:
-        self.model = AutoModelForCausalLM.from_pretrained(asked["model_path"])
-        self.weight_version = asked["weight_version"]
-        return 200, {"success": True, "message": "Succeeded."}
-
-    def on_load_lora_adapter(self, asked: Any) -> tuple[int, Any]:
-        return self.on_v1_load_lora_adapter(asked)
-
-    def on_unload_lora_adapter(self, asked: Any) -> tuple[int, Any]:
-        return self.on_v1_unload_lora_adapter(asked)
-
-    def on_generate(self, asked: Any) -> tuple[int, Any]:
-        sampling = asked["sampling_params"]
-        request = SampleRequest(
-            tuple(asked["input_ids"]),
-            max_new_tokens=sampling["max_new_tokens"],
-            temperature=sampling["temperature"],
-            seed=sampling["sampling_seed"],
-            stop_ids=tuple(sampling["stop_token_ids"]),
-        )
-        model = self.adapters[asked["lora_path"]] if "lora_path" in asked else self.model
-        one, tops = self.completions(model, request, asked["top_logprobs_num"])
-        own = [top.pop("own") for top in tops]  # type: ignore[call-overload]
-        info = {
-            "output_token_logprobs": [[v, i, None] for v, i in zip(own, one.token_ids.tolist(), strict=True)],
-            "output_top_logprobs": [[[v, i, None] for i, v in top.items()] for top in tops],
-        }
-        return 200, self.edit({"text": "?", "output_ids": one.token_ids.tolist(), "meta_info": info})
-
 
 class Handler(BaseHTTPRequestHandler):
     server: StandIn
@@ -168,8 +132,8 @@ class Handler(BaseHTTPRequestHandler):
     def respond(self, asked: Any) -> None:
         with self.server.lock:
             self.server.seen.append((self.path, asked))
-            samples = self.path in ("/v1/completions", "/generate")
-            status = self.server.failures.pop(0) if self.server.failures and samples else 200
+            fails = self.server.failures and self.path == "/v1/completions"
+            status = self.server.failures.pop(0) if fails else 200
         status, answer = self.server.answer(self.path, asked) if status == 200 else (status, {"error": "busy"})
         body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         self.send_response(status)

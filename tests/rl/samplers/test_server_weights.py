@@ -1,9 +1,5 @@
 """Weights on their way to servers: what arrives, that the model in training keeps its bits, and what is refused."""
 
-import inspect
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ from tests.rl.online.helpers import digest
 from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
 from tests.rl.samplers.test_servers import REQUEST, sampler_on, server, trained  # noqa: F401 - a fixture
 from treewise.errors import ConfigError, SamplerError
-from treewise.rl.samplers import server_weights
 from treewise.rl.samplers.server_weights import whole_weights
 from treewise.testing import tiny_model
 
@@ -35,12 +30,11 @@ def adapted(**settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("protocol", ["openai", "sglang"])
 @pytest.mark.parametrize("mode", ["reload", "adapter"])
-def test_servers_sample_from_what_they_were_given(mode: str, protocol: str, tmp_path: Path) -> None:
+def test_servers_sample_from_what_they_were_given(mode: str, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     with running(StandIn()) as one, running(StandIn()) as other:
-        with sampler_on(one, other, weights=mode, protocol=protocol, weights_folder=str(folder)) as sampler:
+        with sampler_on(one, other, weights=mode, weights_folder=str(folder)) as sampler:
             for _ in range(2):
                 model = adapted()
                 bits = digest(model)
@@ -55,19 +49,17 @@ def test_servers_sample_from_what_they_were_given(mode: str, protocol: str, tmp_
         assert len(one.adapters) == len(other.adapters) == (1 if mode == "adapter" else 0)
 
 
-@pytest.mark.parametrize("protocol", ["openai", "sglang"])
-def test_an_adapter_comes_onto_the_model_that_it_is_of(protocol: str) -> None:
+def test_an_adapter_comes_onto_the_model_that_it_is_of() -> None:
     """The server holds what another run handed over."""
     model = adapted()
     with running(StandIn()) as one:
-        with sampler_on(one, weights="reload", protocol=protocol) as sampler:
+        with sampler_on(one, weights="reload") as sampler:
             sampler.update(trained())
-        with sampler_on(one, weights="adapter", protocol=protocol) as sampler:
+        with sampler_on(one, weights="adapter") as sampler:
             for _ in range(2):
                 sampler.update(model)
             assert largest_gap(model, REQUEST, sampler.sample([REQUEST])[0]) < 1e-5
-        path = "/update_weights_from_disk" if protocol == "sglang" else "/collective_rpc"
-        assert sum(bool(asked) for asked in asked_of(one, path)) == 2  # of the runs, one each
+        assert sum(bool(asked) for asked in asked_of(one, "/collective_rpc")) == 2  # of the runs, one each
 
 
 @pytest.mark.parametrize(
@@ -115,45 +107,6 @@ def test_a_cache_that_is_held_is_emptied_as_soon_as_it_is_free(server: StandIn) 
     with sampler_on(server, weights="reload") as sampler:
         sampler.update(trained())
     assert not answers
-
-
-class BoundClient:
-    """Takes calls and holds each to the signature of TRL's client of vLLM."""
-
-    def __init__(self) -> None:
-        self.real = pytest.importorskip("trl.generation.vllm_client").VLLMClient
-        self.names: list[str] = []
-        self.lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.real, name)  # AttributeError where TRL has no such method
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            inspect.signature(method).bind(None, *args, **kwargs)
-            self.names.append(name)
-            return _nothing() if name == "weight_update" else None
-
-        return call
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def test_nccl_calls_fit_the_signatures_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU here: what is sent, in which order, and the refusal."""
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="weights=reload"):
-            server_weights.Weights("nccl", "openai", [], None, 0)
-    client = BoundClient()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(server_weights, "_client", lambda _: client)
-    with running(StandIn()) as one, sampler_on(one, weights="nccl", device="cpu") as sampler:
-        sampler.update(tiny_model("llama"))
-    num = len(list(tiny_model("llama").named_parameters()))
-    sent = ["init_communicator", "weight_update", *["update_named_param"] * num, "reset_prefix_cache"]
-    assert client.names == [*sent, "close_communicator"]
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")

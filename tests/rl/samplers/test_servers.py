@@ -44,13 +44,12 @@ def trained(seed: int = 1) -> torch.nn.Module:
     return tiny_model("llama", seed=seed)
 
 
-@pytest.mark.parametrize("protocol", ["openai", "sglang"])
-def test_completions_come_in_order_with_ids_and_logprobs_as_sampled(server: StandIn, protocol: str) -> None:
+def test_completions_come_in_order_with_ids_and_logprobs_as_sampled(server: StandIn) -> None:
     requests = [
         SampleRequest(PREFIX, 3, 6, temperature=0.7, seed=1, num_top=3),
         SampleRequest(PREFIX[:2], 2, 4, seed=2, stop_ids=tuple(range(10, 30))),
     ]
-    with sampler_on(server, protocol=protocol) as sampler:
+    with sampler_on(server) as sampler:
         assert isinstance(sampler, Sampler)
         results = sampler.sample(requests)
         again = sampler.sample(requests)
@@ -152,25 +151,17 @@ def short(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def without_info(answer: dict[str, Any]) -> dict[str, Any]:
-    del answer["meta_info"]
-    return answer
-
-
 @pytest.mark.parametrize(
-    ("protocol", "edit", "message"),
+    ("edit", "message"),
     [
-        ("openai", as_text, "text and no token ids"),
-        ("openai", without_logprobs, r"no choices\[0\].logprobs"),
-        ("openai", short, "stop_ids"),
-        ("sglang", without_info, "not SGLang's /generate"),
+        (as_text, "text and no token ids"),
+        (without_logprobs, r"no choices\[0\].logprobs"),
+        (short, "stop_ids"),
     ],
 )
-def test_answers_that_cannot_be_trained_on(
-    server: StandIn, protocol: str, edit: Callable[[Any], Any], message: str
-) -> None:
+def test_answers_that_cannot_be_trained_on(server: StandIn, edit: Callable[[Any], Any], message: str) -> None:
     server.edit = edit
-    with sampler_on(server, protocol=protocol) as sampler, pytest.raises(SamplerError, match=message):
+    with sampler_on(server) as sampler, pytest.raises(SamplerError, match=message):
         sampler.sample([SampleRequest(PREFIX, 1, 3)])
 
 
@@ -210,11 +201,10 @@ def test_a_server_that_dies_and_comes_back_gets_the_weights_before_it_is_asked(m
         assert paths.index("/collective_rpc") < paths.index("/v1/completions")
 
 
-@pytest.mark.parametrize("protocol", ["openai", "sglang"])
-def test_a_server_that_was_started_anew_unseen_is_noticed(server: StandIn, protocol: str) -> None:
+def test_a_server_that_was_started_anew_unseen_is_noticed(server: StandIn) -> None:
     """Between two batches no connection is lost; its start says so, and the batch is sampled once more."""
     model = trained()
-    with sampler_on(server, weights="reload", protocol=protocol, patience_seconds=600) as sampler:
+    with sampler_on(server, weights="reload", patience_seconds=600) as sampler:
         sampler.update(model)
         before = sampler.sample([REQUEST])[0]
         server.start_anew()
@@ -237,8 +227,8 @@ def test_settings_that_are_wrong_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"base_url": "localhost:8000"}, "base_url"),
         ({"base_url": []}, "base_url"),
-        ({"base_url": "http://a", "protocol": "vllm"}, "protocol"),
         ({"base_url": "http://a", "weights": "reloads"}, "Did you mean 'reload'"),
+        ({"base_url": "http://a", "weights": "nccl"}, "choose one of reload, adapter, fixed"),
         ({"base_url": "http://a", "logprobs_mode": "raw"}, "logprobs_mode"),
     ]
     for given, message in cases:

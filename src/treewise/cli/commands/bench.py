@@ -16,8 +16,8 @@ from treewise import bench
 from treewise.bench.settings import AGAINST
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.models.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.nn.attention import IMPLEMENTATIONS
-from treewise.nn.load_model import DTYPES, load_tokenizer, load_weights
 
 if TYPE_CHECKING:
     import torch

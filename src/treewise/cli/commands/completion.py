@@ -36,10 +36,10 @@ def complete_parser() -> argparse.ArgumentParser:
 
     from treewise.cli.aliases import ALIASES
     from treewise.cli.commands import rl
-    from treewise.cli.keys import TRAIN, schema
+    from treewise.cli.keys import TRAIN, rl_aliases, schema
 
     parser, by_name = parsers.make_parsers(*parsers.COMMANDS)
-    keys = {"train": [*schema(TRAIN), *ALIASES], "rl": [*schema(rl.all_keys()), *ALIASES, *rl.aliases()]}
+    keys = {"train": [*schema(TRAIN), *ALIASES], "rl": [*schema(rl.all_keys()), *ALIASES, *rl_aliases()]}
     for name, command in by_name.items():
         command.formatter_class = argparse.HelpFormatter  # without the list of keys
         command.usage = command.epilog = None

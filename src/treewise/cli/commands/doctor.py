@@ -123,8 +123,8 @@ def _check_servers(args: argparse.Namespace) -> int:
     """
     if not args.sampler:
         raise ConfigError("--model is whose weights a server should have; give --sampler, its address, too.")
+    from treewise.models.load_model import load_weights
     from treewise.nn.device import chosen_device
-    from treewise.nn.load_model import load_weights
     from treewise.rl.samplers.server_check import check_server
 
     model = None if args.model is None else load_weights(args.model).to(chosen_device(args.device))
@@ -158,7 +158,7 @@ def as_lines(facts: dict[str, Any], why_left_out: str = LATE) -> list[str]:
 
 
 def case_line(name: str, each: dict[str, Any]) -> str:
-    """One case."""
+    """Name, verdict and seconds of a case that was compared on the GPU."""
     times = ", ".join(f"{seconds:.1f}" for seconds in each["seconds"])
     verdict = "as it should be" if each["passed"] else "WRONG"
     return f"{name:34} {verdict:15} {f'({times} s)' if times else '':14} {each['shown']}"

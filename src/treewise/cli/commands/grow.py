@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError, num
 from treewise.grow.configuration import MANGO, OPERATORS, Growth
+from treewise.models.load_model import load_tokenizer, load_weights, locate
 from treewise.nn.adapters import adapter_folder
-from treewise.nn.load_model import load_tokenizer, load_weights, locate
 
 if TYPE_CHECKING:
     from treewise.grow import GrowReport
@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("small", metavar="SMALL", help="folder with safetensors, .gguf file, smollm2-demo")
     parser.add_argument("--output", required=True, help="folder to write; must not exist")
     parser.add_argument("--width", type=int, default=1, help="whole factor of hidden size, heads and inner sizes")
-    parser.add_argument("--inner", type=int, help="whole factor of inner sizes (MLPs, experts); as --width by default")
     parser.add_argument("--layers", type=int, help="layers of the grown model; as many as before where not given")
-    parser.add_argument("--experts", type=int, default=1, help="whole factor of experts and of experts per token")
-    parser.add_argument("--like", metavar="MODEL", help="grow to the sizes of this model's config.json instead")
     parser.add_argument(
         "--operator",
         default="copy",
@@ -48,21 +45,16 @@ def run(args: argparse.Namespace) -> int:
     """Grows the model and prints what was done; returns the exit code."""
     if args.data and args.operator != MANGO:
         raise ConfigError(f"--data is for mango; operator {args.operator!r} reads none.")
-    if args.like and (args.width, args.inner, args.layers, args.experts) != (1, None, None, 1):
-        raise ConfigError("--like gives all sizes; leave --width, --inner, --layers and --experts out.")
     if adapter_folder(args.small) is not None:
         raise ConfigError(
             f"{args.small} holds adapters, and weights are what grows; merge them into their base model first (peft's "
             "merge_and_unload, then save_pretrained)."
         )
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     from treewise.grow import grow
 
     logging.disable_progress_bar()
-    if args.like and not (Path(args.like) / "config.json").is_file():
-        raise ConfigError(f"--like: {args.like} holds no config.json.")
     folder, gguf_file = locate(args.small)
     with tempfile.TemporaryDirectory() as unpacked:
         if gguf_file is not None:
@@ -73,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
             folder,
             args.output,
             width=args.width,
-            inner=args.inner,
             num_layers=args.layers,
-            experts=args.experts,
-            like=AutoConfig.from_pretrained(args.like, trust_remote_code=False) if args.like else None,
             operator=args.operator,
             noise=args.noise,
             seed=args.seed,
@@ -102,8 +91,7 @@ def _text(report: "GrowReport") -> str:
     lines = [
         f"{Path(report.source).name} -> {report.output}",
         f"  parameters   {report.num_parameters_before:,} -> {report.num_parameters_after:,}",
-        f"  operator     {report.operator}: width x{report.width}, inner x{report.inner},"
-        f" {num(report.num_layers, 'layer')}, experts x{report.experts}",
+        f"  operator     {report.operator}: width x{report.width}, {num(report.num_layers, 'layer')}",
     ]
     if report.operator_losses:
         lines.append(f"  its loss     {report.operator_losses[0]:.4f} -> {report.operator_losses[-1]:.4f}"

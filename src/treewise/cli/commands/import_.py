@@ -16,7 +16,7 @@ from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.field_checks import shown
 from treewise.data.render.template import template_text
 from treewise.errors import ConfigError, num
-from treewise.nn.load_model import load_tokenizer
+from treewise.models.load_model import load_tokenizer
 
 MAX_SHOWN = 5
 MAX_REASON = 160  # characters of a reason that are shown, and by which equal ones are counted

@@ -20,8 +20,8 @@ from treewise.cli.data_arguments import (
     rendering_note,
 )
 from treewise.errors import ConfigError
-from treewise.nn.load_costs import load_costs
-from treewise.nn.load_model import load_shapes
+from treewise.models.load_costs import load_costs
+from treewise.models.load_model import load_shapes
 from treewise.report import RunReport, inspect_forests, inspect_view, read_run, run_view, verdict_view
 from treewise.report.analysis.lost_sharing import LostCollector
 from treewise.report.analysis.token_text import TokenText

@@ -24,8 +24,8 @@ from treewise.cli.data_arguments import (
 )
 from treewise.data import Trees
 from treewise.errors import ConfigError, DataError
-from treewise.nn.load_costs import load_costs
-from treewise.nn.load_model import load_config, load_shapes
+from treewise.models.load_costs import load_costs
+from treewise.models.load_model import load_config, load_shapes
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
 from treewise.report import (

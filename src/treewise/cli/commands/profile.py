@@ -24,7 +24,7 @@ from treewise.cli.data_arguments import (
     load_data,
 )
 from treewise.errors import ConfigError, num
-from treewise.nn.load_model import load_weights
+from treewise.models.load_model import load_weights
 from treewise.tree.forest import Forest
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from treewise.cli import online_run, run_folder, training_run
 from treewise.cli.aliases import ALIASES
 from treewise.cli.config import RunConfig, parse_flags, read_config, read_keys, reference_of, typed_settings
-from treewise.cli.keys import POLICY_GRADIENT, declared, formatter_with, key_names
 from treewise.cli.keys import RL as KEYS
+from treewise.cli.keys import formatter_with, key_names, rl_aliases
 from treewise.cli.output import is_first_rank
 from treewise.cli.values import read_file
 from treewise.data.io.files import parsed_object
@@ -63,12 +63,6 @@ def all_keys() -> dict[str, Any]:
     return {**KEYS, **online_run.keys()}
 
 
-def aliases() -> dict[str, str]:
-    """Short names of keys: settings of a policy gradient need no `objective_settings.` in front."""
-    others = ("surrogate", "usual_advantages")  # --objective chooses the one, --advantages is in place of the other
-    return {name: f"objective_settings.{name}" for name in declared(*POLICY_GRADIENT) if name not in others}
-
-
 def run(args: argparse.Namespace) -> int:
     """Updates the model; returns the exit code."""
     config_path, overrides = training_run.split_words(args)
@@ -77,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     if "tasks" in given:
         return _run_online(args, config_path, overrides)
     if "data" not in given:
-        read_keys(config_path, overrides, all_keys(), aliases())  # an unknown key is named first
+        read_keys(config_path, overrides, all_keys(), rl_aliases())  # an unknown key is named first
         others = ", ".join(f"--{key}" for key in ("model", "output_dir") if key not in given)
         raise ConfigError(
             "give --data, recorded rollouts to train on, or --tasks, what the run is to sample itself"
             + (f"; and {others}." if others else ".")
         )
-    config = read_config(config_path, overrides, KEYS, aliases())
+    config = read_config(config_path, overrides, KEYS, rl_aliases())
     if config.eval_data is not None:
         raise ConfigError("eval_data is not a key of treewise rl: rollouts of another policy do not measure this one.")
     training_run.check_flags(args, config)
@@ -145,7 +139,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
 
 def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]) -> int:
     """Runs the online loop; returns the exit code."""
-    config = read_config(path, overrides, all_keys(), aliases(), online_run.REQUIRED, online_run.ELSEWHERE)
+    config = read_config(path, overrides, all_keys(), rl_aliases(), online_run.REQUIRED, online_run.ELSEWHERE)
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)

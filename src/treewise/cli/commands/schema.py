@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from treewise.cli.aliases import SAMPLED_ROLES, names_of
-from treewise.cli.keys import Keys, help_of, schema
+from treewise.cli.keys import Keys, help_of, rl_aliases, schema
 from treewise.errors import parts_of
 
 NUMBER = r"^[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"  # YAML 1.1 reads 1e-5 as text
@@ -47,7 +47,7 @@ def as_text(of: str) -> str:
 
     if of == "train":
         return json.dumps(json_schema("treewise train", TRAIN), indent=1)
-    return json.dumps(json_schema("treewise rl", rl.all_keys(), rl.aliases()), indent=1)
+    return json.dumps(json_schema("treewise rl", rl.all_keys(), rl_aliases()), indent=1)
 
 
 def json_schema(title: str, more: Keys | None = None, aliases: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from treewise.cli.data_arguments import (
 from treewise.cli.values import read_mapping
 from treewise.data import Trees
 from treewise.errors import ConfigError, num
-from treewise.nn.load_model import DTYPES, load_model, load_processor, load_weights
+from treewise.models.load_model import DTYPES, load_model, load_processor, load_weights
 from treewise.report import verification_view
 from treewise.tree.forest import WEIGHTINGS, Forest
 

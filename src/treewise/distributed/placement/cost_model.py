@@ -80,7 +80,7 @@ class CostModel:
         return cls(per_token, flops_per_pair / flops_per_second, TOKENS_PER_LAUNCH * per_token)
 
     def seconds(self, work: Work) -> float:
-        """Predicted seconds."""
+        """How long a rank takes for this work."""
         return (
             self.seconds_per_token * work.tokens
             + self.seconds_per_pair * work.pairs

@@ -47,7 +47,7 @@ def least_load(step: StepCosts, leaves: Leaves, num_ranks: int) -> int:
     return max(most, -(-int(step.once.sum()) // num_ranks))
 
 
-# -- The cost of open tokens where trees are cut: less than in the whole tree, and different for every cu -------------
+# -- Open tokens cost less where trees are cut, and differently for every cut -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

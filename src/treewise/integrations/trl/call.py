@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, num
-from treewise.integrations.batch_forest import BatchImages, NotShareable, Rows, rows_to_forest
-from treewise.integrations.tree_batches import as_numpy
+from treewise.integrations.batches.batch_forest import BatchImages, NotShareable, Rows, rows_to_forest
+from treewise.integrations.batches.tree_batches import as_numpy
 from treewise.nn.support_table import own_table
 from treewise.nn.vision import PixelInputs, image_token_of
 

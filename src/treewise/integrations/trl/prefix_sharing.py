@@ -30,8 +30,8 @@ from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step import with_less_memory
 from treewise.errors import ConfigError, UnsupportedModelError, pip_install
-from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows
-from treewise.integrations.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
+from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, Rows
+from treewise.integrations.batches.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
 from treewise.integrations.trl.call import rows_of_call
 from treewise.nn.router_loss import RouterLossRule, router_loss_rule
 from treewise.nn.tensors import Autocast

@@ -17,7 +17,7 @@ from treewise.base.shapes import Float
 from treewise.nn.recurrent.rows import LayerContext, collect, gather, spread
 from treewise.nn.recurrent.segments import GATEWAY, NOTHING, SegmentBatch
 
-# -- Recurrences and short convolutions on a tree: every segment once, from the state that its parent end -------------
+# -- Recurrences and short convolutions on a tree: each segment once, from its parent's end state ---------------------
 
 
 # [B, L, ...] inputs padded with zeros on the right, [B, ...] initial states or None for zeros, and whether end states
@@ -324,7 +324,7 @@ def decayed_attention(
 # with its convolution and its scan over tokens replaced.
 
 
-class StandIn:
+class Replaced:
     """A module with a few attributes replaced; what its forward sets is kept here and not in the module."""
 
     def __init__(self, module: nn.Module, **replaced: object) -> None:
@@ -351,9 +351,9 @@ def tree_recurrent_block(block: Any, layer_of: LayerOf, *args: object, **kwargs:
         return tree_scan(layer_of("scan"), inputs, linear_recurrence).to(hidden_states.dtype), None
 
     def unit(activations: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return type(block.rg_lru).forward(StandIn(block.rg_lru, _rnn_scan=scan), activations, position_ids)
+        return type(block.rg_lru).forward(Replaced(block.rg_lru, _rnn_scan=scan), activations, position_ids)
 
-    return type(block).forward(StandIn(block, conv_1d=conv, rg_lru=unit), *args, **kwargs)
+    return type(block).forward(Replaced(block, conv_1d=conv, rg_lru=unit), *args, **kwargs)
 
 
 def linear_recurrence(

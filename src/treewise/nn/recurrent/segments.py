@@ -149,7 +149,7 @@ def _find(values: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StateSource:
     """Initial states of some segments of a batch that come from one source.
 
     batch: index of the batch that ended with them, `GATEWAY`, or `NOTHING` (zeros). index: [n] int64 in its states.
@@ -169,7 +169,7 @@ class SegmentBatch:
     segments: np.ndarray
     length: int
     wants_states: bool
-    sources: tuple[Source, ...]
+    sources: tuple[StateSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _batch(
     index = np.where(parent >= 0, index_of[parent], np.searchsorted(entering, chosen))
     by_source = np.argsort(source, kind="stable")
     chosen, source, index = chosen[by_source], source[by_source], index[by_source]
-    sources = tuple(Source(int(each), index[source == each]) for each in np.unique(source))
+    sources = tuple(StateSource(int(each), index[source == each]) for each in np.unique(source))
     return SegmentBatch(chosen, int(segments.length[chosen].max()), wants_states, sources)
 
 

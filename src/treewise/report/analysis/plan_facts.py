@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from treewise.models.load_model import DTYPES
 from treewise.nn.flops import FlopModel, gateway_bytes
-from treewise.nn.load_model import DTYPES
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
@@ -171,7 +171,7 @@ def fit_of(report: PlanReport, budgets: Sequence[BudgetMemory], gpu_bytes: int) 
     return GpuFit(gpu_bytes, report.bytes_peak, weights, is_fitting, None if is_fitting else smaller)
 
 
-# -- costs of all data: flat, flat without contained trajectories, on trees, and on trees under budgets --------------
+# -- costs of all data: flat, without contained trajectories, on trees, on trees under budgets ------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class _Worker(Generic[T]):
             return name, Died(self.process.exitcode)
 
     def end_now(self) -> None:
-        """Ends the process."""
+        """Kills the process, whatever it works at."""
         self.process.kill()
         self.process.join()
         self.end.close()

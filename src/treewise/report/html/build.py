@@ -120,7 +120,7 @@ class DataReport:
 
     @property
     def charts(self) -> list[Chart]:
-        """Distributions over trees."""
+        """Histograms of ratios and sizes over the trees."""
         titles = {
             "share_ratio": ("Share ratio", "flat tokens / tree tokens"),
             "leaf_ratio": ("Leaf ratio", "leaf tokens / tree tokens"),

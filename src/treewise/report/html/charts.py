@@ -69,7 +69,7 @@ def histogram(values: Sequence[float]) -> Histogram:
 
 
 def histogram_chart(values: Sequence[float], title: str, x_label: str, what: str = "trees") -> Chart:
-    """Bars of `histogram`."""
+    """A chart of how many of `what` have which value."""
     shape = histogram(values)
     return Chart(
         **asdict(shape),

@@ -1,2 +1,2 @@
+from .loop import OnlineTrainer as OnlineTrainer
 from .settings import OnlineSettings as OnlineSettings
-from .trainer import OnlineTrainer as OnlineTrainer

@@ -18,16 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy, deepcopy
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from treewise.distributed import ranks
-from treewise.rl.online.collecting import Sampled
-from treewise.rl.tasks import RewardRunner
-
-if TYPE_CHECKING:
-    from treewise.rl.online.trainer import OnlineTrainer
+from treewise.rl.online.drawn import Drawn
 
 JOIN_SECONDS = 10.0
 
@@ -51,7 +44,7 @@ class Ahead:
 
     def __init__(
         self,
-        collect: Callable[[int, int], Sampled],
+        collect: Callable[[int, int], Drawn],
         hand_over: Callable[[], Callable[[], None]],
         first: int,
         last: int,
@@ -61,7 +54,7 @@ class Ahead:
         self._collect, self._hand_over, self._staleness, self._group = collect, hand_over, max_staleness, group
         self._first, self._last = first, last
         self._version, self._sampling_version = first, -1
-        self._collected: dict[int, Sampled] = {}
+        self._collected: dict[int, Drawn] = {}
         self._changed = threading.Condition()
         self._is_over = self._is_done = False
         self._num_begun = self._num_ended = 0  # spells of the trainer
@@ -147,7 +140,7 @@ class Ahead:
             if iteration not in self._collected:
                 raise self._error or EndedError
 
-    def take(self, iteration: int) -> Sampled:
+    def take(self, iteration: int) -> Drawn:
         """What was sampled for an iteration. Raises as `wait_for`."""
         self.wait_for(iteration)
         return self._collected.pop(iteration)
@@ -197,27 +190,3 @@ class Ahead:
 def working(ahead: Ahead | None, version: int | None = None) -> AbstractContextManager[None]:
     """`Ahead.working`, where there is a thread."""
     return nullcontext() if ahead is None else ahead.working(version)
-
-
-def start_ahead(trainer: "OnlineTrainer", first: int) -> Ahead:
-    """The thread of a run, from an iteration on, with a state, a sampler and a count of rewards of its own."""
-    loop, settings = deepcopy(trainer.loop), trainer.settings
-    rewards = RewardRunner(trainer.rewards.calls, trainer.rewards.on_reward_error, trainer.rewards.extras)
-    rewards.failures.update(trainer.rewards.failures)
-    rollouts = replace(trainer.rollouts, sampler=trainer.sampler, rewards=rewards)
-
-    def collect(iteration: int, version: int) -> Sampled:
-        state = copy(trainer.state)
-        state.global_step = iteration
-        rewards.begin(state)
-        rounds = replace(rollouts.rounds(loop, trainer.journal(iteration + 1), version), progress=ahead.check)
-        collected = rollouts.collect(trainer.items, loop, trainer.args.seed, iteration, rounds)
-        trainer.observe(loop, collected)
-        loop.failures, loop.curriculum = dict(rewards.failures), deepcopy(trainer.items.state_dict())
-        return Sampled(collected, rewards.tally, rounds, deepcopy(loop))
-
-    last, staleness = settings.iterations, settings.max_staleness
-    ranks.go_through(ranks.new_group())
-    ahead = Ahead(collect, rollouts.begin_hand_over, first, last, staleness, ranks.new_group())
-    ahead.start()
-    return ahead

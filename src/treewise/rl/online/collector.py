@@ -82,6 +82,11 @@ class Group:
     counts: Mapping[str, int] = field(default_factory=dict)
     means: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
+    @property
+    def known_rewards(self) -> tuple[float, ...]:
+        """Of the rollouts that have one."""
+        return tuple(float(reward) for reward in self.rewards if reward is not None)
+
 
 @dataclass(slots=True)
 class Collected:

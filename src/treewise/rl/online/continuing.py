@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from treewise.rl.branching import Branching
-from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, question_of
+from treewise.rl.online.collector import Moment
+from treewise.rl.online.journal import completion_from_json, completion_to_json, question_of
 from treewise.rl.online.rollout import Continuation, Limits, Turns
-from treewise.rl.samplers import Completion, Sampler, SampleRequest
+from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.samplers.protocol import sample_in_parts
-from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks import RewardFailure, RewardRunner
 from treewise.rl.tasks.calls import Beside
 
@@ -28,25 +28,21 @@ from treewise.rl.tasks.calls import Beside
 class Rounds:
     """What the rounds of an iteration need besides its trees.
 
-    request: what all requests have in common; its prefix is replaced. expected_tokens: of a rollout, from earlier
-    iterations. episodes_at_once: environments that work at a time. gather_seconds: for so long requests that are ready
-    wait for environments that have not answered; None: until all have. version: of the policy that the sampler has;
-    None where nobody counts. progress: is called with the tokens of each completion. seconds: of sampling, of this
-    those in which all rollouts waited for environments, and those in which they waited for rewards alone, added up.
+    moment: of the run. request: what all requests have in common; its prefix is replaced. expected_tokens: of a
+    rollout, from earlier iterations. episodes_at_once: environments that work at a time. gather_seconds: for so long
+    requests that are ready wait for environments that have not answered; None: until all have. seconds: added up, of
+    sampling, of this those in which all rollouts waited for environments, and those in which they waited for rewards
+    alone.
     """
 
+    moment: Moment
     branching: Branching
-    sampler: Sampler
-    book: SuccessBook
     rewards: RewardRunner | None
-    journal: Journal
     limits: Limits
     request: SampleRequest
     expected_tokens: float | None = None
     episodes_at_once: int = 64
     gather_seconds: float | None = 0.1
-    version: int | None = None
-    progress: Callable[[int], None] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0, "environments": 0.0, "reward": 0.0})
 
 
@@ -62,10 +58,10 @@ def continue_all(continuations: Sequence[Continuation], rounds: Rounds, ended: E
         TaskError: a reward failed, and the runner raises.
     """
     started, before = time.monotonic(), rounds.seconds["reward"]
-    rounds.journal.begin_phase()
+    rounds.moment.journal.begin_phase()
     with (
         Beside(rounds.episodes_at_once) as environments,
-        Beside(getattr(rounds.sampler, "max_concurrent", 0), environments) as servers,
+        Beside(getattr(rounds.moment.sampler, "max_concurrent", 0), environments) as servers,
     ):
         _SideBySide(rounds, ended, environments, servers).run(continuations)
     rounds.seconds["sampling"] += time.monotonic() - started - (rounds.seconds["reward"] - before)
@@ -114,7 +110,7 @@ class _SideBySide:
             elif not each.is_finished:
                 self.ready.append(each)
             elif each.has_ended and each.outcome is None and self.rounds.rewards is not None:
-                answer = self.rounds.journal.recall("reward", str(each.seed), _question(each))
+                answer = self.rounds.moment.journal.recall("reward", str(each.seed), _question(each))
                 if answer is not None:
                     self._give(each, *answer)
                     left.append(each)
@@ -153,7 +149,7 @@ class _SideBySide:
         missing: list[tuple[Continuation, SampleRequest]] = []
         for each in batch:
             request = each.request(self.rounds.request)
-            answer = self.rounds.journal.recall("sample", str(request.seed), question_of(request))
+            answer = self.rounds.moment.journal.recall("sample", str(request.seed), question_of(request))
             if answer is None:
                 missing.append((each, request))
             else:
@@ -161,7 +157,7 @@ class _SideBySide:
         if self.servers.at_once:
             for each, request in missing:
                 self.servers.start(
-                    partial(self._sampled, each, request), partial(self.rounds.sampler.sample, [request])
+                    partial(self._sampled, each, request), partial(self.rounds.moment.sampler.sample, [request])
                 )
         elif missing:
             found: list[tuple[SampleRequest, Any]] = []
@@ -171,7 +167,7 @@ class _SideBySide:
                 found.append((request, self._answer(completions[0])))
                 self._take(each, found[-1][1])
 
-            sample_in_parts(self.rounds.sampler, [request for _, request in missing], done)
+            sample_in_parts(self.rounds.moment.sampler, [request for _, request in missing], done)
             self._record(found)
         self.gathering_since = time.monotonic()
 
@@ -183,17 +179,17 @@ class _SideBySide:
         self._take(continuation, answer)
 
     def _answer(self, completion: Completion) -> Any:
-        return completion_to_json(replace(completion, version=self.rounds.version))
+        return completion_to_json(replace(completion, version=self.rounds.moment.version))
 
     def _record(self, found: Sequence[tuple[SampleRequest, Any]]) -> None:
-        self.rounds.journal.record(
+        self.rounds.moment.journal.record(
             "sample", [(str(request.seed), question_of(request), answer) for request, answer in found]
         )
 
     def _take(self, continuation: Continuation, answer: Any) -> None:
         continuation.take(completion_from_json(answer))
-        if self.rounds.progress is not None:
-            self.rounds.progress(len(answer["token_ids"]))
+        if self.rounds.moment.progress is not None:
+            self.rounds.moment.progress(len(answer["token_ids"]))
         self._go_on([continuation])
 
     # -- rewards ------------------------------------------------------------------------------------------------------
@@ -215,7 +211,9 @@ class _SideBySide:
         values = [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
         answers: list[list[Any]] = [[value, {} if number else metrics] for number, value in enumerate(values)]
         named = zip(batch, answers, strict=True)
-        self.rounds.journal.record("reward", [(str(each.seed), _question(each), answer) for each, answer in named])
+        self.rounds.moment.journal.record(
+            "reward", [(str(each.seed), _question(each), answer) for each, answer in named]
+        )
         for each, answer in zip(batch, answers, strict=True):
             self._give(each, *answer)
         self._go_on(batch)
@@ -225,7 +223,7 @@ class _SideBySide:
         runner: Any = self.rounds.rewards
         continuation.outcome = RewardFailure(*value) if isinstance(value, list) else float(value)
         if isinstance(value, list):
-            self.rounds.journal.mark()
+            self.rounds.moment.journal.mark()
         runner.count([continuation.outcome], metrics)
 
 

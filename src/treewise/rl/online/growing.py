@@ -64,7 +64,7 @@ class GrowingTree:
             return []
         limits = rounds.limits
         longest = min(limits.max_new_tokens, limits.max_length - len(self.tree.prompt_ids))
-        signals = rounds.book.signals(self.key, self.tree)
+        signals = rounds.moment.state.book.signals(self.key, self.tree)
         signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
         started = []
         budget_left = self.budget - self.num_sampled  # negative where the tree passed its budget

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from treewise.base.own_files import damage, read_own, sealed, unsealed
@@ -83,6 +84,18 @@ class LoopState(ExportableState):
         numbers: dict[str, Any] = {name: int(values[name]) for name in _NUMBERS}
         book = SuccessBook.from_state(values["book"])
         return cls(book, failures=dict(values["failures"]), curriculum=dict(values["curriculum"]), **numbers)
+
+    @classmethod
+    def of_checkpoint(cls, state: TrainerState, folder: Path) -> "LoopState":
+        """Takes the state of the loop out of transformers' own.
+
+        Raises:
+            CheckpointError: of another kind of run.
+        """
+        own = state.stateful_callbacks.pop(cls.__name__, None)
+        if not isinstance(own, dict):
+            raise CheckpointError(f"{folder}: not a checkpoint of an online run.")
+        return cls.from_json(own)
 
 
 # -- the journal ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from treewise.tree.trajectory import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from treewise.rl.online.collecting import Collected
+    from treewise.rl.online.drawn import Drawn
 
 ROLLOUTS, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"  # folders
 CHECK = "check.json"
@@ -67,7 +67,6 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     for row in rows:
         assert row.sampler_logprobs is not None
-        assert row.draws is not None
         weights = np.asarray(row.loss_weights)
         pairs = zip(row.sampler_logprobs.tolist(), weights.tolist(), strict=True)
         sample = sample_of(row, tokenizer)
@@ -75,7 +74,7 @@ def _records(
             "token_ids": row.token_ids.tolist(),
             "loss_weights": weights.tolist(),
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
-            "draws": row.draws.astype(int).tolist(),
+            **({} if row.draws is None else {"draws": row.draws.astype(int).tolist()}),
             **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
             "reward": row.reward,
             "group": row.group,
@@ -124,9 +123,7 @@ def draws_file(run_dir: Path, iteration: int) -> Path:
     return run_dir / DRAWS / f"iteration-{iteration:05d}.json"
 
 
-def write_draws(
-    run_dir: Path, iteration: int, curriculum: str, collected: "Collected", outcomes: Sequence[Outcome]
-) -> None:
+def write_draws(run_dir: Path, iteration: int, curriculum: str, drawn: "Drawn", outcomes: Sequence[Outcome]) -> None:
     """Writes which items an iteration drew, what the book predicted of them, and what came.
 
     predicted, observed: probabilities of success, before and in the trials of this iteration; observed is null where no
@@ -134,17 +131,17 @@ def write_draws(
     """
     draws: list[dict[str, Any]] = [
         {
-            "item": tree.item.key,
+            "item": group.request.item.key,
             "index": each.index,
             "wave": wave,
-            "is_kept": position in collected.kept,
+            "is_kept": position in drawn.kept,
             "predicted": each.predicted,
             "observed": each.success,
             "trials": each.trials,
             "reward": sum(each.rewards) / len(each.rewards) if each.rewards else None,
-            "num_tokens": tree.num_sampled,
+            "num_tokens": group.num_sampled,
         }
-        for position, (tree, wave, each) in enumerate(zip(collected.trees, collected.waves, outcomes, strict=True))
+        for position, (group, wave, each) in enumerate(zip(drawn.groups, drawn.waves, outcomes, strict=True))
     ]
     values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
     _write(draws_file(run_dir, iteration), sealed(values) + "\n")

@@ -5,19 +5,25 @@ ones, or those of rollouts that failed or were never continued; recorded ones ar
 left out. Both are checked at every iteration, from the rows that the engine is given.
 """
 
+import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 
 import numpy as np
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from treewise.base.progress import busy_with, listeners, tell_progress
+from treewise.engine.prepared import StepOutput
 from treewise.errors import DataError, duration, num
 from treewise.objectives import PolicyGradient
-from treewise.rl.branching import PROMPT
 from treewise.rl.checks import gap_warning
-from treewise.rl.online.growing import GrowingTree
+from treewise.rl.online.collector import Group, HeldOut
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import Update
+from treewise.trainer.step import StepRunner
 from treewise.tree.trajectory import Trajectory
 
 # What the line shows, in this order, with its format, or the noun of a count.
@@ -44,39 +50,58 @@ _LINE = (
 # -- the account of tokens --------------------------------------------------------------------------------------------
 
 
-def account_of(
-    trees: Sequence[GrowingTree], rows: Sequence[list[Trajectory]], update: Update | None, iteration: int
-) -> dict[str, int]:
+def account_of(groups: Sequence[Group], update: Update | None, iteration: int) -> dict[str, int]:
     """Where every generated token went, by the names of the log, from the rows of the update themselves.
 
     sampled: as they came from the sampler. candidate: drawn from recorded candidates. recorded: in rows. trained: in
     the rows of the update. failed: below rollouts without a reward. unfinished: never continued to an end. left_out:
-    recorded, in trees that the update leaves out.
+    recorded, in groups that the update leaves out.
 
     Raises:
-        DataError: a token that is missing or counted twice, or rows that are not those of the trees.
+        DataError: a token that is missing or counted twice, or rows that are not those of the groups.
     """
     in_update = {} if update is None else {own[0].group: own for own in update.trees}
-    sampled, chosen = (sum(getattr(each, name) for each in trees) for name in ("num_sampled", "num_chosen"))
-    totals = {"sampled": sampled, "candidate": chosen}
-    totals |= dict.fromkeys(("recorded", "trained", "failed", "unfinished", "left_out"), 0)
-    generated = 0
-    for each, own in zip(trees, rows, strict=True):
-        is_trained = each.tree.group in in_update
-        account = each.tree.account(in_update.get(each.tree.group, own))
-        generated += account["generated"]
-        for name in ("recorded", "failed", "unfinished"):
-            totals[name] += account[name]
-        totals["trained" if is_trained else "left_out"] += account["trained" if is_trained else "recorded"]
-    what = f"iteration {iteration}: "
-    if sampled + chosen != generated:
-        what += f"the sampler gave {sampled} tokens and {chosen} were drawn from candidates, but {generated} are in the"
-        raise DataError(f"{what} trees.")
-    if generated != totals["recorded"] + totals["failed"] + totals["unfinished"]:
-        raise DataError(f"{what}{generated} generated tokens do not add up: {totals}.")
+    given = {
+        "sampled": "num_sampled",
+        "candidate": "num_chosen",
+        "failed": "num_failed",
+        "unfinished": "num_unfinished",
+    }
+    totals = {name: sum(getattr(each, field) for each in groups) for name, field in given.items()}
+    totals |= dict.fromkeys(("recorded", "trained", "left_out"), 0)
+    for each in groups:
+        num_recorded, own = num_trained(each.rows), in_update.get(each.rows[0].group) if each.rows else None
+        totals["recorded"] += num_recorded
+        if own is None:
+            totals["left_out"] += num_recorded
+            continue
+        totals["trained"] += num_trained(own)
+        for row, credited in zip_longest(each.rows, own):
+            if row is None or credited is None or not np.array_equal(row.token_ids, credited.token_ids):
+                source = (row or credited).source
+                raise DataError(f"iteration {iteration}: {source}: a row of the update is not that of its group.")
+    generated = totals["recorded"] + totals["failed"] + totals["unfinished"]
+    if totals["sampled"] + totals["candidate"] != generated:
+        raise DataError(
+            f"iteration {iteration}: the sampler gave {totals['sampled']} tokens and {totals['candidate']} were drawn "
+            f"from candidates, but {generated} are in rows, failed or unfinished: {totals}."
+        )
     if totals["recorded"] != totals["trained"] + totals["left_out"]:
-        raise DataError(f"{what}the recorded tokens are not those of the update and those left out of it: {totals}.")
+        what = "the recorded tokens are not those of the update and those left out of it"
+        raise DataError(f"iteration {iteration}: {what}: {totals}.")
     return totals
+
+
+def num_trained(rows: Sequence[Trajectory]) -> int:
+    """Tokens with a weight, each once however many rows share it: two share the draws that made them."""
+    alone, shared = 0, []
+    for row in rows:
+        places = np.flatnonzero(np.asarray(row.loss_weights) > 0)
+        if row.draws is None:
+            alone += len(places)
+        else:
+            shared.append(np.stack([np.asarray(row.draws)[places], places]))
+    return alone + (np.unique(np.concatenate(shared, axis=1), axis=1).shape[1] if shared else 0)
 
 
 def few_recorded(account: Mapping[str, int]) -> str | None:
@@ -95,44 +120,64 @@ def few_recorded(account: Mapping[str, int]) -> str | None:
 
 
 def figures(
-    trees: Sequence[GrowingTree],
+    groups: Sequence[Group],
     account: Mapping[str, int],
     book: SuccessBook,
     seconds: Mapping[str, float],
     success_at: float,
 ) -> dict[str, float]:
     """What is logged of the rollouts of an iteration; means over rollouts, token counts, seconds."""
-    rewards = [each.tree[leaf].reward for each in trees for leaf in each.tree.rewarded_leaves]
-    known = np.array([reward for reward in rewards if reward is not None])
-    leaves = [(each.tree, leaf) for each in trees for leaf in each.tree.leaves]
-    lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for tree, leaf in leaves]
-    depths = [  # generated tokens before each branch that does not start at the prompt
-        each.tree.num_sampled_before(node.parent, node.cut)
-        for each in trees
-        for node in each.tree.nodes
-        if node.parent != PROMPT
-    ]
+    known = np.array([reward for each in groups for reward in each.known_rewards])
+    lengths = [length for each in groups for length in each.lengths]
     values: dict[str, float] = {
-        "num_rollouts": float(len(leaves)),
-        "failed_rollouts": float(len(leaves) - len(known)),
-        "refused_branches": float(sum(each.num_refused for each in trees)),
+        "num_rollouts": float(len(lengths)),
+        "failed_rollouts": float(len(lengths) - len(known)),
         "rollout_length": float(np.mean(lengths)) if lengths else 0.0,
-        "num_branches": float(len(depths)),
         **{f"{name}_tokens": float(count) for name, count in account.items()},
         **{f"seconds_{name}": spent for name, spent in seconds.items()},
         "sampled_tokens_per_second": account["sampled"] / max(seconds["sampling"], 1e-9),
     }
+    for name in dict.fromkeys(name for each in groups for name in each.counts):
+        values[name] = float(sum(each.counts.get(name, 0) for each in groups))
+    for name in dict.fromkeys(name for each in groups for name in each.means):
+        if found := [value for each in groups for value in each.means.get(name, ())]:
+            values[name] = float(np.mean(found))
     if len(known):
         values |= {"reward": float(known.mean()), "success": float((known >= success_at).mean())}
-    if depths:
-        values["branch_depth"] = float(np.mean(depths))
     if book.brier == book.brier:
         values["book_brier"] = book.brier
     return values
 
 
+def update_figures(outs: Sequence[StepOutput | None], norms: Sequence[float], runner: StepRunner) -> dict[str, float]:
+    """What is logged of the optimizer steps of an iteration, over all processes."""
+    done = [out for out in outs if out is not None]
+    tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
+    sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
+    return {
+        "optimizer_steps": float(len(norms)),
+        "loss": sums[0] / len(norms),
+        "grad_norm": math.fsum(norms) / len(norms),
+        **runner.means.take(runner.sum_over_batches, is_alone=runner.ranks is None),
+        "share_ratio": sums[2] / max(1, sums[1]),
+    }
+
+
+def held_out_figures(held_out: Sequence[HeldOut], success_at: float) -> dict[str, float]:
+    """`eval_pass@1`, `eval_reward` and `eval_length` (generated tokens), means over the held-out items whose reward is
+    known, and `eval_failed`, the number of the others.
+    """
+    rewards = np.array([each.reward for each in held_out if each.reward is not None])
+    return {
+        "eval_pass@1": float(np.mean(rewards >= success_at)) if len(rewards) else float("nan"),
+        "eval_reward": float(np.mean(rewards)) if len(rewards) else float("nan"),
+        "eval_length": float(np.mean([each.num_tokens for each in held_out])),
+        "eval_failed": float(sum(each.failure is not None for each in held_out)),
+    }
+
+
 def warnings_of(
-    trees: Sequence[GrowingTree],
+    groups: Sequence[Group],
     account: Mapping[str, int],
     update: Update | None,
     objective: object,
@@ -142,19 +187,19 @@ def warnings_of(
     """Sentences on an iteration that should not pass unseen. gap: `logprob_gap`, which an objective may correct."""
     is_corrected = getattr(objective, "sampler_correction", None) is not None
     found = (
-        *(nothing_learned(trees, update, objective), few_recorded(account)),
+        *(nothing_learned(groups, update, objective), few_recorded(account)),
         None if is_corrected else gap_warning(gap, gap_limit),
     )
     return [line for line in found if line is not None]
 
 
-def nothing_learned(trees: Sequence[GrowingTree], update: Update | None, objective: object) -> str | None:
+def nothing_learned(groups: Sequence[Group], update: Update | None, objective: object) -> str | None:
     """That an iteration teaches nothing, and why: no rollout has an advantage. None where one has."""
     if not isinstance(objective, PolicyGradient):
         return None
     if update is not None and any(np.any(row.advantages) for own in update.trees for row in own):
         return None
-    rewards = [each.tree[leaf].reward for each in trees for leaf in each.tree.rewarded_leaves]
+    rewards = [reward for each in groups for reward in each.known_rewards]
     if not rewards:
         return "no rollout has a reward, so nothing was learned."
     if len(set(rewards)) == 1:
@@ -202,3 +247,32 @@ class PrintedLine(TrainerCallback):
             shown = [text.format(logs[name]) if "{" in text else num(round(logs[name]), text) for name, text in named]
             shown += [f"ETA {duration(left)}"] * bool(left)
             self.write(f"iteration {logs['iteration']:.0f}/{state.max_steps}: {', '.join(shown)}\n")
+
+
+@contextmanager
+def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Callable[[int], None] | None]:
+    """How much of a budget of tokens is sampled: told to whoever listens, else a bar on terminals; yields what to call
+    with each batch's number of tokens.
+    """
+    if listeners:
+        sampled = 0
+
+        def advance(count: int) -> None:
+            nonlocal sampled
+            sampled += count
+            tell_progress("sampling", sampled, num_tokens)
+
+        with busy_with(what):
+            tell_progress("sampling", 0, num_tokens)
+            yield advance
+        return
+    if hidden or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(f"sampling, {what}", total=num_tokens)
+        yield lambda count: progress.advance(bar, count)

@@ -16,7 +16,6 @@ SAMPLERS: Mapping[str, Mapping[str, Any]] = {  # by name, the settings that are 
     "transformers": {},
     "vllm": {"base_url": "http://localhost:8000/v1", "weights": "reload"},
     "openai": {},
-    "sglang": {"base_url": "http://localhost:30000", "protocol": "sglang", "weights": "reload"},
 }
 
 

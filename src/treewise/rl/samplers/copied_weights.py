@@ -3,6 +3,7 @@ parameters are in parts (shards, or those of a mesh), so that no process has the
 """
 
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.device import free_bytes
 from treewise.nn.wrapped import base_model
-from treewise.rl.samplers.protocol import Sampler
+from treewise.rl.samplers.protocol import Sampler, begin_update
 from treewise.rl.samplers.shared_prefix import device_of
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
 
@@ -107,6 +108,21 @@ def samplers_of(
         held = ranks.own() == 0
         return given, given, WholeCopy(model, torch.device("cpu"), shares_frozen=False, is_held=held)
     return given, given, None
+
+
+def begin_hand_over(sampler: Sampler, model: nn.Module, whole: WholeCopy | None) -> Callable[[], None]:
+    """Takes the model's weights, which may change then; what is returned gives them to the sampler of each process;
+    servers get those of the first. whole: as of `samplers_of`.
+    """
+    if whole is not None:
+        whole.take(model)
+    give = begin_update(sampler, model if whole is None else whole.model)
+
+    def finish() -> None:
+        give()
+        ranks.on_first_rank(lambda: None)  # the others wait until a server has them
+
+    return finish
 
 
 def _unparted(model: nn.Module, device: torch.device) -> nn.Module:

@@ -1,9 +1,7 @@
-"""What a server is asked for one continuation, and what is made of its answer: two protocols, pure functions.
+"""What a server is asked for one continuation, and what is made of its answer: pure functions.
 
-`openai`: `POST /v1/completions` with the prompt as token ids and two fields that vLLM added: the answer's ids
+`POST /v1/completions` with the prompt as token ids and two fields that vLLM added: the answer's ids
 (`return_token_ids`) and log-probs keyed by id (`return_tokens_as_token_ids`). Run against vLLM 0.32 (tests/engines).
-`sglang`: SGLang's own `POST /generate`, whose log-probs come with ids; its `/v1/completions` keys them by text. Written
-from SGLang's documentation ("Sampling Parameters", "SGLang for RL Systems"), and run against no server.
 
 A server returns no entropies. Where they are asked for, its most likely log-probs give a lower bound (`entropy_bound`).
 """
@@ -17,7 +15,6 @@ from treewise.errors import ConfigError, SamplerError
 from treewise.rl.samplers.draw import can_be_drawn, stream_key
 from treewise.rl.samplers.protocol import Completion, SampleRequest
 
-PROTOCOLS = ("openai", "sglang")
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 Tops = Sequence[dict[int, float]]
@@ -28,7 +25,7 @@ def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
 
     Raises:
         ConfigError: the server's log-probs are not those of logits / temperature, or are those after the cuts; a prompt
-            with images, which these protocols do not carry as token ids.
+            with images, which this protocol does not carry as token ids.
     """
     if request.images:
         raise ConfigError("a prompt with images is sampled by the model in this process: sampler transformers.")
@@ -49,35 +46,27 @@ def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
         )
 
 
-def question(protocol: str, request: SampleRequest, continuation: int, model: str, num_top: int) -> dict[str, Any]:
+def question(request: SampleRequest, continuation: int, model: str, num_top: int) -> dict[str, Any]:
     """The JSON of one continuation. model: the name of the model, or of the adapter on it."""
-    common = {
+    return {
+        "model": model,
+        "prompt": list(request.prefix_ids),
+        "n": 1,
+        "max_tokens": request.max_new_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k or -1,
+        "seed": stream_key(request.seed, continuation, 0) & 0x7FFFFFFF,  # 31 bits
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,  # the request alone says where to stop
         "skip_special_tokens": False,
-    }
-    seed, prompt = stream_key(request.seed, continuation, 0) & 0x7FFFFFFF, list(request.prefix_ids)  # 31 bits
-    if protocol == "sglang":
-        sampling = {**common, "max_new_tokens": request.max_new_tokens, "sampling_seed": seed, "no_stop_trim": True}
-        asked = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": num_top}
-        return {**asked, "lora_path": model} if model else asked
-    return {
-        **common,
-        "model": model,
-        "prompt": prompt,
-        "n": 1,
-        "max_tokens": request.max_new_tokens,
-        "seed": seed,
         "logprobs": num_top,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
 
 
-def _openai_answer(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
+def _parsed(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
     try:
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]
@@ -105,34 +94,19 @@ def _openai_answer(answer: Any, num_top: int, location: str) -> tuple[list[int],
     return ids, values, tops
 
 
-def _sglang_answer(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
-    try:
-        sampled = answer["meta_info"]["output_token_logprobs"]
-        tops = answer["meta_info"]["output_top_logprobs"] if num_top else None
-        ids, values = [int(token) for _, token, *_ in sampled], [value for value, *_ in sampled]
-        named = None if tops is None else [{int(token): value for value, token, *_ in top} for top in tops]
-    except (KeyError, TypeError, ValueError):
-        raise SamplerError(
-            f"{location}: the answer has no meta_info.output_token_logprobs (and output_top_logprobs) of log-prob and "
-            "id; this is not SGLang's /generate."
-        ) from None
-    return ids, values, named
-
-
 def _token_id(name: object) -> int | None:
     digits = str(name).removeprefix("token_id:")
     return int(digits) if str(name).startswith("token_id:") and digits.isdigit() else None
 
 
-def answered(protocol: str, answer: Any, request: SampleRequest, num_top: int, location: str) -> Completion:
+def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -> Completion:
     """A completion from the JSON of a server, cut after the first stop condition.
 
     Raises:
         SamplerError: fields are missing (the message says which and what to start the server with); no tokens, other
             counts of ids and log-probs, or a log-prob that is not a number.
     """
-    parse = _sglang_answer if protocol == "sglang" else _openai_answer
-    token_ids, logprobs, tops = parse(answer, num_top, location)
+    token_ids, logprobs, tops = _parsed(answer, num_top, location)
     if not token_ids:
         raise SamplerError(
             f"{location}: the server returned no tokens for a request of up to {request.max_new_tokens}."

@@ -26,7 +26,7 @@ _PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ServerFinding:
     """One thing that was looked at. passed: None where it is only said. way_out: what to do, where it failed."""
 
     name: str
@@ -40,18 +40,19 @@ class Finding:
         return f"  {mark:6} {self.name:12} {self.text}" + (f"\n{'':22}{self.way_out}" if self.way_out else "")
 
 
-def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seconds: float = 5.0) -> list[Finding]:
+def check_server(
+    url: str, model: "PreTrainedModel | None" = None, patience_seconds: float = 5.0
+) -> list[ServerFinding]:
     """What a server is and does.
 
     Parameters:
         model: with the weights that it should have; None: they are not looked at.
         patience_seconds: how long it is waited for.
     """
-    protocol = protocol_of(url, patience_seconds)
-    sampler = ServerSampler(url, protocol=protocol, weights="fixed", patience_seconds=patience_seconds)
+    sampler = ServerSampler(url, weights="fixed", patience_seconds=patience_seconds)
     server = sampler.servers[0]
     checks: dict[str, Callable[[], Found]] = {
-        "answers": lambda: _answers(server, protocol),
+        "answers": lambda: _answers(server),
         "ids": lambda: _ids(sampler),
         "log-probs": lambda: _logprobs(sampler),
         "seeds": lambda: _seeds(sampler),
@@ -63,15 +64,13 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
     }
     if model is None:
         del checks["weights"]
-    if protocol != "openai":
-        del checks["handing over"]
-    found: list[Finding] = []
+    found: list[ServerFinding] = []
     try:
         for name, check in checks.items():
             try:
-                found.append(Finding(name, *check()))
+                found.append(ServerFinding(name, *check()))
             except TreewiseError as error:
-                found.append(Finding(name, passed=False, text=str(error)))
+                found.append(ServerFinding(name, passed=False, text=str(error)))
             if not found[0].passed:
                 break
     finally:
@@ -79,21 +78,7 @@ def check_server(url: str, model: "PreTrainedModel | None" = None, patience_seco
     return found
 
 
-def protocol_of(url: str, patience_seconds: float) -> str:
-    """`sglang` where the server has SGLang's `/model_info`, else `openai`."""
-    sampler = ServerSampler(url, weights="fixed", patience_seconds=patience_seconds)
-    try:
-        answer = sampler.servers[0].call("/model_info", retried=())
-    except SamplerError:
-        return "openai"
-    finally:
-        sampler.close()
-    return "sglang" if isinstance(answer, dict) and "model_path" in answer else "openai"
-
-
-def _answers(server: Server, protocol: str) -> Found:
-    if protocol == "sglang":
-        return True, f"SGLang with {server.call('/model_info')['model_path']}"
+def _answers(server: Server) -> Found:
     models = [each["id"] for each in server.call("/v1/models")["data"]]
     try:
         version = f"vLLM {server.call('/version', retried=())['version']}"

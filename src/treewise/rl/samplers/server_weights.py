@@ -5,8 +5,6 @@
 * `adapter`: a LoRA adapter alone, under a new name after each update; at first the model below it, too, where the
   server could hold another run's. vLLM needs `--enable-lora` and
   `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
-* `nccl`: sent between GPUs by TRL's client of vLLM, adapters merged. Run without GPUs only, against the signatures of
-  that client.
 * `fixed`: servers keep their weights on purpose.
 """
 
@@ -25,14 +23,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
+from treewise.errors import ConfigError, SamplerError, check_choice
 from treewise.nn.adapters import parted_table, tables_of
 from treewise.nn.wrapped import innermost
 
 if TYPE_CHECKING:
     from treewise.rl.samplers.servers import Server
 
-WEIGHTS = ("reload", "adapter", "nccl", "fixed")
+WEIGHTS = ("reload", "adapter", "fixed")
 BUSY_SECONDS = 10.0  # that a server may take until its cache can be emptied
 
 
@@ -50,32 +48,22 @@ class Held:
     starts: Mapping[str, str | None] = field(default_factory=dict)
 
 
-class Weights:
+class Handover:
     """Hands weights over in one way. Parameters as of `ServerSampler`."""
 
     def __init__(
         self,
         mode: str | Callable[[nn.Module], None] | None,
-        protocol: str,
         servers: "Sequence[Server]",
         folder: str | None,
-        device: int | str,
     ) -> None:
         if isinstance(mode, str):
             check_choice("weights", mode, WEIGHTS)
-        if mode == "nccl" and protocol != "openai":
-            raise ConfigError("weights=nccl goes through TRL's client of vLLM; give weights=reload, or adapter.")
-        if mode == "nccl" and not torch.cuda.is_available():
-            raise ConfigError(
-                "weights=nccl sends weights from GPU to GPU, and torch finds none here; give weights=reload (through a "
-                "folder that the servers see), or adapter."
-            )
-        self.mode, self.protocol, self.servers, self.device = mode, protocol, servers, device
+        self.mode, self.servers = mode, servers
         self._given_folder = folder
         self._folder: Path | None = None
         self._token = uuid.uuid4().hex[:8]  # no server knows an adapter of this process
         self._held = Held()
-        self._clients: list[Any] = []
 
     def hand_over(self, model: nn.Module) -> Callable[[], Held]:
         """Takes the model's weights, which may change then; what is returned gives them to all servers, and says what
@@ -88,13 +76,11 @@ class Weights:
         if self.mode is None:
             raise ConfigError(
                 f"the server at {self.servers[0].url} would sample from old weights; give sampler_settings.weights: "
-                "reload, adapter or nccl, or fixed if that is meant."
+                "reload or adapter, or fixed if that is meant."
             )
         version = self._held.version + 1
         if callable(self.mode):
             self.mode(model)
-        elif self.mode == "nccl":
-            self._send(model)
         elif self.mode != "fixed":
             return self._by_folder(model, version)
         self._held = Held(version)
@@ -117,14 +103,9 @@ class Weights:
         return replace(held, starts={**held.starts, server.url: server.start()})
 
     def close(self) -> None:
-        """Removes what was written, and leaves the groups over which weights travel."""
+        """Removes what was written."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        for client in self._clients:
-            client.close_communicator()
-        self._clients = []
-
-    # -- by a folder --------------------------------------------------------------------------------------------------
 
     def _by_folder(self, model: nn.Module, version: int) -> Callable[[], Held]:
         before = self._held
@@ -158,10 +139,7 @@ class Weights:
 
     def _load_base(self, model: nn.Module, folder: Path) -> None:
         """Gives servers that take whole weights too those below the adapter, once: they may hold another run's."""
-        if self.protocol == "sglang":
-            changeable = [server for server in self.servers if server.start() != "default"]
-        else:
-            changeable = [server for server in self.servers if server.has("/collective_rpc")]
+        changeable = [server for server in self.servers if server.has("/collective_rpc")]
         if changeable:
             save_whole(model, folder, merged=False)
             for server in changeable:
@@ -179,36 +157,19 @@ class Weights:
 
     def _load(self, server: "Server", held: Held) -> None:
         if held.adapter is not None:
-            path = "/load_lora_adapter" if self.protocol == "sglang" else "/v1/load_lora_adapter"
             needed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
-            _told(server, path, {"lora_name": held.adapter, "lora_path": held.folder}, needed)
-        elif self.protocol == "sglang":
-            asked = {"model_path": held.folder, "weight_version": f"{self._token}-{held.version}", "flush_cache": True}
-            _told(server, "/update_weights_from_disk", asked, "SGLang's native server")
+            asked = {"lora_name": held.adapter, "lora_path": held.folder}
+            _told(server, "/v1/load_lora_adapter", asked, needed)
         else:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": held.folder}}
             _told(server, "/collective_rpc", reload, "VLLM_SERVER_DEV_MODE=1")
             _told(server, "/reset_prefix_cache", {}, "VLLM_SERVER_DEV_MODE=1")
 
     def _unload(self, server: "Server", adapter: str) -> None:
-        path = "/unload_lora_adapter" if self.protocol == "sglang" else "/v1/unload_lora_adapter"
         try:
-            server.call(path, {"lora_name": adapter}, retried=())
+            server.call("/v1/unload_lora_adapter", {"lora_name": adapter}, retried=())
         except SamplerError:  # a server that was started anew since does not know it
             return
-
-    # -- between GPUs -------------------------------------------------------------------------------------------------
-
-    def _send(self, model: nn.Module) -> None:
-        if not self._clients:
-            self._clients = [_client(server.url) for server in self.servers]
-            for client in self._clients:
-                client.init_communicator(device=self.device)
-        for client in self._clients:
-            with client.weight_update():
-                for name, tensor in whole_weights(model):
-                    client.update_named_param(name, tensor.to(self.device))  # also of a copy in host memory
-            client.reset_prefix_cache()
 
 
 def _told(server: "Server", path: str, payload: Any, needed: str) -> None:
@@ -319,14 +280,3 @@ def _merged(layer: Any) -> Iterator[nn.Module]:
         with torch.no_grad():
             for name, each in base.named_parameters():
                 each.copy_(kept[name])
-
-
-def _client(url: str) -> Any:
-    try:
-        from trl.generation.vllm_client import VLLMClient
-    except ImportError:
-        raise ConfigError(f"weights=nccl needs TRL 1.16 or later and vLLM: {pip_install('trl[vllm]')}.") from None
-    try:
-        return VLLMClient(base_url=url, connection_timeout=240.0)
-    except ImportError as error:
-        raise ConfigError(f"weights=nccl: {error}") from None

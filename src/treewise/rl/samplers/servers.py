@@ -1,7 +1,7 @@
 """A sampler on one or several servers that complete token ids: a call per continuation, answers checked and cut.
 
-`ServerSampler` speaks OpenAI's `POST /v1/completions` as vLLM extends it, or SGLang's `POST /generate`
-(`server_answers.py`), and hands the weights over after each update (`server_weights.py`). Start vLLM with
+`ServerSampler` speaks OpenAI's `POST /v1/completions` as vLLM extends it (`server_answers.py`), and hands the weights
+over after each update (`server_weights.py`). Start vLLM with
 `--logprobs-mode processed_logprobs`; its default, raw log-probs, holds at temperature 1 alone. `treewise doctor
 --sampler URL` says what a server lacks.
 
@@ -27,18 +27,17 @@ from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
 from treewise.rl.samplers.protocol import Completion, SampleRequest
 from treewise.rl.samplers.server_answers import (
     LOGPROBS_MODES,
-    PROTOCOLS,
     answered,
     question,
     refuse_unanswerable,
 )
-from treewise.rl.samplers.server_weights import Held, Weights
+from treewise.rl.samplers.server_weights import Handover, Held
 
 logger = logging.getLogger("treewise")
 
 MAX_STARTS = 3  # of a server, for which a batch is sampled once more
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-_PATHS = {"openai": "/v1/completions", "sglang": "/generate"}
+_PATH = "/v1/completions"
 
 
 class Server:
@@ -47,9 +46,8 @@ class Server:
     url: with or without `/v1`. patience_seconds: how long a call is tried again while the server is away or busy.
     """
 
-    def __init__(self, url: str, protocol: str, client: Any, patience_seconds: float) -> None:
+    def __init__(self, url: str, client: Any, patience_seconds: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.protocol = protocol
         self.lock = threading.Lock()
         self.was_away = False
         self.num_trees = 0
@@ -96,11 +94,9 @@ class Server:
             delay = min(2 * delay, 10.0)
 
     def start(self) -> str | None:
-        """What tells one start of the server from another: of vLLM the time of its start, out of its metrics; of SGLang
-        the version of the weights that it was given, which a new start does not know. None where it does not say.
+        """What tells one start of the server from another: the time of its start, out of vLLM's metrics. None where it
+        does not say.
         """
-        if self.protocol == "sglang":
-            return str(self.call("/model_info").get("weight_version"))
         try:
             lines = str(self.call("/metrics")).splitlines()
         except SamplerError:
@@ -136,7 +132,6 @@ class ServerSampler:
     Parameters:
         base_url: of one server or several, with or without `/v1`.
         model: the name that the servers give the model; None: the one that they name.
-        protocol: `openai` (vLLM), or `sglang`.
         weights: how servers get them after each update (`server_weights.WEIGHTS`), or a function of the model that
             hands them over; None is an error at the first update.
         weights_folder: where weights are written for the servers, which must see it under the same path; None: a
@@ -146,7 +141,6 @@ class ServerSampler:
             with another `--max-logprobs`.
         max_concurrent: calls that are under way at once.
         timeout_seconds: of one call. patience_seconds: how long a server that is away or busy is waited for.
-        device: the trainer's, for `nccl`.
 
     Raises:
         ConfigError: settings that are unknown or contradict one another.
@@ -157,7 +151,6 @@ class ServerSampler:
         base_url: str | Sequence[str],
         model: str | None = None,
         *,
-        protocol: str = "openai",
         weights: str | Callable[[nn.Module], None] | None = None,
         weights_folder: str | None = None,
         logprobs_mode: str = "processed_logprobs",
@@ -166,9 +159,7 @@ class ServerSampler:
         max_concurrent: int = 32,
         timeout_seconds: float = 600.0,
         patience_seconds: float = 300.0,
-        device: int | str = 0,
     ) -> None:
-        check_choice("protocol", protocol, PROTOCOLS)
         check_choice("logprobs_mode", logprobs_mode, LOGPROBS_MODES)
         if max_concurrent < 1 or num_entropy_top < 1:
             raise ConfigError(
@@ -184,10 +175,10 @@ class ServerSampler:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=max_concurrent)
         self._client = httpx.Client(timeout=timeout_seconds, headers=headers, limits=limits)
-        self.servers = [Server(url, protocol, self._client, patience_seconds) for url in urls]
-        self.model, self.protocol, self.logprobs_mode = model, protocol, logprobs_mode
+        self.servers = [Server(url, self._client, patience_seconds) for url in urls]
+        self.model, self.logprobs_mode = model, logprobs_mode
         self.max_concurrent, self.num_entropy_top = max_concurrent, num_entropy_top
-        self._weights = Weights(weights, protocol, self.servers, weights_folder, device)
+        self._weights = Handover(weights, self.servers, weights_folder)
         self._held = Held()
         self._homes: dict[int, Server] = {}
         self._lock = threading.Lock()  # several threads may sample
@@ -264,7 +255,7 @@ class ServerSampler:
 
     def _name_model(self) -> None:
         """The name by which requests ask for the model. Raises `SamplerError` where a server names none or several."""
-        if self.model is None and self.protocol == "openai":
+        if self.model is None:
             url, listed = self.servers[0].url, self.servers[0].call("/v1/models")
             try:
                 names = [each["id"] for each in listed["data"] if not each.get("parent")]  # adapters have one
@@ -276,11 +267,9 @@ class ServerSampler:
 
     def _complete(self, server: Server, request: SampleRequest, continuation: int) -> Completion:
         num_top = max(request.num_top, self.num_entropy_top if request.want_entropy else 0)
-        name = self._held.adapter or ("" if self.protocol == "sglang" else str(self.model))
-        payload = question(self.protocol, request, continuation, name, num_top)
-        path = _PATHS[self.protocol]
-        answer = server.call(path, payload, before=lambda: self._restore(server))
-        return answered(self.protocol, answer, request, num_top, server.url + path)
+        payload = question(request, continuation, self._held.adapter or str(self.model), num_top)
+        answer = server.call(_PATH, payload, before=lambda: self._restore(server))
+        return answered(answer, request, num_top, server.url + _PATH)
 
     def _restore(self, server: Server) -> None:
         """Gives a server that was away what it should hold, if it was started anew or does not say."""

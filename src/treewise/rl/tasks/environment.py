@@ -327,7 +327,7 @@ class GuessNumber:
         return "higher" if value < self.secret else "lower"
 
     def get_reward(self) -> float:
-        """In [0, 1]."""
+        """The share of tries that were left at the right guess; 0 without one."""
         return (self.max_tries - self.num_tries + 1) / self.max_tries if self.is_correct else 0.0
 
     def fork(self) -> "GuessNumber":

@@ -36,11 +36,11 @@ class Logged:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: list[Any]) -> None:
-        """As TRL's."""
+        """Takes a column of values, one for each rollout, as TRL's trainer does."""
         self.columns.setdefault(str(column), []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """As TRL's."""
+        """Takes a value of a metric, as TRL's trainer does."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def add(self, other: "Logged") -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -43,19 +43,21 @@ Outcome = float | RewardFailure
 @dataclass(slots=True)
 class RewardTally:
     """Of the rewards of an iteration, or of recorded rollouts. first: the first failure, as text. metrics: that reward
-    functions logged.
+    functions logged. kinds: how many failed, by kind.
     """
 
     num_rollouts: int = 0
     num_failed: int = 0
     first: str | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "RewardTally") -> None:
         """Takes in the tally of another process."""
         self.num_rollouts += other.num_rollouts
         self.num_failed += other.num_failed
         self.first = self.first or other.first
+        self.kinds += other.kinds
         for name, values in other.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
 
@@ -130,11 +132,16 @@ class RewardRunner:
         """Begins the tally of an iteration."""
         self.tally, self.trainer_state = RewardTally(), trainer_state
 
+    def begun(self, trainer_state: object, failures: Mapping[str, int]) -> "RewardRunner":
+        """A runner with a tally of its own, which shares calls and what was logged. failures: of the run so far."""
+        return replace(self, failures=Counter(failures), tally=RewardTally(), trainer_state=trainer_state)
+
     def count(self, outcomes: Sequence[Outcome], metrics: Mapping[str, Sequence[float]]) -> None:
         """Counts rewards, new ones or recorded ones, and logs each failure that is unlike those before."""
         failed = [each for each in outcomes if isinstance(each, RewardFailure)]
         lists = {name: list(values) for name, values in metrics.items()}
-        self.tally.add(RewardTally(len(outcomes), len(failed), str(failed[0]) if failed else None, lists))
+        kinds = Counter[str](each.kind for each in failed)
+        self.tally.add(RewardTally(len(outcomes), len(failed), str(failed[0]) if failed else None, lists, kinds))
         for failure in failed:
             self.failures[failure.kind] += 1
             what = f"{failure.kind} {failure.message}"

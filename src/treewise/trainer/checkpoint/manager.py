@@ -15,6 +15,8 @@ from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.contents import ARGUMENTS, RunState
 from treewise.trainer.checkpoint.store import read_manifest
 
+logger = logging.getLogger("treewise")
+
 # -- Which checkpoint a run goes on from, and what changed since it was saved -----------------------------------------
 
 
@@ -107,9 +109,6 @@ def _check_settings(checkpoint: Path, args: TreeTrainingArguments) -> list[str]:
             "from its weights."
         )
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
-
-
-logger = logging.getLogger("treewise")
 
 
 @dataclass(frozen=True, slots=True)

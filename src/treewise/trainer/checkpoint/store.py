@@ -29,7 +29,7 @@ from treewise.errors import CheckpointError, ConfigError, bytes_as_text
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODEL_ASIDE = ".model.saving"
-_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced|[\w-]+\.upload)")  # the last: of earlier versions
+_ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

@@ -30,7 +30,7 @@ from treewise.errors import CheckpointError, ConfigError, num
 from treewise.nn.wrapped import innermost
 from treewise.trainer.checkpoint.store import listed_files
 
-# -- Sharded checkpoints: every rank writes its shards, by PyTorch's distributed checkpoint (DCP) as safe -------------
+# -- Sharded checkpoints: every rank writes its shards, as safetensors by PyTorch's DCP -------------------------------
 
 
 def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

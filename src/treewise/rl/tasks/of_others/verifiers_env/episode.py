@@ -9,11 +9,11 @@ import verifiers.v1 as vf
 
 from treewise.errors import TaskError
 from treewise.rl.tasks.calls import described
-from treewise.rl.tasks.of_others.verifiers_env.policy import Seat, StoppedError
+from treewise.rl.tasks.of_others.verifiers_env.policy import NoFurtherTurnError, Seat
 from treewise.rl.tasks.of_others.verifiers_env.tools import EPISODE, Tools
 
 
-class Episode:
+class PlayedEpisode:
     """One episode. Its environment and the trainer take turns: `news` is what the one says, `turns` are the other's.
 
     session: of the rollout, from `Sessions`. num_known: messages that the trainer has. problems: why calls cannot be
@@ -51,7 +51,7 @@ class Episode:
         turn = None if self.over else await self.turns.get()
         if turn is None:
             self.session.trace.stop(self.over)
-            raise StoppedError
+            raise NoFurtherTurnError
         given = {f"{self.num_known}.{number}": call for number, call in enumerate(turn["tool_calls"])}
         self.problems |= {key: call["problem"] for key, call in given.items()}
         calls = [vf.ToolCall(id=k, name=v["name"], arguments=json.dumps(v["arguments"])) for k, v in given.items()]

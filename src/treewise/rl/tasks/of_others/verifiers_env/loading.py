@@ -18,7 +18,7 @@ from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
 from verifiers.v1.utils.decorators import discover_decorated
 
 from treewise.errors import ConfigError
-from treewise.rl.tasks.of_others.verifiers_env.policy import Policy
+from treewise.rl.tasks.of_others.verifiers_env.policy import TurnLoop
 
 NEVER = 1e9  # seconds: the package counts the time of the sampler as the agent's
 
@@ -73,7 +73,7 @@ def _problems(env: Any, seat: Any, task: Any) -> Iterator[str]:
     """Why a task cannot be served."""
     toolsets = [*env.taskset.toolsets(env.taskset.config), *task.toolsets(task.config)]
     try:
-        validate_pairing(Policy(seat.harness), type(task), resolve_runtime_config(seat.runtime, task), tools=toolsets)
+        validate_pairing(TurnLoop(seat.harness), type(task), resolve_runtime_config(seat.runtime, task), tools=toolsets)
         for stop in task.hooks("stop"):
             hook_boundary(stop, allow_trace=True)
         hooks, judges = [*task.hooks("metric"), *task.hooks("reward")], task.plugged_judges()

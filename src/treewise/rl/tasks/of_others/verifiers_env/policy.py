@@ -17,7 +17,7 @@ from verifiers.v1.interception import Interception
 from treewise.rl.tasks.of_others.verifiers_env.tools import EPISODE
 
 
-class StoppedError(Exception):
+class NoFurtherTurnError(Exception):
     """The episode asks for no further turn; its trace has the condition."""
 
 
@@ -39,7 +39,7 @@ class Seat(vf.Agent):
 
     def __init__(self, name: str, config: Any) -> None:
         super().__init__(config, interception=Sessions())
-        self.name, self.harness = name, Policy(config.harness)
+        self.name, self.harness = name, TurnLoop(config.harness)
 
     async def run(self, task: Any, **given: Any) -> Any:
         """See `Agent`."""
@@ -58,7 +58,7 @@ class Seat(vf.Agent):
         episode.traces.append(trace)
 
 
-class Policy(vf.Harness[vf.HarnessConfig]):
+class TurnLoop(vf.Harness[vf.HarnessConfig]):
     """The loop of the package's `null` harness: turns until one calls no tool."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
@@ -82,7 +82,7 @@ class Policy(vf.Harness[vf.HarnessConfig]):
                 if not messages[-1].tool_calls:
                     break
                 messages += [await episode.answer(call) for call in messages[-1].tool_calls]
-        except StoppedError:
+        except NoFurtherTurnError:
             pass
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -91,14 +91,14 @@ async def _turn(episode: Any, messages: Sequence[Any]) -> Any:
     """A model call, as the package's interception server makes it of a session."""
     session, trace = episode.session, episode.session.trace
     if session.stopped or await session.refused() is not None:
-        raise StoppedError
+        raise NoFurtherTurnError
     request = vf.Request(messages=list(messages), tools=[vf.Tool(**each["function"]) for each in episode.tools.schemas])
     _, _, stopped = await session.rewrite_request(request)  # stops; there are no interceptors
     turn = graph.prepare_turn(trace, request.messages, request.tools)
     if stopped is not None:
         turn.commit_prompt()
         trace.stop(stopped)
-        raise StoppedError
+        raise NoFurtherTurnError
     if turn.tail_start != episode.num_known or not turn.tail:
         raise vf.HarnessError("the environment rewrites what stands before a turn; a trajectory only grows")
     if session.on_turn_input is not None:
@@ -113,5 +113,5 @@ async def _turn(episode: Any, messages: Sequence[Any]) -> Any:
     trace.calls.append(vf.ModelCall(node=node, model="policy", finish_reason=finish, usage=usage, time=span))
     if (stopped := stopped or await session.gate_tool_calls(node)) is not None:
         trace.stop(stopped)
-        raise StoppedError
+        raise NoFurtherTurnError
     return message

@@ -18,7 +18,7 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.utils.decorators import discover_decorated
 
-EPISODE: ContextVar[Any] = ContextVar("treewise_episode")  # episode.Episode
+EPISODE: ContextVar[Any] = ContextVar("treewise_episode")  # episode.PlayedEpisode
 
 
 class Tools:

@@ -16,19 +16,19 @@ from typing import Any
 
 from treewise.errors import TreewiseError
 from treewise.rl.tasks.calls import described
-from treewise.rl.tasks.of_others.verifiers_env.episode import Episode
+from treewise.rl.tasks.of_others.verifiers_env.episode import PlayedEpisode
 from treewise.rl.tasks.of_others.verifiers_env.loading import loaded, unsandboxed
 from treewise.rl.tasks.of_others.verifiers_env.tools import in_this_process, without_servers
 
 
-class Worker:
+class EpisodeWorker:
     """Answers questions: each method without underscore is one."""
 
     def __init__(self) -> None:
         self._env: Any = None
         self._tasks: list[Any] = []
         self._shared: list[Any] = []
-        self._episodes: dict[int, Episode] = {}
+        self._episodes: dict[int, PlayedEpisode] = {}
 
     async def begin(self, runtime: Any, **given: Any) -> dict[str, Any]:
         """Loads an environment; how many tasks it has, and what of them runs on this machine without a sandbox."""
@@ -45,7 +45,7 @@ class Worker:
 
     async def open(self, task: int, episode: int) -> dict[str, Any]:
         """Begins an episode: the messages and tools of its prompt."""
-        self._episodes[episode] = Episode(self._env, self._tasks[task], self._shared)
+        self._episodes[episode] = PlayedEpisode(self._env, self._tasks[task], self._shared)
         return await self._episodes[episode].opening()
 
     async def turn(self, episode: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Worker:
             await found.close()
 
     async def finish(self) -> None:
-        """Ends all."""
+        """Ends all episodes and the environment."""
         for episode in list(self._episodes):
             await self.close(episode)
         if self._env is not None:
@@ -70,7 +70,7 @@ class Worker:
 
 
 async def _serve(answers: Any) -> None:
-    loop, worker = asyncio.get_running_loop(), Worker()
+    loop, worker = asyncio.get_running_loop(), EpisodeWorker()
     loop.set_default_executor(ThreadPoolExecutor(64))  # tools that block
     questions: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     at_work: set[asyncio.Task[None]] = set()

@@ -7,7 +7,7 @@ import torch
 
 from treewise.engine.engine import TreeEngine
 from treewise.errors import DataError
-from treewise.objectives.rows_loss import INPUTS, RowsLoss, make_row
+from treewise.serve.rows_loss import INPUTS, RowsLoss, make_row
 from treewise.testing.families import tiny_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

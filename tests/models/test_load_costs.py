@@ -9,9 +9,9 @@ from tests.cli.helpers import save_tiny_model
 from tests.damage import damages
 from tests.image_capability import image_model
 from treewise.errors import ConfigError
-from treewise.nn import load_costs as module
-from treewise.nn.load_costs import load_costs
-from treewise.nn.load_model import load_shapes
+from treewise.models import load_costs as module
+from treewise.models.load_costs import load_costs
+from treewise.models.load_model import load_shapes
 from treewise.nn.model_flops import flop_model
 
 

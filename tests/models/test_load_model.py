@@ -12,9 +12,9 @@ from tests import needs
 from tests.cli.helpers import save_tiny_model
 from tests.damage import damages
 from treewise.errors import ConfigError
+from treewise.models.load_costs import load_costs
+from treewise.models.load_model import load_config, load_shapes, load_tokenizer, load_weights, locate
 from treewise.nn.adapters import adapted
-from treewise.nn.load_costs import load_costs
-from treewise.nn.load_model import load_config, load_shapes, load_tokenizer, load_weights, locate
 from treewise.testing import tiny_model
 
 pytest.importorskip("peft")

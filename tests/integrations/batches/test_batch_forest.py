@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.integrations.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
+from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
 
 
 @st.composite

@@ -45,7 +45,7 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {  # numbers, or arrays as the inp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class LossRow:
     """One of them. token_ids: int32 [T + 1], its input and one token more, to predict which the last one is there.
     targets: int64 [T, K], -1 where there is none. inputs: float64 [T, K] each, what its loss reads. shape: of the given
     targets. images: what their placeholders among the tokens stand for.
@@ -59,7 +59,9 @@ class Row:
     images: tuple[ImageSpan, ...] = ()
 
 
-def make_row(input_ids: np.ndarray, given: Mapping[str, np.ndarray], loss: str, settings: Mapping[str, float]) -> Row:
+def make_row(
+    input_ids: np.ndarray, given: Mapping[str, np.ndarray], loss: str, settings: Mapping[str, float]
+) -> LossRow:
     """Checks a row. input_ids: [T]. given: targets, inputs and settings of the loss, [T] or [T, K] each. settings: of
     the loss, as numbers.
 
@@ -91,7 +93,7 @@ def make_row(input_ids: np.ndarray, given: Mapping[str, np.ndarray], loss: str, 
     del inputs["target_tokens"]
     last = int(wide[-1].max())
     ids = np.append(input_ids, last if last >= 0 else int(input_ids[-1])).astype(np.int32)
-    return Row(ids, wide, loss, inputs, targets.shape)
+    return LossRow(ids, wide, loss, inputs, targets.shape)
 
 
 class RowsLoss:
@@ -103,7 +105,7 @@ class RowsLoss:
 
     outputs = ("log_probs",)
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[LossRow]) -> None:
         self.rows = list(rows)
         self._kinds = sorted({row.loss for row in self.rows})
         sizes = [row.targets.size for row in self.rows]
@@ -165,7 +167,7 @@ class RowsLoss:
         return torch.zeros_like(logprobs_P).index_add(0, owner, losses_F)
 
     def token_metrics(self, values: Values, streams: Streams) -> dict[str, Float[Tensor, " P"]]:
-        """None."""
+        """No metrics: answers hold log-probs and losses of each row."""
         return {}
 
 

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable
 
-from treewise.serve.journal import Journal, Work
+from treewise.serve.journal import QueuedRequest, RequestJournal
 
 
-class Turns:
+class RequestQueue:
     """waiting: by id, in the order of arrival; what has its answer waits to run again, or to be passed over."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: RequestJournal) -> None:
         self._journal = journal
-        self.waiting: dict[str, Work] = {}
+        self.waiting: dict[str, QueuedRequest] = {}
         self._next: dict[str, int] = {}
 
-    def add(self, works: Iterable[Work]) -> None:
+    def add(self, works: Iterable[QueuedRequest]) -> None:
         """Those that are there are replaced, in their place."""
         self.waiting |= {work.id: work for work in works}
 
@@ -32,7 +32,7 @@ class Turns:
         """Lets a model go on with this number."""
         self._next[owner] = number
 
-    def head_of(self, owner: str) -> Work | None:
+    def head_of(self, owner: str) -> QueuedRequest | None:
         """The request whose turn it is; None: it has not come."""
         return self.waiting.get(f"{owner}:{self.next_of(owner)}")
 
@@ -40,7 +40,7 @@ class Turns:
         """Models whose requests wait for an answer, in the order of their arrival."""
         return list(dict.fromkeys(work.owner for work in self.waiting.values() if not _is_sample_or_answered(work)))
 
-    def asked_of(self, owner: str) -> list[Work]:
+    def asked_of(self, owner: str) -> list[QueuedRequest]:
         """A model's requests that wait for an answer."""
         return [work for work in self.waiting.values() if work.owner == owner and not _is_sample_or_answered(work)]
 
@@ -55,7 +55,7 @@ class Turns:
         return found
 
 
-def _is_sample_or_answered(work: Work) -> bool:
+def _is_sample_or_answered(work: QueuedRequest) -> bool:
     return work.is_answered or work.kind == "sample"
 
 

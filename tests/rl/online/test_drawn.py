@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.rl.online.helpers import EvenBytes, digest, new_trainer
-from tests.rl.online.test_trainer import Killed, counted
+from tests.rl.online.test_loop import Killed, counted
 from treewise.errors import ConfigError
 from treewise.rl.curriculum import CURRICULA
 from treewise.rl.online.records import draws_file, rollouts_file

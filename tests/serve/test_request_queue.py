@@ -2,27 +2,29 @@
 
 import pytest
 
-from treewise.serve.journal import Journal, Work
-from treewise.serve.turns import Turns
+from treewise.serve.journal import QueuedRequest, RequestJournal
+from treewise.serve.request_queue import RequestQueue
 
 
 @pytest.fixture
 def turns(tmp_path):
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = RequestJournal(tmp_path / "journal.sqlite")
     for name in ("m", "n"):
         journal.put("model", name, "s", {})
     journal.snapshot("m", 2)
-    yield Turns(journal)
+    yield RequestQueue(journal)
     journal.close()
 
 
 def work(seq, owner="m", kind="optim_step", **more):
-    return Work(f"{owner}:{seq}", owner, seq, kind, **more)
+    return QueuedRequest(f"{owner}:{seq}", owner, seq, kind, **more)
 
 
 def test_a_model_goes_on_behind_its_snapshot_and_passes_over_what_is_done(turns):
     assert [turns.next_of(owner) for owner in "mn"] == [3, 0]
-    turns.add([work(3, is_answered=True, is_done=True), Work("m:4", "m", 9, "gap", is_answered=True, is_done=True)])
+    turns.add(
+        [work(3, is_answered=True, is_done=True), QueuedRequest("m:4", "m", 9, "gap", is_answered=True, is_done=True)]
+    )
     turns.add([work(10), work(11, is_answered=True)])
     assert turns.head_of("m") == work(10)
     assert list(turns.waiting) == ["m:10", "m:11"]

@@ -33,13 +33,13 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Of its slot."""
+        """The name of the slot, `full` for all weights: `r8_mlp_attn`."""
         parts = [part for part in ("mlp", "attn", "unembed") if getattr(self, part)]
         return "_".join([f"r{self.rank}", *parts]) if self.rank else "full"
 
 
 @dataclass(slots=True, eq=False)
-class Weights:
+class OwnedWeights:
     """Somebody's parameters by name, and the optimizer that trains them (None: they are only sampled from)."""
 
     shape: Shape
@@ -75,7 +75,7 @@ class Slots:
         self._layers = _layers(base)  # before adapters stand around them
         self._slots = {"full": _slot_of(base, set(base.parameters()))} if trains_all else {}
 
-    def new_weights(self, shape: Shape, seed: int) -> Weights:
+    def new_weights(self, shape: Shape, seed: int) -> OwnedWeights:
         """Adapters that change nothing yet, A drawn from the seed; or a copy of the base model's weights.
 
         Raises:
@@ -87,7 +87,7 @@ class Slots:
             if "lora_A" in name or "lora_embedding_A" in name:
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
             made[name] = nn.Parameter(value.to(blank.device))
-        return Weights(shape, made, torch.optim.AdamW(made.values()))
+        return OwnedWeights(shape, made, torch.optim.AdamW(made.values()))
 
     def _slot(self, shape: Shape) -> _Slot:
         if shape.name not in self._slots:
@@ -111,7 +111,7 @@ class Slots:
         return self._slots[shape.name]
 
     @contextmanager
-    def using(self, weights: Weights | None) -> Iterator[None]:
+    def using(self, weights: OwnedWeights | None) -> Iterator[None]:
         """Inside, the model has these weights; None: it is the base model."""
         if weights is None and not self.trains_all:
             with self.model.disable_adapter() if self.model is not self.base else nullcontext(), torch.no_grad():

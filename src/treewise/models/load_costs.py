@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import treewise
+from treewise import nn
 from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.errors import ConfigError
+from treewise.models.load_model import load_shapes, locate, place_in_cache
 from treewise.nn.adapters import ADAPTER_WEIGHTS, ADAPTERS, adapter_folder
 from treewise.nn.flops import NO_FLOPS, FlopModel, LayerReach, VisionCosts
-from treewise.nn.load_model import load_shapes, locate, place_in_cache
 
 logger = logging.getLogger("treewise")
 
 _COUNTED_BY = ("torch", "transformers", "peft")
-_COUNTING = ("flops.py", "model_flops.py", "vision/costs.py")  # beside this file
+_COUNTING = ("flops.py", "model_flops.py", "vision/costs.py")  # of `nn`
 
 
 def load_costs(name: str, gguf_file: str | None = None, lora: Mapping[str, Any] | None = None) -> FlopModel:
@@ -60,7 +61,7 @@ def _facts(name: str, gguf_file: str | None, lora: Mapping[str, Any] | None) -> 
         status = (Path(folder) / file).stat()
         source = [str((Path(folder) / file).resolve()), status.st_size, status.st_mtime_ns]
     adapters = adapter_folder(name)
-    counting = [_digest(Path(__file__).parent / each) for each in _COUNTING]
+    counting = [_digest(Path(nn.__file__).parent / each) for each in _COUNTING]
     own = [treewise.__version__, *map(_version, _COUNTED_BY), *counting]
     saved = None if adapters is None else [_digest(adapters / ADAPTERS), _header(adapters / ADAPTER_WEIGHTS)]
     return [own, source, saved, None if lora is None else dict(lora)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.adapter_slots import Shape, Slots
+from treewise.serve.adapter_slots import Shape, Slots
 from treewise.testing.families import tiny_model
 
 IDS = torch.arange(3, 12)[None]

@@ -22,8 +22,8 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.step import Entries
 from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
-from treewise.integrations.batch_forest import NotShareable, Rows
-from treewise.integrations.router_reader import router_loss_of, router_loss_reader
+from treewise.integrations.batches.batch_forest import NotShareable, Rows
+from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import refuse_dropout
 from treewise.nn.router_loss import RouterLoss, RouterLossRule

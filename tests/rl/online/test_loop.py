@@ -27,7 +27,7 @@ from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.step import StepRunner
 
-pytestmark = pytest.mark.xdist_group("rl/online/test_trainer")
+pytestmark = pytest.mark.xdist_group("rl/online/test_loop")
 
 
 class Killed(BaseException):
@@ -295,7 +295,7 @@ class Failing(EvenBytes):
 def test_rollouts_whose_reward_fails_are_counted_and_leave_the_rows(tmp_path):
     trainer = new_trainer(tmp_path / "run", Failing("failing"), iterations=1, eval_every=0)
     logs = trainer.train()
-    assert logs["failed_rollouts"] == trainer.rewards.failures["raised"] > 0
+    assert logs["failed_rollouts"] == trainer.loop.failures["raised"] > 0
     rows = rollouts_file(trainer.folder, 1).read_text().splitlines()
     assert len(rows) == logs["num_rollouts"] - logs["failed_rollouts"]
     with pytest.raises(TaskError, match="no answer"):

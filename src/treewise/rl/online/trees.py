@@ -1,0 +1,205 @@
+"""`TreeCollector`: groups are rollout trees, grown under a budget of generated tokens; of held-out items, one rollout
+each.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from treewise.distributed import ranks
+from treewise.errors import ConfigError, DataError
+from treewise.nn.model_checks import length_limit, refuse_lengths
+from treewise.rl.branching import PROMPT, Branch, RolloutTree, branching_named
+from treewise.rl.node_values import node_values
+from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
+from treewise.rl.online.continuing import Rounds, continue_all
+from treewise.rl.online.growing import GrowingTree, grow_trees
+from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
+from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.samplers import SampleRequest
+from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks.protocol import Task
+from treewise.rl.tasks.rewards import RewardTally
+
+if TYPE_CHECKING:
+    from treewise.trainer import TreeTrainingArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeCollector:
+    """A `Collector` of rollout trees. rewards: how they are computed; each call has a tally of its own. temperature: of
+    training rollouts. model: that is trained, for the lengths that it follows.
+    """
+
+    task: Task
+    chat: ChatTokens
+    settings: OnlineSettings
+    rewards: RewardRunner
+    temperature: float
+    model: Any
+
+    def prompt_ids(self, item: TaskItem) -> list[int]:
+        """As `Collector.prompt_ids`."""
+        return self._start([item])[0].token_ids
+
+    def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
+        """A tree for each request: all of them grow side by side. Raises as `Collector.collect`."""
+        rounds = self.rounds(moment, requests[0].num_rollouts)
+        trees = self.new_trees(requests)
+        grow_trees(trees, rounds)
+        groups = [self._group(request, each, moment) for request, each in zip(requests, trees, strict=True)]
+        assert rounds.rewards is not None
+        return Collected(groups, rounds.rewards.tally, rounds.seconds)
+
+    def rounds(self, moment: Moment, num_rollouts: int | None = None) -> Rounds:
+        """How trees grow now. num_rollouts: of each, in one round, whatever they take; None: as the policy asks."""
+        settings, state = self.settings, moment.state
+        policy = settings.policy() if num_rollouts is None else branching_named("none", roots=num_rollouts)
+        stop_ids = self.chat.end_ids()
+        request = SampleRequest(
+            (0,),
+            temperature=self.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_ids=stop_ids,
+            want_entropy="entropies" in settings.policy().streams,
+            num_top=settings.num_candidates,
+        )
+        expected_tokens = None if num_rollouts else state.expected_tokens or float(settings.max_new_tokens)
+        return Rounds(
+            moment=moment,
+            branching=policy,
+            rewards=self.rewards.begun(moment.trainer_state, state.failures),
+            limits=Limits(settings.max_new_tokens, _longest(settings, self.model), stop_ids),
+            request=request,
+            expected_tokens=expected_tokens,
+            episodes_at_once=self.rewards.calls.at_once,
+            gather_seconds=settings.gather_seconds,
+        )
+
+    def new_trees(self, requests: Sequence[GroupRequest]) -> list[GrowingTree]:
+        """Trees before their first round."""
+        trees = []
+        for each, first in zip(requests, self._start([each.item for each in requests]), strict=True):
+            tree, rng = RolloutTree(first.token_ids, group=each.item.key), np.random.default_rng(each.seed)
+            trees.append(GrowingTree(each.number, each.item, each.key, tree, first, each.budget, each.seed, rng))
+        return trees
+
+    def _group(self, request: GroupRequest, grown: GrowingTree, moment: Moment) -> Group:
+        tree = grown.tree
+        rows = tree.trajectories(source=f"{moment.where}, {tree.group}")
+        account, prompt = tree.account(rows), node_values(tree, self.settings.success_at)[0]
+        branched = [node for node in tree.nodes if node.parent != PROMPT]
+        return Group(
+            request=request,
+            prompt_ids=tree.prompt_ids.tolist(),
+            rows=rows,
+            rewards=[tree[leaf].reward for leaf in tree.leaves],
+            lengths=[tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves],
+            success=prompt.value,
+            trials=prompt.num_draws,
+            num_sampled=grown.num_sampled,
+            num_chosen=grown.num_chosen,
+            num_failed=account["failed"],
+            num_unfinished=account["unfinished"],
+            counts={"refused_branches": grown.num_refused, "num_branches": len(branched)},
+            means={"branch_depth": [tree.num_sampled_before(node.parent, node.cut) for node in branched]},
+        )
+
+    def evaluate(self, items: Sequence[TaskItem], moment: Moment, seed: int) -> tuple[list[HeldOut], RewardTally]:
+        """One rollout of each item, without branches. Every process computes its part of them. Raises as `collect`."""
+        starts, rounds = self._start(items), self.rounds(moment)
+        temperature = self.settings.eval_temperature
+        request = replace(rounds.request, temperature=temperature, want_entropy=False, num_top=0)
+        rounds = replace(rounds, request=request)
+
+        def work() -> list[tuple[int, HeldOut]]:
+            own = range(ranks.own(), len(items), ranks.count())
+            continuations = []
+            for index in own:
+                first = starts[index]
+                tree, conversation = RolloutTree(first.token_ids), first.branch(len(first.token_ids))
+                continuations.append(Continuation(tree, Branch(), conversation, rounds.limits, (seed, index)))
+            continue_all(continuations, rounds)
+            return [
+                (index, self._held_out(items[index], len(starts[index].token_ids), each))
+                for index, each in zip(own, continuations, strict=True)
+            ]
+
+        with torch.no_grad():
+            found = sorted((each for part in ranks.on_every_rank(work) for each in part), key=lambda each: each[0])
+        held_out = [each for _, each in found]
+        failed = [each.failure for each in held_out if each.failure is not None]
+        return held_out, RewardTally(len(items), len(failed), failed[0] if failed else None)
+
+    def _held_out(self, item: TaskItem, num_prompt: int, ended: Continuation) -> HeldOut:
+        ids, outcome = ended.conversation.token_ids, ended.outcome
+        prompt, text = (self.chat.tokenizer.decode(part) for part in (ids[:num_prompt], ids[num_prompt:]))
+        failure = str(outcome or ended.refused) if outcome is None or isinstance(outcome, RewardFailure) else None
+        reward = outcome if isinstance(outcome, float) else None
+        return HeldOut(item.key, prompt, text, reward, ended.num_drawn, failure)
+
+    def close(self) -> None:
+        """Ends the processes of rewards and environments."""
+        self.rewards.close()
+
+    def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:
+        return started(self.task, items, self.chat, self.rewards.calls, self.settings, self.model)
+
+
+def tree_collector(
+    task: Task, tokenizer: Any, settings: OnlineSettings, args: "TreeTrainingArguments", model: Any
+) -> TreeCollector:
+    """The collector of a run; what reward functions log goes into its folder."""
+    calls = Calls(settings.reward_timeout, settings.reward_workers, settings.episodes_at_once)
+    extras = Path(args.output_dir, f"reward_log-rank-{ranks.own()}.jsonl" if ranks.own() else "reward_log.jsonl")
+    return TreeCollector(
+        task=task,
+        chat=ChatTokens(tokenizer, settings.chat_template),
+        settings=settings,
+        rewards=RewardRunner(calls, settings.on_reward_error, extras),
+        temperature=args.temperature,
+        model=model,
+    )
+
+
+def started(
+    task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls, settings: OnlineSettings, model: Any
+) -> Sequence[OpenRollout]:
+    """A conversation for each item, which stands behind its prompt.
+
+    Raises:
+        ConfigError: `max_length` is beyond the model's positions.
+        UnsupportedModelError: a rollout might become longer than training follows, as far as `max_length` lets it.
+        DataError: no token can follow a prompt.
+    """
+    conversations, longest = start(task, items, chat, calls), _longest(settings, model)
+    num_new, most = settings.max_new_tokens, settings.max_length
+    for item, conversation in zip(items, conversations, strict=True):
+        num_prompt = len(conversation.token_ids)
+        what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+        num_tokens = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+        refuse_lengths(model, num_tokens, what, "Lower max_new_tokens, or set max_length")
+        if num_prompt >= longest:
+            raise DataError(
+                f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
+                f"{longest:,} (max_length, or the model's positions)."
+            )
+    return conversations
+
+
+def _longest(settings: OnlineSettings, model: Any) -> int:
+    """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    most = settings.max_length or positions
+    if most > positions:
+        raise ConfigError(
+            f"max_length={most} is beyond the {positions:,} positions of the model (max_position_embeddings)."
+        )
+    found = length_limit(model)
+    return most if found is None else min(most, found[0])
