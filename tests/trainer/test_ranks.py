@@ -45,7 +45,6 @@ TWO = {
     ),
     "adapters": ({**SGD, **LORA, **CHECKPOINTS}, {"sharded": True}, {}),
     "experts": ({**SGD, **EXPERTS}, {"sharded": True}, {}),
-    "compiled": ({**SGD, **CUT, **CHECKPOINTS}, {"sharded": True, "torch_compile_backend": "aot_eager"}, {}),
     "routers": ({**SGD, **ROUTERS}, {}, {}),
     "routers sharded": ({**SGD, **ROUTERS}, {"sharded": True}, {}),
     "tied": ({**SGD, **TIED}, {"sharded": True, "shard_config": {"reshard_after_forward": False}}, {}),

@@ -3,7 +3,7 @@
 A compiled model as a whole would not help: the engine calls the decoder, which reads the tree of each micro-batch. A
 layer is compiled once for all lengths, and layers of one class share their code. The attention of a tree and the mixers
 of hybrids are left out of the graphs (`torch.compiler.disable`), so a layer is two graphs: what is before attention and
-what is behind it. Layers are compiled before they are sharded: FSDP's hooks then run around what is compiled.
+what is behind it.
 """
 
 from collections.abc import Collection

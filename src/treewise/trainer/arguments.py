@@ -300,7 +300,8 @@ class TreeTrainingArguments(TrainingArguments):
 
     def _uncompiled_meshes(self) -> list[str]:
         """Settings with which layers are not compiled."""
-        return [name for name in _SIZES if getattr(self, name) > 1]
+        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
+        return [name for name, is_set in spread.items() if is_set]
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""
@@ -315,7 +316,7 @@ class TreeTrainingArguments(TrainingArguments):
     @property
     def compiles_by_itself(self) -> bool:
         """Whether layers are compiled that nobody asked to compile."""
-        is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel or self.sharded
+        is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel
         return not is_decided and self.device.type == "cuda" and not self._uncompiled_meshes()
 
     def shard_settings(self) -> Any:

@@ -93,8 +93,7 @@ class StepRunner:
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
         self.engine = self._new_engine()
-        if not args.sharded:
-            self._fuse_layers()
+        self._fuse_layers()
 
     def _fuse_layers(self) -> None:
         """Compiles the layers, or takes Liger's kernels for them, as the settings say."""
@@ -167,7 +166,6 @@ class StepRunner:
         if settings is not None and not self.ranks.is_sharded:
             first = self._first_tree()
             self.ranks.enter_lockstep(self.engine, first)  # with the whole model
-            self._fuse_layers()  # before FSDP's hooks, where the model was checked on the host
             self.ranks.shard(self.engine, settings)
             self.engine = self._new_engine()
             with self._batch(trains=False), self._autocast():
