@@ -265,7 +265,7 @@ BESIDE = (
     ("start it", ("cli", "serve", "rl", "integrations")),
     ("check it", ("verification", "testing")),
     ("measure and show it", ("bench", "report")),
-    ("start from a larger model", ("grow",)),
+    ("give it a model", ("models", "grow")),
     ("serve every room", ("base",)),
 )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import save_tiny_model, write_rows
+from treewise.cli.config import with_checksum
 from treewise.cli.main import main
 
 pytestmark = pytest.mark.xdist_group("cli/test_hostile")
@@ -33,7 +34,7 @@ FILES: dict[str, bytes] = {
     "deep/adapter_config.json": b"[" * 100_000,
     "log_deep/trainer_state.json": b"[" * 100_000,
     "online/journal/iteration-00001.jsonl": b"{}\n",
-    "recorded/resolved_config.yaml": b"model: model\ndata: good.jsonl\n",
+    "recorded/resolved_config.yaml": with_checksum("model: model\ndata: good.jsonl\n").encode(),
     "rank/adapter_config.json": b'{"peft_type": "LORA", "base_model_name_or_path": "model", "r": "x"}',
     "null.py": b"def even(**_):\n    return 1\0\n",
     "keys.yaml": b"? [a]\n: b",

@@ -176,6 +176,11 @@ def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
             values[item.name] = _plain(getattr(arguments, item.name))
     set_values = {key: value for key, value in values.items() if value is not None}
     text = yaml.safe_dump(set_values, sort_keys=False, allow_unicode=True)
+    return with_checksum(text)
+
+
+def with_checksum(text: str) -> str:
+    """The text of a resolved configuration below its checksum."""
     return f"{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 

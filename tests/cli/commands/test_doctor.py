@@ -84,7 +84,7 @@ def test_a_server_that_does_not_answer_is_an_error(
 ) -> None:
     from treewise.rl.samplers import server_check
 
-    finding = server_check.Finding
+    finding = server_check.ServerFinding
     found = {
         "http://dead": [finding("answers", passed=False, text="no answer")],
         "http://odd": [

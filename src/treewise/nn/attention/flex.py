@@ -99,8 +99,10 @@ def flex_attention_tree(
     if rule.softcap is not None:
         softcap = mask.derived(_softcap, rule.softcap, query.dtype, query.device, per_head)
     table = block_mask(mask, rule, query.device, blocks)
-    options: dict[str, Any] = {"needs_lse": sinks is not None, "kinds": mask.derived(_no_kinds), "backend": backend}
-    out, lse = attend(query, key, value, table, softcap, rule.scaling, **options)
+    kinds, needs_lse = mask.derived(_no_kinds), sinks is not None
+    out, lse = attend(
+        query, key, value, table, softcap, rule.scaling, needs_lse=needs_lse, kinds=kinds, backend=backend
+    )
     out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
         return out

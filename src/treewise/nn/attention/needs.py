@@ -74,7 +74,8 @@ class Needs:
         if place.device_type != "cuda":
             return ConfigError(f"{who} runs on CUDA, and the model is on {place.device_type}; use attention='auto'.")
         instead = "use attention='reference'" if place.dtype == "float64" else "use attention='flex'"
-        if place.capability not in self.cards:
+        heads = None if place.capability is None else self.cards.get(place.capability)
+        if heads is None:
             known = ", ".join(".".join(map(str, each)) for each in self.cards)
             has = "this is none of NVIDIA's" if place.capability is None else f"this one has {_number(place)}"
             return ConfigError(f"{who} has kernels for GPUs of compute capability {known}, and {has}; {instead}.")
@@ -88,7 +89,6 @@ class Needs:
                 f"{who} has no backward that gives the same bits each time, which "
                 f"torch.use_deterministic_algorithms asks for; {instead}."
             )
-        heads = self.cards[place.capability]
         for key, value in sorted(asked.sizes):
             if not heads.include((key, value)):
                 sizes = f"{key}" if key == value else f"{key} and values of {value}"
