@@ -64,8 +64,8 @@ class TreeTrainingArguments(TrainingArguments):
             memory, measured at the first step. None: a batch is one micro-batch.
         steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
             `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
-        compile_layers: compile the decoder's layers, each by itself, in place: `always`, `never`, or `auto`: on a GPU,
-            where they can be.
+        compile_layers: compile the decoder's layers, each by itself, in place: `always`, `never`, or on a GPU where
+            they can be (`auto`).
         attention: `auto`, `reference`, `cascade`, `flex`, `flash` or `cudnn`.
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
@@ -309,7 +309,7 @@ class TreeTrainingArguments(TrainingArguments):
         liger.require_liger()
         if is_compiled:
             raise ConfigError("use_liger_kernel and compiled layers fuse the same; leave one of them out.")
-        if self.liger_kernel_config:
+        if getattr(self, "liger_kernel_config", None):
             raise ConfigError("liger_kernel_config: all but the losses is applied; leave it out.")
         self.liger_kernel_config = dict(liger.PARTS)
 
