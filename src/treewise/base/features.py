@@ -15,7 +15,7 @@ from treewise.errors import ConfigError
 FEATURES = {
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
-    "compilation": ("treewise.nn.compilation", "compiled layers (torch_compile)"),
+    "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
     "context": ("treewise.distributed.context", "batches divided among ranks (context_size)"),
     "declared_trees": ("treewise.data.readers.declared_trees", "records of declared trees (nodes)"),
     "encoded_arrays": ("treewise.data.io.encoded_arrays", "records with experts of tokens (routed_experts)"),
@@ -26,6 +26,7 @@ FEATURES = {
     "images": ("treewise.nn.vision", "trajectories with images"),
     "importers": ("treewise.data.importers", "dumps of other libraries"),
     "kept_reasoning": ("treewise.data.render.kept_reasoning", "conversations whose reasoning is kept (thinking)"),
+    "liger": ("treewise.nn.liger", "kernels of liger-kernel (use_liger_kernel)"),
     "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "logged_calls": ("treewise.data.readers.logged_calls", "records of logged calls"),

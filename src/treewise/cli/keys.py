@@ -134,8 +134,8 @@ _GROUPS = {
         "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
-        "max_tokens attention merge_across_trees temperature offload router_z_coefficient weighting normalization "
-        "constant"
+        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient weighting "
+        "normalization constant"
     ),
     "Steps": (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "

@@ -62,7 +62,10 @@ def cudnn_attention_tree(
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values, as `reference_attention`."""
     query, key, value = (_token_by_token(each) for each in (query, key, value))
     plan = _plan(query, key, value, mask, rule)
-    options = {"softmax_scale": rule.scaling, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    options: dict[str, Any] = {
+        "softmax_scale": rule.scaling,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     if sinks is None:
         return package().flex_attn_func(query, key, value, mask_plan=plan, **options).transpose(1, 2)
     out, lse = package().flex_attn_func(query, key, value, mask_plan=plan, return_lse=True, **options)

@@ -130,7 +130,7 @@ def place_of(device_type: str, dtype: "torch.dtype | None") -> Place:
 
 def asked_by(decoder: "nn.Module") -> Asked:
     """What the attention layers of a model say of themselves; calls are compared with it again, one by one."""
-    sizes, features = set(), set()
+    sizes, features = set[Sizes](), set[str]()
     for module in decoder.modules():
         size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         if not isinstance(size, int) or not hasattr(module, "is_causal") or not hasattr(module, "layer_idx"):
