@@ -418,7 +418,13 @@ def listening(endpoint: Endpoint, port: int = 0) -> Iterator[str]:
     except OSError as error:
         raise ConfigError(f"port {port} of {endpoint.host} cannot be listened on: {error}.") from None
     config = uvicorn.Config(
-        endpoint.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=1, ws="none", lifespan="on"
+        endpoint.app(),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        ws="none",
+        http="h11",
+        lifespan="on",
     )
     server, is_up = uvicorn.Server(config), threading.Event()
     startup = server.startup

@@ -324,7 +324,7 @@ def loaded(agent: str) -> Any:
     location, _, name = agent.rpartition(":")
     sys.path.insert(0, str(Path.cwd()))
     if location.endswith(".py"):
-        path = Path(location).expanduser().resolve()
+        path = Path(os.path.expanduser(location)).resolve()  # `Path` raises where there is no such user
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None

@@ -142,7 +142,13 @@ def record(settings: RecordSettings, say: Callable[[str], object]) -> None:
         watch = threading.Thread(target=_end_idle, args=(episodes, file, settings.idle_seconds, is_over), daemon=True)
         watch.start()
     config = uvicorn.Config(
-        endpoint.app(), settings.host, settings.port, access_log=False, timeout_graceful_shutdown=2, ws="none"
+        endpoint.app(),
+        settings.host,
+        settings.port,
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        ws="none",
+        http="h11",
     )
     uvicorn.Server(config).run()  # prints the address
 
