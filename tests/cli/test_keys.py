@@ -70,7 +70,8 @@ SUM = {"weighting", "normalization", "constant"}  # in `rl`, settings of the obj
 LEFT_OUT = {
     "train": set[str](),
     "rl": {"eval_data", "eval_split", "eval_strategy", "per_device_train_batch_size", *SUM},
-    "online": {"data", "eval_data", *SUM, *online_run.ELSEWHERE},
+    # agent and its settings: tests/cli/test_agent_run.py
+    "online": {"data", "eval_data", "agent", "agent_settings", *SUM, *online_run.ELSEWHERE},
 }
 EITHER = ("eval_split", "load_in_8bit")  # exclude eval_data and load_in_4bit: a run of their own
 

@@ -9,6 +9,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from treewise.errors import UnsupportedModelError
@@ -48,6 +49,7 @@ def replace_forward(module: nn.Module, path: str, forward: Callable[..., Any], w
     module.__dict__[holder] = MethodType(forward, module)
 
 
+@torch.compiler.disable
 def _lend(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
     """Hook before a layer's forward. Gradient checkpointing calls hooks once, not when it recomputes, so the function
     that it recomputes sets the tree again.
@@ -67,6 +69,7 @@ def _on_masks(values: Iterable[object]) -> Iterator[TreeContext]:
     return iter([value.treewise for value in values if isinstance(value, Tensor) and hasattr(value, "treewise")])
 
 
+@torch.compiler.disable
 def _take_back(layer: nn.Module, _args: object, _output: object) -> None:
     _give(layer, None)
     _restore_checkpointing(layer)
