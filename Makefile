@@ -21,6 +21,7 @@
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make environments  environments of other packages (verifiers, textarena, openenv), in an environment of its own (.venv-environments)
+#   make agents   agents of seven SDKs and frameworks on the endpoint, in an environment of their own (.venv-agents)
 #   make verl     verl's engines and its trainer on Ray with trees and without, on a CPU, in an environment of its own (.venv-verl)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
@@ -31,7 +32,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help versions demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments verl release format clean
+.PHONY: help versions demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments agents verl release format clean
 
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -189,6 +190,19 @@ $(ENVIRONMENTS)/.ready: pyproject.toml
 	@$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[environments,rl,test]'
 	@touch $@
 
+# Frameworks of agents, which speak HTTP alone: apart from torch, in an environment that the tests' agents run in.
+AGENTS := .venv-agents
+AGENT_PACKAGES := openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 \
+  smolagents==1.26.0 "pydantic-ai-slim[openai,anthropic]==2.68.0" mini-swe-agent==2.4.6
+agents: $(VENV)/.dev $(AGENTS)/.ready
+	TREEWISE_AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rl/agents/frameworks
+
+$(AGENTS)/.ready: Makefile | $(BIN)/python
+	@echo "== installing frameworks of agents in $(AGENTS)"
+	@$(BIN)/python -m venv $(AGENTS)
+	@$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(AGENT_PACKAGES)
+	@touch $@
+
 # verl pins older versions of what treewise needs, so it is installed without what it asks for.
 VERL := .venv-verl
 VERL_PACKAGES := verl==0.9.1 TransferQueue==0.1.11
@@ -224,7 +238,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PATHS_TO_CHECK)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(ENVIRONMENTS) $(VERL) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(ENVIRONMENTS) $(AGENTS) $(VERL) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples $(wildcard benchmarks) -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. Each stamp is one `pip install`, repeated when pyproject.toml changes.

@@ -40,6 +40,17 @@ CORE = (
 TESTING = (*CORE, "pytest", "hypothesis", "peft")
 # Wheels that `--fetch_wheels` downloads: what treewise or its tests need, and images with torch often lack.
 FETCHED = ("annotated-types", "lazy-loader", "beartype", "trl", "datasets", "dill", "multiprocess")
+# With `--fetch_kernels`, for the stage `attention`: a quarter of a gigabyte.
+KERNELS = (
+    *("flash-attn-4", "quack-kernels", "einops", "torch-c-dlpack-ext", "apache-tvm-ffi", "nvidia-cudnn-frontend"),
+    *(
+        "nvidia-cutlass-dsl",
+        "nvidia-cutlass-dsl-libs-base",
+        "nvidia-cutlass-dsl-libs-core",
+        "nvidia-cutlass-dsl-libs-cu13",
+    ),
+    *("cuda-python", "cuda-bindings", "cuda-pathfinder"),
+)
 
 # What treewise uses of a package that is small enough to be written down here, where neither it nor a wheel is there.
 STAND_INS = {
@@ -79,10 +90,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--fetch_wheels", type=Path, metavar="FOLDER", help="download wheels for such a machine, and end"
     )
+    parser.add_argument(
+        "--fetch_kernels",
+        action="store_true",
+        help="with --fetch_wheels: FlashAttention 4 and cuDNN's, a quarter of a GB",
+    )
     parser.add_argument("--for_python", default="3.12", help="of that machine, with --fetch_wheels (3.12)")
     args = parser.parse_args(argv)
     if args.fetch_wheels is not None:
-        return fetch_wheels(args.fetch_wheels, args.for_python)
+        names = (*FETCHED, *KERNELS) if args.fetch_kernels else FETCHED
+        return fetch_wheels(args.fetch_wheels, args.for_python, names)
     begun = time.monotonic()
     machine = find_machine(args.device, args.wheels)
     if isinstance(machine, str):
@@ -183,11 +200,14 @@ def unpack(wheels: Path, folder: Path) -> Path:
     for wheel in found:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
+    if any(folder.glob("*.pth")):  # Python reads them in folders of packages alone (nvidia-cutlass-dsl has one)
+        lines = ("import pathlib", "import site", "site.addsitedir(str(pathlib.Path(__file__).parent))")
+        (folder / "sitecustomize.py").write_text("\n".join(lines) + "\n")
     print(f"unpacked {', '.join(each.name for each in found)}")
     return folder
 
 
-def fetch_wheels(folder: Path, python: str) -> int:
+def fetch_wheels(folder: Path, python: str, names: tuple[str, ...]) -> int:
     """Downloads wheels without what they need, for another machine."""
     platforms = [word for number in (28, 17) for word in ("--platform", f"manylinux_2_{number}_x86_64")]
     return subprocess.run(
@@ -201,7 +221,7 @@ def fetch_wheels(folder: Path, python: str) -> int:
                 "manylinux2014_x86_64",
                 "-d",
                 str(folder),
-                *FETCHED,
+                *names,
             ),
         ]
     ).returncode
@@ -467,6 +487,25 @@ def of_kernels(found: dict[str, Any]) -> Iterator[str]:
         yield f"* {found['issue']}"
 
 
+def of_attention(found: dict[str, Any]) -> Iterator[str]:
+    yield "| kernel, head size | right | backwards beyond roundings | new graphs | forward, both, ms | speed |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for name, kernel in found["kernels"].items():
+        for size, each in kernel.get("sizes", {}).items():
+            right = [row["passed"] for row in each.get("right", {}).values()]
+            backwards, seconds = each.get("backwards", {}), each.get("seconds", {})
+            times = ", ".join(
+                f"{key} {1000 * one['forward']:.2f} {1000 * one['both']:.2f}" for key, one in seconds.items()
+            )
+            cells = (f"{sum(right)} of {len(right)}", f"{backwards.get('beyond', '')} of {backwards.get('times', '')}")
+            speed = each.get("speed")
+            graphs = each.get("lengths", {}).get("graphs", "")
+            shown = "" if speed is None else f"{speed:.2f}"
+            yield f"| {name}, {size} | {' | '.join(cells)} | {graphs} | {times} | {shown} |"
+        if (why := kernel.get("skipped") or kernel.get("why")) is not None:
+            yield f"| {name}: {why} | | | | | |"
+
+
 def of_bench(found: dict[str, Any]) -> Iterator[str]:
     yield "| model, workload | contestant | s | over flat | of the FLOP bound | peak GiB | first step, s |"
     yield "|---|---|---:|---:|---:|---:|---:|"
@@ -514,6 +553,13 @@ def ours(name: str) -> tuple[str, ...]:
     )
 
 
+def attention() -> tuple[str, ...]:
+    """The command of the stage of attention's kernels, a script of its own."""
+    script = "benchmarks/attention_kernels.py"
+    places = ("--device", "{device}", "--size", "{size}", "--seconds", "{seconds}", "--out", "{out}")
+    return "{python}", script, "run", *places
+
+
 def tests(*words: str) -> tuple[str, ...]:
     """The command of a stage of tests. Warnings are for those who change treewise, not for its users' machines."""
     quiet = ("-p", "no:benchmark", "-p", "no:cacheprovider", "-W", "ignore")
@@ -530,6 +576,10 @@ STAGES = (
     Stage(
         *("tests", "whole models, trainers, waits, on the GPU", tests("-n", "{workers}", "-k", f"not ({MEMORY})")),
         *(50, 150, TESTING, of_tests, True),
+    ),
+    Stage(
+        *("attention", "Triton's, FlashAttention 4's and cuDNN's kernels on one mask", attention(), 45, 150, CORE),
+        of_attention,
     ),
     Stage("memory", "budgets that are measured or too large", tests("-k", MEMORY), 25, 60, TESTING, of_tests, True),
     Stage("speed", "steps of Qwen3-1.7B beside packed flat rows", ours("speed"), 40, 150, CORE, of_bench),

@@ -1,7 +1,9 @@
 """`make gpu` where there is no GPU: stages that fail, hang, lack a package or come too late, and what each leaves."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 import zipfile
@@ -155,6 +157,18 @@ def test_outcomes_are_read_as_they_come(tmp_path: Path) -> None:
     ]
 
 
+def test_the_page_shows_kernels_of_attention() -> None:
+    right, seconds = {"": {"passed": True}}, {"tau2": {"forward": 0.002, "both": 0.0071}}
+    whole = {"right": right, "backwards": {"times": 500, "changed": 3, "beyond": 0}, "seconds": seconds, "speed": 1.31}
+    found = {
+        "kernels": {"flash": {"sizes": {"128": whole | {"lengths": {"graphs": 0}}}}, "cudnn": {"skipped": "too old"}}
+    }
+    assert list(gpu.of_attention(found))[2:] == [
+        "| flash, 128 | 1 of 1 | 0 of 500 | 0 | tau2 2.00 7.10 | 1.31 |",
+        "| cudnn: too old | | | | | |",
+    ]
+
+
 def test_the_table_is_whole() -> None:
     assert len({each.name for each in STAGES}) == len(STAGES)
     for stage in STAGES:
@@ -217,7 +231,13 @@ def test_the_stand_in_has_what_treewise_asks_of_the_package() -> None:
 def test_wheels_are_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "beartype-0.1-py3-none-any.whl", "w") as archive:
         archive.writestr("beartype/__init__.py", "")
+        archive.writestr("beside/deeper.py", "ANSWER = 42")
+        archive.writestr(
+            "beartype.pth", "import sys; sys.path.insert(0, __import__('beartype').__path__[0] + '/../beside')"
+        )
     assert (gpu.unpack(tmp_path, tmp_path / "site") / "beartype" / "__init__.py").exists()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    assert subprocess.run([sys.executable, "-c", "from deeper import ANSWER"], env=environment).returncode == 0
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match="no wheel"):
         gpu.unpack(tmp_path / "empty", tmp_path / "site")

@@ -322,6 +322,19 @@ def test_returns_by_turn() -> None:
         per_turn(items, [[1.0, 0.0, 0.0]])
 
 
+def test_rewards_of_tokens_are_those_of_their_turns() -> None:
+    weights = [0, 1, 1, 0, 0.5, 2]
+    item = rollout([1, 2, 3, 4, 5, 6], 4.0, loss_weights=weights, token_rewards=[0, 1, 2, 0, 0, -1])
+    other = rollout([1, 2, 3], 0.0, loss_weights=[0, 1, 1])
+    found, _ = per_turn([item, other], discount=0.5, baseline="none")
+    assert found[0].advantages.tolist() == [0, 3 + 0.5 * 3, 3 + 0.5 * 3, 0, 3, 3]
+    assert found[1].advantages.tolist() == [0, 0, 0]
+    given, _ = per_turn([item, other], [[0.0, 0.0], [0.0]], discount=0.5, baseline="none")
+    assert given[0].advantages.tolist() == [0, 2, 2, 0, 4, 4]
+    with pytest.raises(DataError, match=r"^a.jsonl:3: token_rewards at tokens that are not trained"):
+        per_turn([replace(item, token_rewards=[0, 0, 0, 1, 0, 0], source="a.jsonl:3"), other])
+
+
 def test_rows_of_one_rollout_have_its_turns_one_after_the_other() -> None:
     """Three rows of a turn each, with another rollout's row in between."""
     rows = [

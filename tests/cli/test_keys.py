@@ -70,7 +70,8 @@ SUM = {"weighting", "normalization", "constant"}  # in `rl`, settings of the obj
 LEFT_OUT = {
     "train": set[str](),
     "rl": {"eval_data", "eval_split", "eval_strategy", "per_device_train_batch_size", *SUM},
-    "online": {"data", "eval_data", *SUM, *online_run.ELSEWHERE},
+    # agent and its settings: tests/cli/test_agent_run.py
+    "online": {"data", "eval_data", "agent", "agent_settings", *SUM, *online_run.ELSEWHERE},
 }
 EITHER = ("eval_split", "load_in_8bit")  # exclude eval_data and load_in_4bit: a run of their own
 
@@ -259,6 +260,7 @@ def test_every_flag_of_a_command_is_read(command):
     text = inspect.getsource(module) + inspect.getsource(data_arguments)
     own = {each.dest for each in parser._actions} - {"help"}
     elsewhere = set(RenderOptions.__slots__) if "apply_config" in dir(module) else set()
-    if "ServeSettings" in dir(module):  # all of its fields, and no other flag
-        elsewhere = {each.name for each in dataclasses.fields(module.ServeSettings)}
+    for name in ("ServeSettings", "RecordSettings"):  # all of its fields, and no other flag
+        if name in dir(module):
+            elsewhere = {each.name for each in dataclasses.fields(getattr(module, name))}
     assert {name for name in own - elsewhere if not re.search(rf"args\.{name}\b", text)} == set()

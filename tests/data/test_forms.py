@@ -93,6 +93,7 @@ TOOL = {"type": "function", "function": {"name": "look", "arguments": {}}}
 # What a user gives to get each: a record of a form, a field of a chat, a setting, another source.
 ASKS = {
     "declared_trees": {"data": [{"nodes": [{"id": 0, "parent": None, "token_ids": [1, 5]}]}]},
+    "encoded_arrays": {"data": [{**ROW, "routed_experts": [[[0, 1]], [[1, 2]], [[0, 2]]]}]},
     "endings": {"data": [{"messages": [USER, {**ANSWER, "finish_reason": "stop"}]}]},
     "image_records": {"data": [{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}]},
     "importers": {"data": [{"prompt_ids": [1, 5], "completion_ids": [9]}]},

@@ -11,8 +11,8 @@ from torch import nn
 
 from treewise import Forest, Trajectory, TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.compilation import check_compilation, compile_layers
-from treewise.nn.wrapped import uncompiled
+from treewise.nn.compilation import check_compilation, compile_layers, decoder_layers, uncompile_layers
+from treewise.nn.wrapped import is_compiled, uncompiled
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 
@@ -70,6 +70,41 @@ def test_no_tree_is_compiled_again_after_the_first() -> None:
     with uncompiled(model):
         model(input_ids=torch.arange(5)[None], use_cache=False)
     assert num_graphs() == first
+
+
+def test_a_layer_is_two_graphs_and_no_length_makes_another() -> None:
+    """Before attention and behind it, for each kind of call (one token or more, with gradients and without, the first
+    layer and later ones), for all layers of a class and 14 drawn lengths. Five each in place of two, before torch went
+    on within the function that breaks them."""
+    made: list[object] = []
+    model = tiny_model(num_hidden_layers=3)
+    torch.compiler.reset()
+    lm = TreeEngine(model).lm
+    compile_layers(lm, "eager")
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    for layer in decoder_layers(lm):
+        layer.compile(dynamic=True, backend=backend)
+    counts = []
+    for number, rows in enumerate(trees(14)):
+        forest = Forest.from_trajectories(rows)
+        for budget in (None, 2 + number):
+            TreeEngine(model, budget, check=False).step(forest)
+        counts.append(len(made))
+    assert counts == [12] * 14
+
+
+def test_layers_that_are_uncompiled_run_as_before() -> None:
+    model, _ = compiled(tiny_model(num_hidden_layers=1))
+    assert is_compiled(model)
+    uncompile_layers(TreeEngine(model).lm)
+    before = num_graphs()
+    TreeEngine(model, check=False).step(Forest.from_trajectories(trees(1)[0]))
+    assert num_graphs() == before
+    assert not is_compiled(model)
 
 
 def test_compiled_parts_of_layers_are_probed() -> None:

@@ -65,6 +65,8 @@ PRIVATE_NAMES = {
     "_can_set_attn_implementation": "transformers.modeling_utils:PreTrainedModel",
     # What a layer recomputes, so that the recomputation gets the tree, too.
     "_gradient_checkpointing_func": "transformers.modeling_layers",
+    # Which modules of a model are its routers, and where in their output the logits are.
+    "_can_record_outputs": "transformers.modeling_utils:PreTrainedModel",
     # An argument of mask functions: builds the mask also where attention would need none.
     "allow_is_causal_skip": "transformers.masking_utils",
     # Of layers without the attention interface: GPT-Neo, before transformers 5.24 GPT-J and CodeGen, too.

@@ -1,6 +1,7 @@
 """Losses on routers: a tree's equal those of flat training with all trajectories as one batch, at any budget."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -161,6 +162,24 @@ def test_models_whose_forward_adds_no_such_loss_are_refused(family):
     model.config.router_aux_loss_coef = 0.1
     with pytest.raises(UnsupportedModelError, match="no load-balancing loss of its own"):
         TreeEngine(model, router_aux_loss=True).step(Forest.from_trajectories(sample_trajectories()))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize(("family", "max_tokens"), [("mixtral", None), ("mixtral", 5), ("qwen3_next", 5)])
+def test_reentrant_checkpoints_which_would_lose_its_gradients_are_refused(family, max_tokens):
+    """transformers' own forward loses them silently; checkpoints that are not reentrant keep them."""
+    model = tiny_model(family, router_aux_loss_coef=COEFFICIENT, output_router_logits=True).train()
+    forest, engine = Forest.from_trajectories(sample_trajectories()), TreeEngine(model, max_tokens)
+    engine.step(forest)
+    gradients = gradients_of(model)
+    for use_reentrant in (False, True):
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        with pytest.raises(UnsupportedModelError, match="use_reentrant=False") if use_reentrant else nullcontext():
+            engine.step(forest)
+            assert gradient_error(gradients_of(model), gradients) < TOLERANCE
+    assert engine.evaluate(forest).loss > 0
 
 
 def test_another_formula_is_refused():

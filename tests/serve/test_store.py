@@ -166,6 +166,19 @@ def test_a_run_of_which_the_journal_lost_the_end_does_not_go_on(tmp_path, caplog
     assert "path" in served.ask("b:train:0", 1, "load_weights", load)
 
 
+def test_a_run_whose_checkpoint_is_newer_than_the_journal_does_not_go_on(tmp_path, caplog):
+    """A log that was cut: no snapshot was made since, but a client's checkpoint."""
+    served = Served(tmp_path)
+    served.run("a:train:0")
+    step(served, "a:train:0", 1, 1)
+    served.ask("a:train:0", 3, "save_weights", {"path": "one"})
+    served.journal._all("DELETE FROM requests WHERE seq > 1")
+    served = served.died()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "weights/one has its weights after request 3, and the journal lost what came after request 1." in line
+    assert "a:train:0" in served.store.lost
+
+
 def test_a_run_whose_snapshot_is_missing_is_named_and_its_requests_answered(tmp_path, caplog):
     served = Served(tmp_path)
     served.run("a:train:0")

@@ -136,3 +136,19 @@ def test_pages_of_other_sizes(page_size, tmp_path):
     content[HEADER + 24 + page_size - 1] ^= 1
     log.write_bytes(content)
     assert lost_transactions(log, page_size).frame == 0
+
+
+@pytest.mark.parametrize("size", [None, 0, 1])
+def test_a_log_without_its_database_is_kept(killed, tmp_path, caplog, size):
+    """SQLite removes it, as it does with one of an empty database."""
+    database, log = copied(killed, tmp_path / "a")
+    content = log.read_bytes()
+    database.unlink()
+    if size is not None:
+        database.write_bytes(bytes(size))
+    journal = RequestJournal(database)
+    assert journal.names("model") == []
+    journal.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{database}: missing or empty, so the {NUM_ROWS} writes in its log are lost" in line
+    assert (tmp_path / "a" / "journal.sqlite.damaged-1-wal").read_bytes() == content

@@ -1,17 +1,22 @@
 """Batches with a `StepRunner` alone, without a trainer."""
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from tests.trainer.helpers import tiny_model
 from treewise.errors import ConfigError, DataError
+from treewise.nn import compilation
+from treewise.nn.wrapped import is_compiled
 from treewise.objectives import GSPO
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
-from treewise.trainer import TreeTrainingArguments
+from treewise.trainer import TreeTrainingArguments, step
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.tree.forest import Forest
 
@@ -123,6 +128,66 @@ def test_what_compiles_the_layers(make_trainer, trees, monkeypatch):
     assert all(layer._compiled_call_impl is not None for layer in trainer.model.model.layers)
     prepared = trainer.accelerator.prepare_model(trainer.model)
     assert type(prepared) is type(trainer.model)  # and not compiled once more around the layers
+
+
+@DYNAMO
+def test_layers_are_compiled_by_themselves_on_a_gpu_alone(make_trainer, trees, monkeypatch):
+    args = make_trainer(trees).args
+    assert (args.compile_layers, args.compiles_by_itself) == ("auto", False)
+    monkeypatch.setattr(TreeTrainingArguments, "device", torch.device("cuda"))
+    assert args.compiles_by_itself
+    for settings in (
+        {"compile_layers": "never"},
+        {"compile_layers": "always"},
+        {"torch_compile": True},
+        {"tp_size": 2},
+        {"sharded": True},
+    ):
+        assert not replace_settings(args, **settings).compiles_by_itself
+    assert replace_settings(args, compile_layers="always").torch_compile
+
+
+def replace_settings(args, **changes):
+    """The arguments with other values, of which nothing is checked but what compiles."""
+    found = copy.copy(args)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    if "compile_layers" in changes:
+        found._take_over_compilation()
+    return found
+
+
+@DYNAMO
+@pytest.mark.parametrize("fails_in", ["nothing", "forward", "backward"])
+def test_what_cannot_be_compiled_runs_as_before_and_says_so(make_runner, forests, monkeypatch, fails_in):
+    """The compiler's errors come in the probe, before a gradient of a step."""
+
+    def fails(graph, _):
+        raise NotImplementedError("no such kernel")
+
+    boxed = {"fw_compiler": lambda graph, _: make_boxed_func(graph.forward), "bw_compiler": fails}
+    backends = {"nothing": "aot_eager", "forward": fails, "backward": aot_autograd(**boxed)}
+    model = tiny_model()
+    plain = make_runner(model, max_tokens=14)
+    plain.engine.step(forests, denominator=1.0)
+    expected = gradients_of(model)
+    model.zero_grad()
+    torch.compiler.reset()
+    told = []
+    monkeypatch.setattr(step.logger, "warning", lambda *words: told.append(words[0] % words[1:]))
+    monkeypatch.setattr(TreeTrainingArguments, "compiles_by_itself", True)
+    monkeypatch.setattr(compilation, "DEFAULT_BACKEND", backends[fails_in])
+    monkeypatch.setattr(compilation, "check_compilation", lambda *_: None)
+    runner = make_runner(model, max_tokens=14)
+    assert is_compiled(model)
+    batch = runner.prepare(forests)
+    runner.begin_step([batch], 1)
+    assert is_compiled(model) == (fails_in == "nothing")
+    assert len(told) == (fails_in != "nothing")
+    assert all(each.startswith("compile_layers=auto: layers run uncompiled: ") for each in told)
+    assert all("no such kernel" in each for each in told)
+    runner.engine.step(forests, denominator=1.0)
+    assert gradient_error(gradients_of(model), expected) < 1e-5
 
 
 def test_hooks_on_accumulated_gradients_are_refused_where_a_step_has_several_batches(make_trainer, trees):

@@ -89,6 +89,8 @@ CHANGES = {
     "rollout_weight": 3.0,
     "draws": [-1, 3, 4],
     "policy_versions": [-1, 2, 2],
+    "routed_experts": [[[0, 1]], [[1, 2]], [[0, 2]]],
+    "token_rewards": [0, 0, 2],
 }
 BASE = {
     "token_ids": [1, 2, 3],
@@ -105,6 +107,8 @@ BASE = {
     "rollout_weight": 2.0,
     "draws": [-1, 3, 3],
     "policy_versions": [-1, 2, 1],
+    "routed_experts": [[[0, 1]], [[1, 2]], [[0, 3]]],
+    "token_rewards": [0, 0, 1],
 }
 
 

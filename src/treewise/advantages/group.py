@@ -94,10 +94,11 @@ def per_turn(
 ) -> Credited:
     """The discounted return of a turn minus a baseline: `G_k = r_k + discount * G_(k+1)`.
 
-    The rollout's `reward`, where it has one, is added to its last turn. Source: reward-to-go of the policy gradient
+    The rollout's `reward`, where it has one, is added to its last turn; rows' `token_rewards` to the turns that they
+    stand in. Source: reward-to-go of the policy gradient
     (Sutton and Barto, section 13.3), with a turn as the action, as in MT-GRPO (arXiv 2505.11821).
 
-    turn_rewards: for each trajectory, one number per turn of that trajectory (`turns_of`); none where not given.
+    turn_rewards: for each trajectory, one number per turn of that trajectory (`turns_of`), in place of `token_rewards`.
     baseline: `turn`, the mean return of the group's rollouts at the same turn number; `group`, the mean return over
         all turns of the group; `none`.
     scale: divide by the unbiased deviation of what the baseline is the mean of, plus `epsilon`; a turn that is
@@ -137,8 +138,18 @@ def _returns(
         raise DataError(f"{len(turn_rewards)} lists of turn rewards for {len(items)} trajectories.")
     per_rollout: list[list[float]] = [[] for _ in rollouts.rewards]
     for index, (item, rollout) in enumerate(zip(items, rollouts.of_trajectory, strict=True)):
-        num_turns = len(turns_of(item))
-        own = [0.0] * num_turns if turn_rewards is None else [float(value) for value in turn_rewards[index]]
+        turns = turns_of(item)
+        num_turns = len(turns)
+        if turn_rewards is not None:
+            own = [float(value) for value in turn_rewards[index]]
+        elif item.token_rewards is None:
+            own = [0.0] * num_turns
+        else:
+            own = [float(item.token_rewards[start:end].sum()) for start, end in turns]
+            if item.token_rewards[item.loss_weights == 0].any():
+                raise DataError(
+                    f"{item.source or f'trajectory {index}'}: token_rewards at tokens that are not trained."
+                )
         if len(own) != num_turns or not np.isfinite(own).all():
             location = item.source or f"trajectory {index}"
             raise DataError(f"{location}: turn rewards {own} for {num_turns} turns; give one finite number per turn.")

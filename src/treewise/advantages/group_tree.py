@@ -96,7 +96,8 @@ def group_trees(rollouts: Rollouts, *, of_draws: bool = False) -> Iterator[Group
     group_N = rollouts.group[rollouts.of_trajectory]
     for group in range(len(rollouts.group_names)):
         rows = np.flatnonzero(group_N == group)
-        items = [rollouts.trajectories[row] for row in rows]
+        # Credit is of tokens and draws: rollouts that took other experts on the way are one part of the tree.
+        items = [replace(rollouts.trajectories[row], routed_experts=None) for row in rows]
         forest = Forest.from_trajectories(
             _with_draws_for_tokens(items, rollouts.of_trajectory[rows]) if of_draws else items
         )

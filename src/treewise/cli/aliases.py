@@ -58,7 +58,7 @@ _INSTEAD_OF = {
     "give lora (a mapping), and load_in_4bit: true for QLoRA": "adapter",
     "give lora (a mapping), as in lora: {r: 16}": "use_peft use_lora",
     "give lora (a mapping), or leave it out to train all weights": "finetuning_type",
-    "attention chooses (auto, reference, cascade or flex)": "attn_implementation flash_attention",
+    "attention chooses (auto, reference, cascade, flex, flash or cudnn)": "attn_implementation flash_attention",
     "leave it out: trees of a batch share micro-batches of max_tokens": "packing sample_packing",
     "leave it out: nothing is padded": "pad_to_sequence_len padding_free group_by_length",
     "train_on chooses which turns are trained": "train_on_inputs assistant_only_loss completion_only_loss mask_prompt",

@@ -75,6 +75,11 @@ RL: Keys = {
 }
 TASKS: Keys = {
     "tasks": Annotated[str, Doc("what is practised: reasoning_gym:NAME, sum, rows.jsonl, module:name, file.py:name")],
+    "agent": Annotated[
+        str | None,
+        Doc("a program that does the tasks (rows of a file): file.py:function, module:function, or a command"),
+    ],
+    "agent_settings": Annotated[dict | None, Doc("of its episodes, a mapping (docs/agents.md)")],
     "tasks_settings": Annotated[dict | None, Doc("of the task, a mapping")],
     "tasks_seed": Annotated[int, Doc("other seeds make other items")],
     "reward_functions": Annotated[list[str], Doc("of rows: module:function or file.py:function; several add up")],
@@ -121,16 +126,16 @@ _GROUPS = {
     ),
     "Adapters": "lora load_in_4bit load_in_8bit",
     "Rendering of records": (
-        "thinking train_on merge_siblings group_by max_length chat_template chat_template_kwargs on_drift on_hidden "
-        "max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
+        "thinking train_on merge_siblings routing_replay group_by max_length chat_template chat_template_kwargs "
+        "on_drift on_hidden max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
     ),
     "Reinforcement learning": (
         "objective objective_settings advantages advantages_settings old_logprobs reference mini_batches "
         "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
-        "max_tokens attention merge_across_trees temperature offload router_z_coefficient weighting normalization "
-        "constant"
+        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient weighting "
+        "normalization constant"
     ),
     "Steps": (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treewise.cli import run_folder, training_run
+from treewise.cli import agent_run, run_folder, training_run
 from treewise.cli.config import RunConfig
 from treewise.cli.keys import ONLINE, RENDERING, TASKS, declared
 from treewise.cli.output import is_first_rank
@@ -35,7 +35,7 @@ ELSEWHERE: dict[str, str] = {
         "the model after the last iteration is saved",
     ),
     "data_seed": "with tasks give seed, or tasks_seed",
-    **dict.fromkeys(declared(*RENDERING).keys() - {"max_length", "chat_template"}, _NO_DATA),
+    **dict.fromkeys(declared(*RENDERING).keys() - {"max_length", "chat_template", "routing_replay"}, _NO_DATA),
     **dict.fromkeys(("num_workers", "on_bad_record", "prepare_ahead", "train_sampling_strategy"), _NO_DATA),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor"), _NO_DATA),
     "dataloader_multiprocessing_context": _NO_DATA,
@@ -74,7 +74,11 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
         )
     settings, more = _settings(config, objective), config.more
     given = (more.get("tasks_settings"), more.get("reward_functions") or ())
-    task = task_named(more["tasks"], *given, more.get("tasks_seed", 0), more.get("reward_weights"))
+    agent = more.get("agent")
+    if agent is None and more.get("agent_settings"):
+        raise ConfigError("agent_settings are given without an agent; give agent: file.py:function, or a command.")
+    weights, seed = more.get("reward_weights"), more.get("tasks_seed", 0)
+    task = task_named(more["tasks"], *given, seed, weights, is_for_agent=agent is not None)
     name, sampler_settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
     check_choice("sampler", name, SAMPLERS)
     if name != "transformers":
@@ -86,12 +90,17 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     model = training_run.load_model(config, arguments)
     if is_first_rank():
         print(_summary(config, settings, task))
-    if args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
+    if agent is not None:
+        agent_run.collector_of(config, settings, task, tokenizer, model, arguments).close()  # the agent loads
+    elif args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
         _check_first_prompt(task, tokenizer, settings, model)
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
     with run_folder.opened(args, config, arguments) as resume_from:
+        collector = None
+        if agent is not None:
+            collector = agent_run.collector_of(config, settings, task, tokenizer, model, arguments)
         trainer = OnlineTrainer(
             model,
             task,
@@ -101,6 +110,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             objective=objective,
             sampler=sampler_named(name, sampler_settings, model),
             reference=_reference(config),
+            collector=collector,
         )
         trainer.train(resume_from or True if args.resume else None)
         if is_first_rank():
@@ -155,4 +165,7 @@ def _summary(config: RunConfig, settings: "OnlineSettings", task: "Task") -> str
         ),
         ("sampler", config.more.get("sampler", "transformers")),
     ]
+    if config.more.get("agent"):
+        lines = [each for each in lines if each[0] not in ("branching", "budget")]
+        lines += agent_run.summary(config, settings)
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

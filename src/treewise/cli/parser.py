@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
     "rl": "reinforcement learning, on rollouts of any engine or of its own",
     "serve": "the Tinker API on trees: recipes of tinker-cookbook on this machine",
+    "record": "an endpoint for any agent: what its calls sample becomes rows",
     "import": "rollouts of other training stacks, and recorded agent logs, to rows",
     "inspect": "what the data holds, and what training on trees can gain on it",
     "plan": "how trees are cut into micro-batches",

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.paths import path_of
 from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import data_tokenizer, told_reading
@@ -199,7 +200,7 @@ def with_adapters(model: "PreTrainedModel", config: RunConfig, seed: int) -> "Pr
     from transformers import set_seed
 
     set_seed(seed)  # adapters start from random numbers
-    place = Path(config.model, config.gguf_file or "").expanduser()  # as the saved adapters name it
+    place = path_of(Path(config.model, config.gguf_file or ""))  # as the saved adapters name it
     return adapted(model, config.lora, str(place.resolve()) if place.exists() else config.model)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from treewise.base.features import feature
 from treewise.data.io.options import LoadReport
 from treewise.data.io.rows import first_id_outside, table_columns, trajectories_of
 from treewise.errors import DataError, num
@@ -20,6 +21,7 @@ class TrainingTree:
     """Records that are trained as one tree: trajectories to be merged, or nodes of a declared tree.
 
     nodes: columns of `table_columns`, a row for each node, parents first. merge_siblings: of nodes with equal tokens.
+    routing_replay: see `RenderOptions`.
     """
 
     name: str
@@ -28,16 +30,20 @@ class TrainingTree:
     num_records: int
     source: str
     merge_siblings: bool = True
+    routing_replay: str = "exact"
 
     def forest(self) -> Forest:
         """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given."""
         if self.nodes is None:
             return Forest.from_trajectories(self.trajectories or ())
         nodes = self.nodes
+        names = dict.fromkeys(name for streams in nodes["streams"] for name in streams)
+        if self.routing_replay != "exact":
+            names.pop("routed_experts", None)
         return Forest.from_nodes(
             nodes["parent"],
             nodes["token_ids"],
-            **{name: [streams[name] for streams in nodes["streams"]] for name in nodes["streams"][0]},
+            **{name: [streams.get(name) for streams in nodes["streams"]] for name in names},
             ends=list(map(bool, nodes["is_end"])),
             merge_siblings=self.merge_siblings,
             group=self.name if nodes["group"][0] is None else nodes["group"][0],
@@ -79,7 +85,14 @@ class TreeDataset(LazySequence[TrainingTree]):
     `report` counts what was read and left out; `fingerprint` changes exactly when trained content or order does.
     """
 
-    def __init__(self, table: pa.Table, facts: dict[str, Any], report: LoadReport, merge_siblings: bool) -> None:
+    def __init__(
+        self,
+        table: pa.Table,
+        facts: dict[str, Any],
+        report: LoadReport,
+        merge_siblings: bool,
+        routing_replay: str = "exact",
+    ) -> None:
         self._table = table
         self.names: Sequence[str] = facts["names"]
         self._num_records: list[int] = facts["num_records"]
@@ -88,7 +101,7 @@ class TreeDataset(LazySequence[TrainingTree]):
         self._order = None if (trees[1:] >= trees[:-1]).all() else np.argsort(trees, kind="stable")
         in_order = trees if self._order is None else trees[self._order]
         self._bounds = np.searchsorted(in_order, np.arange(len(self.names) + 1))
-        self._merge_siblings = merge_siblings
+        self._merge_siblings, self._routing_replay = merge_siblings, routing_replay
         self.report = report
         self.fingerprint: str = facts["fingerprint"]
 
@@ -101,13 +114,19 @@ class TreeDataset(LazySequence[TrainingTree]):
         part = self._table.slice(low, high - low) if self._order is None else self._table.take(self._order[low:high])
         rows = table_columns(part)
         is_declared = rows["parent"][0] is not None
+        trajectories = None if is_declared else trajectories_of(rows)
+        if trajectories is not None and self._routing_replay == "off":
+            trajectories = [replace(each, routed_experts=None) for each in trajectories]
+        if trajectories is not None and self._routing_replay == "by_tokens":
+            trajectories = feature("routes").by_tokens(trajectories)
         return TrainingTree(
             name=self.names[index],
-            trajectories=None if is_declared else trajectories_of(rows),
+            trajectories=trajectories,
             nodes=rows if is_declared else None,
             num_records=self._num_records[index],
             source=rows["source"][0],
             merge_siblings=self._merge_siblings,
+            routing_replay=self._routing_replay,
         )
 
     def __repr__(self) -> str:

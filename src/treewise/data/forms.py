@@ -21,7 +21,8 @@ TOOLS = frozenset({"tools", "tools_ref", "functions"})
 CHAT = frozenset({"messages", "images", *TOOLS, *LABELS, *ENDING})
 PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS, *ENDING})
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
-ROW = (CHAT | PAIR | {"token_ids", "text", "prompt_text", "completion_text", "iteration", *STREAMS}) - {"functions"}
+SHOWN = frozenset({"prompt_text", "completion_text", "iteration", "turns"})  # beside rows, for people
+ROW = (CHAT | PAIR | SHOWN | {"token_ids", "text", *STREAMS}) - {"functions"}
 REWRITTEN: frozenset[str] = frozenset()
 MESSAGE = frozenset(
     {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "id", "refusal", "weight", "train"}
@@ -35,7 +36,8 @@ PARTS = {
     "calls": frozenset({"ctx", "out", *ENDING}),
 }
 # Keys that hold nested values; text in one of these is JSON, as columns of Parquet have it.
-NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *STREAMS)
+_NUMBERS = (name for name, stream in STREAMS.items() if not stream.is_routes)  # those may be base64
+NESTED = ("messages", "tools", "calls", "nodes", "seqs", "token_ids", "conversations", "input_ids", *_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)

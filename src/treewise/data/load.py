@@ -144,7 +144,7 @@ def _load(
     """The trees of all sources. tokenizer: a model's processor, or a tokenizer; None without one."""
     processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
-    merge = settings.options.merge_siblings
+    merge = settings.options.merge_siblings, settings.options.routing_replay
     warnings: list[str] = []
     entry = _entry(sources, tokenizer, settings)
     if entry is not None:
@@ -154,7 +154,7 @@ def _load(
             warnings.append(f"{error}; it was rendered again.")
         else:
             if stored is not None:
-                return TreeDataset(*stored, LoadReport(**stored[1]["report"]), merge)
+                return TreeDataset(*stored, LoadReport(**stored[1]["report"]), *merge)
     images = None
     if processor is not None:
         image_reader = feature("image_records").image_reader
@@ -177,7 +177,7 @@ def _load(
         except OSError as error:
             warnings.append(f"{path}: the cache could not be written ({error.strerror}); the next load renders again.")
     report.warnings += warnings
-    return TreeDataset(table, facts, report, merge)
+    return TreeDataset(table, facts, report, *merge)
 
 
 def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from treewise.base.features import feature
+from treewise.base.paths import path_of
 from treewise.data.forms import has_form, parse
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
@@ -121,8 +122,8 @@ def folder_and_split(text: str) -> tuple[Path, str | None]:
     """The parts of `folder[split]`; of another path the split is None."""
     match = None if Path(text).exists() else _SPLIT.fullmatch(text)
     if match is None:
-        return Path(text).expanduser(), None
-    return Path(match["folder"]).expanduser(), match["split"]
+        return path_of(text), None
+    return path_of(match["folder"]), match["split"]
 
 
 def _is_saved(folder: Path) -> bool:

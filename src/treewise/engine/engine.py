@@ -32,6 +32,7 @@ from treewise.engine.values import (
 )
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
+from treewise.nn.attention.needs import asked_by
 from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
@@ -141,7 +142,7 @@ class TreeEngine:
         kind = self.lm.device.type
         key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
         if key not in self._implementations:
-            self._implementations[key] = choose(self.attention, *key)
+            self._implementations[key] = choose(self.attention, *key, asked_by(self.lm.decoder))
         return self._implementations[key]
 
     @property
@@ -335,7 +336,12 @@ class TreeEngine:
 
     @torch.no_grad()
     def scored(
-        self, trajectories: Sequence[Trajectory], stream: str = "old_logprobs", *, all_tokens: bool = False
+        self,
+        trajectories: Sequence[Trajectory],
+        stream: str = "old_logprobs",
+        *,
+        all_tokens: bool = False,
+        tree_of: Sequence[int] | None = None,
     ) -> list[Trajectory]:
         """The trajectories with their log-probs under this model as a stream, by one pass without gradients.
 
@@ -343,14 +349,14 @@ class TreeEngine:
         and `stream="ref_logprobs"`, or this one within PEFT's `with model.disable_adapter():`.
 
         stream: `old_logprobs`, `ref_logprobs` or `sampler_logprobs`. all_tokens: also tokens that no trajectory trains,
-        which are 0 otherwise and cost no projection.
+        which are 0 otherwise and cost no projection. tree_of: see `Forest.from_trajectories`.
 
         Raises:
             ConfigError: another stream.
         """
         check_choice("stream", stream, LOGPROB_STREAMS)
         items = list(trajectories)
-        plan = self.plan(Forest.from_trajectories(items))
+        plan = self.plan(Forest.from_trajectories(items, tree_of=tree_of))
         is_needed = None if all_tokens else plan.forest.token_weights() > 0
         values_T = self.values(plan, [token_reader(plan.forest, is_needed)])[0]["log_probs"].float().cpu().numpy()
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
@@ -375,7 +381,7 @@ class TreeEngine:
         return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
 
     def _guests(self, plan: Plan, pixels_of: Any = None, images: Sequence[Guest] | None = None) -> list[Guest]:
-        """What joins every walk over a plan: other ranks, host memory, its images.
+        """What joins every walk over a plan: other ranks, host memory, recorded experts, its images.
 
         Raises:
             ConfigError: ranks with different batches would have to exchange tokens, and nothing keeps their passes
@@ -387,6 +393,8 @@ class TreeEngine:
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
         guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        if plan.forest.has_routes:
+            guests.append(feature("routing").Replay(self.lm, plan.forest))
         if images is not None:
             return [*guests, *images]
         return [*guests, *self.images.guests(self.lm, plan, pixels_of)] if plan.forest.has_images else guests
@@ -401,6 +409,8 @@ class TreeEngine:
         """
         if not self.lm.is_current:
             self.lm = split_model(self.model)
+        if forest.has_routes:
+            feature("routing").install(self.lm.decoder)
         # Where ranks compute together, a forward of one rank alone would wait for the others for ever. Tensors of
         # images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
         is_alone = self._lockstep is None and self._mesh is None and self._context is None

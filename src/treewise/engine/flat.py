@@ -10,6 +10,7 @@ routers.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import nn
 from treewise.base.features import feature
 from treewise.base.progress import tell_progress
 from treewise.errors import ConfigError
+from treewise.nn.model import split_model
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
 from treewise.tree.forest import Forest
@@ -102,13 +104,15 @@ class FlatLoss:
         routers = None if self.routers is None else _FlatRouters(self.routers)
         if routers is not None or not self.is_separable:
             with torch.no_grad():
-                values_N = [self._values(model, device, index, routers)[0] for index in self._rows("flat forward")]
+                values_N = [
+                    self._values(model, device, index, routers)[0] for index in self._rows("flat forward", model)
+                ]
             if not self.is_separable:
                 loss, size, slopes = self._slopes(values_N)
             if routers is not None:
                 routers.is_counted = True
         logprobs_N, own_slopes = [], []
-        for index in self._rows("flat training"):
+        for index in self._rows("flat training", model):
             values, logprobs, router_loss = self._values(model, device, index, routers)
             if values["log_probs"].requires_grad:
                 values["log_probs"].retain_grad()
@@ -133,12 +137,16 @@ class FlatLoss:
         shortest = min(range(len(self.items)), key=lambda index: len(self.items[index]))
         self._values(model, device, shortest)[0]["log_probs"].sum().backward()
 
-    def _rows(self, what: str) -> Iterator[int]:
-        """The indices of the trajectories; tells whoever listens how many tokens are done."""
+    def _rows(self, what: str, model: nn.Module) -> Iterator[int]:
+        """The indices of the trajectories, each with its recorded experts in place until the next is asked for; tells
+        whoever listens how many tokens are done.
+        """
         done, total = 0, sum(map(len, self.items))
         for index, item in enumerate(self.items):
             tell_progress(what, done, total)
-            yield index
+            has_experts = item.routed_experts is not None
+            with feature("routing").replayed(split_model(model), item) if has_experts else nullcontext():
+                yield index
             done += len(item)
         tell_progress(what, done, total)
 
@@ -336,10 +344,13 @@ def _counted_weights(trajectories: Sequence[Trajectory], weighting: str, trees: 
 
 
 def _prefix_keys(item: Trajectory) -> list[bytes]:
-    """[L] hashes, each of the path to a token and the images on it."""
+    """[L] hashes, each of the path to a token, the images on it and the experts that were recorded there."""
     state, keys = blake2b(digest_size=16), []
+    experts = item.routed_experts
     image_at = {image.start: image.digest for image in item.images}
     for position, token in enumerate(item.token_ids.astype("<i4")):
         state.update(token.tobytes() + image_at.get(position, "").encode())
+        if experts is not None:
+            state.update(experts[position].tobytes())
         keys.append(state.digest())
     return keys

@@ -91,7 +91,7 @@ class StepOutput:
     loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
     the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
     num_computed_tokens: forwards of tokens, recomputed ones included. routing: statistics of the routers, where `loss`
-    holds a router loss.
+    holds a router loss. replay: of recorded experts, how many the routers would have chosen otherwise.
     """
 
     loss: float
@@ -103,6 +103,7 @@ class StepOutput:
     metrics: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
     routing: Any = None
+    replay: Any = None
 
     def __repr__(self) -> str:
         counts = [num(self.num_trained_tokens, "trained token"), num(self.num_tree_tokens, "tree token")]

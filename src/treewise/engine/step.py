@@ -269,6 +269,7 @@ class Walk:
             injects=run.gateway if torch.is_grad_enabled() else None,
             rows=run.rows,
             exchange=run.exchange,
+            routes=run.routes,
             carried=carried,
         )
         hidden, router_logits = run_decoder(
@@ -447,4 +448,5 @@ def step_output(
         metrics=metrics or {},
         weight=weight,
         routing=routing,
+        replay=next((found for guest in walk.guests if (found := guest.replayed()) is not None), None),
     )

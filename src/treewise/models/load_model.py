@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.base.paths import path_of
 from treewise.base.progress import busy_with
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
@@ -252,7 +253,7 @@ def _check_kept(folder: Path, seal: bytes) -> None:
 
 def place_in_cache(kind: str, facts: Sequence[Any]) -> Path:
     """Where what takes seconds to read is kept: a name made of all that it depends on (JSON values)."""
-    cache = Path(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser() / kind
+    cache = path_of(os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise") / kind
     return cache / hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -297,8 +298,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
     """The model's tokenizer. Without `required`, a folder that holds none gives None: token rows need no tokenizer."""
     from transformers import TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
-    if gguf_file is None and _has_tokenizer(Path(name).expanduser()):
-        folder = str(Path(name).expanduser())  # which need not hold a model
+    if gguf_file is None and _has_tokenizer(path_of(name)):
+        folder = str(path_of(name))  # which need not hold a model
     elif (adapters := adapter_folder(name)) is not None:
         with base_of(adapters) as base:
             return load_tokenizer(base, None, required)
@@ -321,7 +322,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:
     """The processor of a vision model, where its folder holds one; else its tokenizer, as `load_tokenizer`."""
-    folder = Path(name).expanduser()
+    folder = path_of(name)
     adapters = adapter_folder(name)
     if adapters is not None and not _has_tokenizer(folder):
         with base_of(adapters) as base:
@@ -354,7 +355,7 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
     if name == DEMO_MODEL:
         path = _demo_file()
     else:
-        path = Path(name).expanduser()
+        path = path_of(name)
     if path.suffix == ".gguf" and path.is_file():
         path, gguf_file = path.parent, path.name
     if gguf_file is not None and path.is_dir() and not (path / gguf_file).is_file():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.base.own_files import read_own
+from treewise.base.paths import path_of
 from treewise.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _module_names(model: "PreTrainedModel") -> str:
 
 def adapter_folder(name: str) -> Path | None:
     """The folder of a name that holds adapters and no model of its own; None for every other name."""
-    folder = Path(name).expanduser()
+    folder = path_of(name)
     return folder if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file() else None
 
 
@@ -149,7 +150,7 @@ def base_of(adapters: Path) -> Iterator[str]:
     if not isinstance(base, str) or not base.strip():
         raise ConfigError(f"{file}: no base_model_name_or_path; write the folder or name of the base model there.")
     beside = adapters / base
-    if not Path(base).expanduser().exists() and beside.exists():  # a path from the folder itself
+    if not path_of(base).exists() and beside.exists():  # a path from the folder itself
         base = str(beside)
     if adapter_folder(base) is not None:  # or the folder itself
         raise ConfigError(f"{file}: base_model_name_or_path is {base}, which holds adapters; name a model there.")
@@ -329,7 +330,7 @@ def named_errors(name: str, what: str = "a causal language model") -> Iterator[N
         text = " ".join(str(error).split()) or type(error).__name__
         if len(text) > MAX_REASON:
             text = f"{text[:MAX_REASON]}..."
-        is_here = Path(name).expanduser().exists() or name == DEMO_MODEL
+        is_here = path_of(name).exists() or name == DEMO_MODEL
         absent = "" if is_here else "no such folder, and "
         offline = " (HF_HUB_OFFLINE is set)" if not is_here and os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise ConfigError(f"{name}: {absent}cannot be loaded as {what}{offline}: {text}") from error

@@ -2,7 +2,8 @@
 
 A compiled model as a whole would not help: the engine calls the decoder, which reads the tree of each micro-batch. A
 layer is compiled once for all lengths, and layers of one class share their code. The attention of a tree and the mixers
-of hybrids are left out of the graphs (`torch.compiler.disable`).
+of hybrids are left out of the graphs (`torch.compiler.disable`), so a layer is two graphs: what is before attention and
+what is behind it.
 """
 
 from collections.abc import Collection
@@ -49,8 +50,9 @@ def check_compilation(backend: str, mode: str | None, known: Collection[str] | N
 def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str | None = None) -> None:
     """Compiles the layers of a decoder in place, with dynamic lengths. Names of parameters stay as they are.
 
-    Compilation itself runs with the first micro-batches. Raises torch's limit of graphs for one function, for the
-    whole process, to `RECOMPILE_LIMIT`.
+    Compilation itself runs with the first micro-batches. For the whole process, raises torch's limit of graphs for one
+    function to `RECOMPILE_LIMIT`, and has torch go on within the function that broke a graph: else each function around
+    attention would be a graph of its own, five for a layer.
 
     Raises:
         ConfigError: see `check_compilation`.
@@ -65,8 +67,15 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
         )
     config: Any = torch._dynamo.config  # noqa: SLF001
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    config.nested_graph_breaks = True
     for layer in layers:
         layer.compile(dynamic=True, backend=backend, mode=mode)
+
+
+def uncompile_layers(lm: DecoderAndHead) -> None:
+    """Takes compilation off the layers: they run as they were written."""
+    for layer in decoder_layers(lm):
+        layer._compiled_call_impl = None  # noqa: SLF001
 
 
 def decoder_layers(lm: DecoderAndHead, names: tuple[str, ...] | None = None) -> list[nn.Module]:

@@ -119,7 +119,7 @@ def run_decoder(
     model that calls the decoder, and further arguments of it (images).
 
     Raises:
-        UnsupportedModelError: router logits of a model that returns none.
+        UnsupportedModelError: router logits of a model that returns none, or none with a graph.
     """
     device = lm.device
     module, further = (lm.decoder, {}) if inside is None else inside
@@ -135,7 +135,8 @@ def run_decoder(
     with _carried_input(lm) if context.carried.from_input else nullcontext():
         output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
     context.is_done = True
-    return output.last_hidden_state[0], _router_logits(lm, output) if with_router_logits else ()
+    hidden = output.last_hidden_state[0]
+    return hidden, _router_logits(lm, output, hidden) if with_router_logits else ()
 
 
 @contextmanager
@@ -149,7 +150,7 @@ def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
         hook.remove()
 
 
-def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tensor, ...]:
+def _router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = getattr(output, "router_logits", None) or ()
     logits = tuple(each.reshape(-1, each.shape[-1]) for each in layers if isinstance(each, torch.Tensor))
     if not logits:
@@ -157,7 +158,19 @@ def _router_logits(lm: DecoderAndHead, output: ModelOutput) -> tuple[torch.Tenso
             f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
             "output_router_logits=False."
         )
+    # transformers keeps router logits while a layer runs, which such a checkpoint does without a graph.
+    if hidden.requires_grad and not any(each.requires_grad for each in logits) and _has_reentrant_checkpoints(lm):
+        raise UnsupportedModelError(
+            f"{type(lm.decoder).__name__} returns router logits without gradients under reentrant gradient "
+            "checkpointing, so a loss on them would train nothing; set use_reentrant=False "
+            "(gradient_checkpointing_kwargs), or output_router_logits=False."
+        )
     return logits
+
+
+def _has_reentrant_checkpoints(lm: DecoderAndHead) -> bool:
+    functions = (vars(each).get("_gradient_checkpointing_func") for each in lm.decoder.modules())
+    return any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions)
 
 
 def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:

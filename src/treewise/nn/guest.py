@@ -30,8 +30,8 @@ class RunningMicroBatch:
     gateway: what it leaves, if it is open. root: what its backward starts from, if it is held. part: of it,
     where other ranks compute the rest (`distributed.context.ContextPart`); `layout` and `mask` are then those of the
     part. sees_trained_image: whether it holds features of a tower that is trained. rows: segments of recurrent
-    layers. Of each forward: inside, the part of the model that runs and its arguments, in place of the decoder;
-    exchange, what its attention layers exchange with other ranks.
+    layers. routes: recorded experts of its tokens. Of each forward: inside, the part of the model that runs and its
+    arguments, in place of the decoder; exchange, what its attention layers exchange with other ranks.
     """
 
     index: int
@@ -42,6 +42,7 @@ class RunningMicroBatch:
     part: Any = None
     sees_trained_image: bool = False
     rows: Any = None
+    routes: Any = None
     inside: tuple[nn.Module, dict[str, Any]] | None = None
     exchange: Any = None
 
@@ -103,6 +104,10 @@ class Guest:
 
     def report(self) -> object | None:
         """Statistics of a step, after its walks (`StepOutput.routing`)."""
+        return None
+
+    def replayed(self) -> object | None:
+        """What became of recorded experts, after a walk (`StepOutput.replay`)."""
         return None
 
     def holding(self, _lm: DecoderAndHead) -> AbstractContextManager[object]:

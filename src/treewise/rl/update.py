@@ -81,6 +81,7 @@ class Update:
         old, ref: where old and reference log-probs come from: `given`, `policy`, `sampler`, `reference`, or None (not
             needed).
         num_without_sampler: rows without `sampler_logprobs`.
+        gaps: where experts were recorded, the `logprob_gap` of the first such tree with them and without.
     """
 
     trees: Trees
@@ -91,6 +92,7 @@ class Update:
     old: str | None = None
     ref: str | None = None
     num_without_sampler: int = 0
+    gaps: tuple[float, float] | None = None
 
     @property
     def computed_streams(self) -> list[str]:
@@ -335,7 +337,18 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
         else:
             with nullcontext() if adapters_off is None else adapters_off():
                 trees = with_logprobs(engine, trees, "ref_logprobs", batch_size)
-    return replace(update, trees=trees)
+    return replace(update, trees=trees, gaps=_gaps(engine, trees, batch_size))
+
+
+def _gaps(engine: TreeEngine, trees: Trees, batch_size: int) -> tuple[float, float] | None:
+    """The gap to the sampler of one tree, with the experts that it recorded and with those that routers choose now."""
+    for tree in trees:
+        is_recorded = any(item.routed_experts is not None for item in tree)
+        if is_recorded and all(item.sampler_logprobs is not None for item in tree):
+            live = [replace(item, routed_experts=None) for item in tree]
+            scores = [with_logprobs(engine, [rows], "old_logprobs", batch_size)[0] for rows in (tree, live)]
+            return logprob_gap(scores[0]), logprob_gap(scores[1])
+    return None
 
 
 def own_update(
@@ -467,6 +480,9 @@ def describe(update: Update, objective: str, reference: str) -> str:
         lines.append(("old log-probs", _OLD[update.old]))
         lines.append(("reference log-probs", _REF.get(update.ref, f"computed with {reference}")))
         lines.append(("logprob gap", _gap(items, update.num_without_sampler)))
+    if update.gaps is not None:
+        replayed, live = update.gaps
+        lines.append(("gap of the first tree", f"{replayed:.4f} with the recorded experts, {live:.4f} without"))
     return "\n".join(f"{name:<24} {value}" for name, value in lines)
 
 

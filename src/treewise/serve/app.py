@@ -428,5 +428,6 @@ def serve(settings: ServeSettings) -> None:
             limit_concurrency=max(1024, 4 * settings.max_queue),
             timeout_graceful_shutdown=5,
             ws="none",
+            http="h11",  # whose limit ends headers that never do
         )
         uvicorn.Server(config).run()  # prints the address

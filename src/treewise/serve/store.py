@@ -103,10 +103,13 @@ class Store:
         for name in names:
             parent, seq = self._snapshots(name), self.journal.snapshot_seq(name)
             steps = [store.step_of(each) for each in store.checkpoints(parent) if (each / MANIFEST).is_file()]
-            newest = max(steps, default=-1)
+            saved = {step: parent / f"checkpoint-{step}" for step in steps}
+            for place, facts in self.places(name).items():
+                saved.setdefault(int(str(facts["request"]).rpartition(":")[2]), self.folder(place))
+            newest = max(saved, default=-1)
             if newest > self.journal.last_seq(name):
                 lost[name] = (
-                    f"{name} cannot go on: {parent / f'checkpoint-{newest}'} has its weights after request {newest}, "
+                    f"{name} cannot go on: {saved[newest]} has its weights after request {newest}, "
                     f"and the journal lost what came after request {self.journal.last_seq(name)}."
                 )
             elif seq >= 0 and not (parent / f"checkpoint-{seq}" / MANIFEST).is_file():

@@ -4,7 +4,7 @@ The log is a header and frames, one page each. A frame belongs to the log if it 
 checksum of everything before it; SQLite reads up to the last frame that ends a transaction, and ends, without an error,
 at the first frame that is wrong. A transaction that a killed process was writing has no last frame, and frames of
 earlier times have other salts. So a last frame of a transaction with these salts, behind the place where SQLite ends,
-is one that was committed and is lost.
+is one that was committed and is lost. Of a database file without content SQLite removes the log, unread.
 """
 
 import os
@@ -26,15 +26,15 @@ class Lost(NamedTuple):
     num_frames: int
 
 
-def lost_transactions(log: Path, page_size: int) -> Lost | None:
+def lost_transactions(log: Path, page_size: int, *, is_read: bool = True) -> Lost | None:
     """What SQLite leaves out of a log; None: nothing. Frames of this log have one of its two salts at least, as
-    the other may be what is damaged."""
+    the other may be what is damaged. is_read: whether SQLite reads the log at all."""
     content = log.read_bytes() if log.is_file() else b""
     if len(content) < _HEADER.size:
         return None
     magic, _, size, _, *salts, first, second = _HEADER.unpack_from(content)
     order, step = "big" if magic & 1 else "little", _FRAME.size + page_size
-    sums, is_whole = _summed(content[: _HEADER.size - 8], order, (0, 0)), True
+    sums, is_whole = _summed(content[: _HEADER.size - 8], order, (0, 0)), is_read
     if magic | 1 != _MAGIC | 1 or size != page_size or sums != (first, second):
         is_whole = False
     wrong, num_lost, num_frames = -1, 0, (len(content) - _HEADER.size) // step
@@ -66,15 +66,24 @@ def keep_what_is_lost(database: Path) -> str | None:
     log = database.with_name(f"{database.name}-wal")
     with database.open("rb") if database.is_file() else open(os.devnull, "rb") as file:
         start = file.read(18)
-    page_size = int.from_bytes(start[16:18], "big") or 4096
-    lost = lost_transactions(log, 65536 if page_size == 1 else page_size)
+    page_size, has_content = (
+        int.from_bytes(start[16:18], "big") or 4096,
+        len(start) > 1,
+    )  # SQLite takes one byte as none
+    lost = lost_transactions(log, 65536 if page_size == 1 else page_size, is_read=has_content)
     if lost is None:
         return None
     number = 1
     while (aside := database.with_name(f"{database.name}.damaged-{number}")).exists():
         number += 1
-    shutil.copy2(database, aside)
     shutil.copy2(log, aside.with_name(f"{aside.name}-wal"))
+    if not has_content:
+        aside.touch()
+        return (
+            f"{database}: missing or empty, so the {lost.num_transactions} writes in its log are lost. The log was "
+            f"copied to {aside}-wal. If a backup has the database, put that and the log back."
+        )
+    shutil.copy2(database, aside)
     what = "header" if lost.frame < 0 else f"frame {lost.frame} of {lost.num_frames}"
     return (
         f"{log}: damaged in its {what}, so the {lost.num_transactions} writes from there on are lost; what was before "

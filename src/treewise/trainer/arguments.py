@@ -5,7 +5,6 @@ import logging
 import math
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -14,6 +13,7 @@ from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
 
 from treewise.base.features import feature
+from treewise.base.paths import path_of
 from treewise.engine.prepared import Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
@@ -24,7 +24,6 @@ logger = logging.getLogger("treewise")
 # Settings of transformers that are impossible on trees, or would do something else than their user expects.
 _UNSUPPORTED = {
     "fp16": "treewise does not scale losses; use bf16.",
-    "use_liger_kernel": "treewise computes log-probs in chunks itself; leave it off.",
     "label_smoothing_factor": "losses are made of log-probs alone; set it to 0.",
     "neftune_noise_alpha": "a shared token is computed once, so branches cannot have different noise.",
     "auto_find_batch_size": "a smaller batch would change the steps; lower max_tokens instead, which does not.",
@@ -56,14 +55,18 @@ class TreeTrainingArguments(TrainingArguments):
     number of trees, so prefer a large batch with `gradient_accumulation_steps=1`: trees of one batch share their
     prefixes and fill one another's micro-batches.
 
-    `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place.
+    `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place,
+    as `compile_layers: always` does. `use_liger_kernel` takes norms, rotary positions and MLPs of the installed
+    liger-kernel, and none of its losses.
 
     Parameters:
         max_tokens: the budget: how many tokens may hold activations at a time. `auto`: as many as fit in the free
             memory, measured at the first step. None: a batch is one micro-batch.
         steps_per_epoch: cut the trees of an epoch into so many optimizer steps, as equal as possible;
             `per_device_train_batch_size` is then ignored. None: as many steps as batches of that size give.
-        attention: `auto`, `reference`, `cascade` or `flex`.
+        compile_layers: compile the decoder's layers, each by itself, in place: `always`, `never`, or on a GPU where
+            they can be (`auto`).
+        attention: `auto`, `reference`, `cascade`, `flex`, `flash` or `cudnn`.
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
@@ -101,6 +104,7 @@ class TreeTrainingArguments(TrainingArguments):
     max_tokens: int | str | None = "auto"
     steps_per_epoch: Annotated[int, Ge(1), "leave it out for no limit"] | None = None
     attention: str = "auto"
+    compile_layers: Literal["auto", "always", "never"] = "auto"
     temperature: Annotated[float, Gt(0), Lt(math.inf)] = 1.0
     offload: bool = False
     router_z_coefficient: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
@@ -269,6 +273,11 @@ class TreeTrainingArguments(TrainingArguments):
             given = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
             backend, mode = launched, mode or (None if given == "default" else given)
         is_compiled = own.torch_compile or backend is not None or mode is not None
+        if is_compiled and own.compile_layers == "never":
+            raise ConfigError(
+                "compile_layers=never and torch_compile (_backend, _mode) contradict; leave one of them out."
+            )
+        is_compiled = is_compiled or own.compile_layers == "always"
         own.torch_compile, own.torch_compile_backend, own.torch_compile_mode = False, None, None
         pins_memory = own.dataloader_pin_memory  # put out on a CPU, and a run's own settings would be warned of
         self._is_settling = True
@@ -277,6 +286,8 @@ class TreeTrainingArguments(TrainingArguments):
         finally:
             self._is_settling = False
         own.dataloader_pin_memory = pins_memory
+        if own.use_liger_kernel:
+            self._take_over_liger(is_compiled=is_compiled)
         if not is_compiled:
             return
         own.torch_compile, own.torch_compile_mode = True, mode
@@ -284,10 +295,29 @@ class TreeTrainingArguments(TrainingArguments):
         own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
         known = {each.value.lower() for each in DynamoBackend}
         compilation.check_compilation(own.torch_compile_backend, mode, known=known)
-        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
-        if any(spread.values()):
-            names = ", ".join(name for name, is_set in spread.items() if is_set)
+        if names := ", ".join(self._uncompiled_meshes()):
             raise ConfigError(f"torch_compile cannot be combined with {names}; leave one of them out.")
+
+    def _uncompiled_meshes(self) -> list[str]:
+        """Settings with which layers are not compiled."""
+        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
+        return [name for name, is_set in spread.items() if is_set]
+
+    def _take_over_liger(self, *, is_compiled: bool) -> None:
+        """Of what transformers would apply, without losses."""
+        liger = feature("liger")
+        liger.require_liger()
+        if is_compiled:
+            raise ConfigError("use_liger_kernel and compiled layers fuse the same; leave one of them out.")
+        if getattr(self, "liger_kernel_config", None):
+            raise ConfigError("liger_kernel_config: all but the losses is applied; leave it out.")
+        self.liger_kernel_config = dict(liger.PARTS)
+
+    @property
+    def compiles_by_itself(self) -> bool:
+        """Whether layers are compiled that nobody asked to compile."""
+        is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel
+        return not is_decided and self.device.type == "cuda" and not self._uncompiled_meshes()
 
     def shard_settings(self) -> Any:
         """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""
@@ -359,7 +389,7 @@ def _mapping(name: str, value: Any) -> Any:
     from treewise.data.io.files import read_text
 
     try:
-        found = json.loads(value if value.lstrip().startswith("{") else read_text(Path(value).expanduser()))
+        found = json.loads(value if value.lstrip().startswith("{") else read_text(path_of(value)))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
         raise ConfigError(f"{name}: {shown(value)} cannot be read ({reason}); give a mapping, or a file.") from None

@@ -125,7 +125,8 @@ def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
     if merges and len(items) > 1:
         trajectories = [_trajectories(item) for item in items]
         if all(each is not None for each in trajectories):
-            return [Forest.from_trajectories([item for each in trajectories for item in each or ()])]
+            tree_of = [tree for tree, each in enumerate(trajectories) for _ in each or ()]
+            return [Forest.from_trajectories([item for each in trajectories for item in each or ()], tree_of=tree_of)]
     return [forest_of(item) for item in items]
 
 

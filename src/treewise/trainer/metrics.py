@@ -48,7 +48,9 @@ PEAK_FLOPS = {
 
 
 class MetricMeans:
-    """Sums of an objective's metrics and of the loss weights that they are divided by, since the last log."""
+    """Sums of an objective's metrics and of the loss weights that they are divided by, since the last log; and where
+    experts were replayed, the share of tokens (`routed_otherwise`), and of tokens in one layer each
+    (`choices_otherwise`), that the routers would have sent to others."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -58,6 +60,14 @@ class MetricMeans:
             sums = self._sums.setdefault(name, [0.0, 0.0])
             sums[0] += value * out.weight
             sums[1] += out.weight
+        if out.replay is not None:
+            for name, part, whole in (
+                ("routed_otherwise", out.replay.num_otherwise, out.replay.num_recorded),
+                ("choices_otherwise", out.replay.num_otherwise_choices, out.replay.num_choices),
+            ):
+                sums = self._sums.setdefault(name, [0.0, 0.0])
+                sums[0] += part
+                sums[1] += whole
 
     def take(self, sum_over_ranks: Callable[..., list[float]], *, is_alone: bool) -> dict[str, float]:
         """The means over all ranks; resets the sums. Every rank calls this, also one without trees."""

@@ -99,7 +99,8 @@ def with_logprobs(
         own = range(first, len(trees), step)
         for start in range(0, len(own), batch_size):
             numbers = own[start : start + batch_size]
-            items = iter(engine.scored([item for number in numbers for item in trees[number]], stream=stream))
+            rows, tree_of = zip(*((item, number) for number in numbers for item in trees[number]), strict=True)
+            items = iter(engine.scored(rows, stream=stream, tree_of=tree_of))
             found.update({number: [getattr(next(items), stream) for _ in trees[number]] for number in numbers})
         engine.drain()  # sharded: until the others have scored theirs
         return found

@@ -29,8 +29,9 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
-from treewise.errors import DataError, NonFiniteError, num
+from treewise.errors import DataError, NonFiniteError, UnsupportedModelError, num
 from treewise.nn.gradients import clear_gradients, refuse_hooks
+from treewise.nn.wrapped import is_compiled
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -87,14 +88,47 @@ class StepRunner:
         self._step_objective = objective
         self._forests: list[Forest] = []
         self._router_counts: Any = None
+        self._is_tried = False  # of compiled layers
         self.ranks: Any = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
         self.engine = self._new_engine()
+        self._fuse_layers()
+
+    def _fuse_layers(self) -> None:
+        """Compiles the layers, or takes Liger's kernels for them, as the settings say."""
+        args, lm = self.args, self.engine.lm
+        if args.use_liger_kernel:
+            parts = feature("liger").use_liger(self.model, args.device)
+            logger.info("liger-kernel computes %s", ", ".join(parts))
+            return
+        if not args.torch_compile and not args.compiles_by_itself:
+            return
+        compilation = feature("compilation")
+        backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
         if args.torch_compile:
-            compilation = feature("compilation")
-            backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
-            compilation.compile_layers(self.engine.lm, backend, args.torch_compile_mode)
+            compilation.compile_layers(lm, backend, args.torch_compile_mode)
+            return
+        try:
+            compilation.compile_layers(lm, backend)
+        except UnsupportedModelError as error:
+            logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
+
+    def _try_compiled(self) -> None:
+        """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
+        compiled run as before, which is a warning."""
+        if self._is_tried or not self.args.compiles_by_itself:
+            return
+        self._is_tried, first = True, self._first_tree()
+        with self._autocast():
+            try:
+                self.engine.check(first)
+            except UnsupportedModelError as error:
+                if not is_compiled(self.model):
+                    raise
+                feature("compilation").uncompile_layers(self.engine.lm)
+                self.engine.check(first)  # raises again where compilation is not why
+                logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
@@ -126,6 +160,7 @@ class StepRunner:
         """Before the optimizer is made: shards the model over all ranks, if asked for (`ShardSettings`), and measures
         the budget if it is to be measured; ranks that exchange the tokens of experts run the same passes from now on.
         """
+        self._try_compiled()
         if self.ranks is None:
             return
         if settings is not None and not self.ranks.is_sharded:
@@ -173,6 +208,7 @@ class StepRunner:
         Raises:
             DataError: the step has no trained token.
         """
+        self._try_compiled()
         self._step, self._is_finite = step, True
         if listeners:
             num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)

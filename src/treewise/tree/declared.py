@@ -14,7 +14,7 @@ import numpy as np
 from treewise.errors import DataError
 from treewise.tree import checks, prefix_merge
 from treewise.tree.images import ImageSpan, check_spans
-from treewise.tree.trajectory import Trajectory
+from treewise.tree.trajectory import STREAMS, Trajectory
 
 Item = TypeVar("Item")
 
@@ -23,8 +23,8 @@ Item = TypeVar("Item")
 class DeclaredTree:
     """Declared nodes in depth-first order.
 
-    token_ids: [T] int32. streams: [T] float32 each. end_nodes: [N] int64, the node, counted as declared, that each
-    trajectory ends at. images: with tree positions as their tokens, ascending.
+    token_ids: [T] int32. streams: [T] float32 each; `routed_experts` [T, L, k] int16. end_nodes: [N] int64, the node,
+    counted as declared, that each trajectory ends at. images: with tree positions as their tokens, ascending.
     """
 
     segments: prefix_merge.Segments
@@ -105,9 +105,9 @@ def lay_out_nodes(
     Parameters:
         parents: index of each node's parent, -1 for a root; parents come first.
         token_ids: tokens that each node adds, at least one.
-        streams: per name, one value per token of each node.
+        streams: per name, one value per token of each node; of routes a table, and None for a node without.
         ends: whether a trajectory ends at the node; leaves where not given.
-        merge_siblings: merge siblings with equal tokens; otherwise keep them apart as declared.
+        merge_siblings: merge siblings with equal tokens and routes; otherwise keep them apart as declared.
         location: where the tree came from, for error messages.
         images: of each node, with spans that count from its first token; None: no node has any.
 
@@ -191,12 +191,36 @@ def _joined(
     return np.concatenate(arrays), np.array([array.size for array in arrays], dtype=np.int64)
 
 
-def _stream(items: Sequence[Sequence[float]], name: str, lengths: np.ndarray, location: str) -> np.ndarray:
+def _stream(items: Sequence[Any], name: str, lengths: np.ndarray, location: str) -> np.ndarray:
+    if name in STREAMS and STREAMS[name].is_routes:
+        return _routes(items, name, lengths, location)
     values, sizes = _joined(items, len(lengths), name, location)
     if not np.array_equal(sizes, lengths) or not (np.abs(values) <= checks.MAX_FLOAT).all():
         for node, (item, length) in enumerate(zip(items, lengths, strict=True)):  # one of these raises
             checks.numbers(item, name, int(length), f"{location}: node {node}")
     return values.astype(np.float32)
+
+
+def _routes(items: Sequence[Any], name: str, lengths: np.ndarray, location: str) -> np.ndarray:
+    if len(items) != len(lengths):
+        raise DataError(f"{location}: {len(items)} {name} for {len(lengths)} nodes.")
+    parts = [
+        None if item is None else checks.experts(item, name, int(length), f"{location}: node {node}")
+        for node, (item, length) in enumerate(zip(items, lengths, strict=True))
+    ]
+    shapes = {part.shape[1:]: node for node, part in enumerate(parts) if part is not None}
+    if len(shapes) > 1:
+        (one, first), (other, second) = list(shapes.items())[:2]
+        raise DataError(
+            f"{location}: node {second} has {name} of {list(other)} layers and experts, node {first} of {list(one)}."
+        )
+    shape = next(iter(shapes), (1, 1))
+    return np.concatenate(
+        [
+            np.full((length, *shape), -1, dtype=np.int16) if part is None else part
+            for part, length in zip(parts, lengths.tolist(), strict=True)
+        ]
+    )
 
 
 def _check_weights(weights: np.ndarray, first_tokens: np.ndarray, lengths: np.ndarray, location: str) -> None:
@@ -239,7 +263,8 @@ def _merge_equal_siblings(
         low, high = bounds[node], bounds[node + 1]
         up = int(canonical[above[node]]) if above[node] >= 0 else -1
         shown = tuple((image.start, image.digest) for image in images[node])
-        first = seen.setdefault((up, flat_ids[low:high].tobytes(), shown), node)
+        took = values["routed_experts"][low:high].tobytes() if "routed_experts" in values else b""
+        first = seen.setdefault((up, flat_ids[low:high].tobytes(), shown, took), node)
         canonical[node] = first
         if first != node:
             for name, value in values.items():

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree import prefix_merge
 from treewise.tree.declared import DeclaredTrajectories, LazySequence, lay_out_nodes, spread_over_nodes
@@ -36,8 +37,8 @@ class Forest(TreeShape):
         subtree_end: [T] int64, one past the last token below it.
         multiplicity: [T] int64, number of trajectories through it.
         ends: [N] int64, tree position of each trajectory's last token, in input order.
-        trajectories: the N trajectories in input order. Those of a declared tree too large to hold flat are made when
-            they are read.
+        trajectories: the N trajectories in input order, with the experts that they take from one another
+            (`treewise.tree.routes`). Those of a declared tree too large to hold flat are made when they are read.
         tree_streams: [T] values of each stream of such a tree, by name; empty for all others.
         tree_starts: [number of trees] int64, tree position of each first token.
     """
@@ -56,13 +57,16 @@ class Forest(TreeShape):
         self.trajectories: Sequence[Trajectory] = lazy if trajectories is None else trajectories
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Forest":
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, tree_of: Sequence[int] | None = None) -> "Forest":
         """Merges shared prefixes exactly, token by token; any order, duplicates and contained prefixes included.
 
-        Tokens that stand for an image are equal only where the image is.
+        Tokens that stand for an image are equal only where the image is, and tokens whose experts were recorded only
+        where these are; one without a record takes those of the token that it shares (`treewise.tree.routes`).
 
         Time is linear in the flat tokens, but for a logarithmic factor in the number of trajectories that is spent
         in memory comparison.
+
+        tree_of: the tree that each is of: prefixes of several trees are merged, but no experts are taken from another.
 
         Raises:
             DataError: no trajectory at all, or something that is not a `Trajectory`.
@@ -80,6 +84,9 @@ class Forest(TreeShape):
         keys = flat_ids
         if any(item.images for item in items):
             keys = merge_keys([item.images for item in items], flat_ids, offsets)
+        if any(item.routed_experts is not None for item in items):
+            filled, keys = feature("routes").merged(items, keys, offsets, tree_of)
+            items = tuple(filled)
         segments = prefix_merge.merge_sequences(keys, offsets)
         return cls(segments, flat_ids[segments.token_source], items)
 
@@ -116,7 +123,7 @@ class Forest(TreeShape):
             if name not in STREAMS or STREAMS[name].has_candidates:
                 known = ", ".join(each for each, stream in STREAMS.items() if not stream.has_candidates)
                 raise ConfigError(f"{location}: {name!r} is not a stream of nodes; known: {known}.")
-            if values is not None:
+            if values is not None and any(each is not None for each in values):
                 is_spread = STREAMS[name].is_scalar_allowed
                 node_streams[name] = spread_over_nodes(values, token_ids) if is_spread else values
         tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location, images)
@@ -153,9 +160,13 @@ class Forest(TreeShape):
             return cls(segments, token_ids, tuple(item for forest in forests for item in forest.trajectories))
         streams = {
             name: np.concatenate([_shared_stream(forest, name) for forest in forests])
-            for name in STREAMS
-            if all(forest.has_stream(name) for forest in forests)
+            for name, stream in STREAMS.items()
+            if not stream.is_routes and all(forest.has_stream(name) for forest in forests)
         }
+        if any(forest.has_routes for forest in forests):
+            streams["routed_experts"] = feature("routes").side_by_side(
+                [forest.routed_experts if forest.has_routes else forest.num_tokens for forest in forests]
+            )
         return cls(segments, token_ids, None, streams)
 
     # -- trajectories on the tree -----------------------------------------------------------------------------------
@@ -196,6 +207,25 @@ class Forest(TreeShape):
         if not self.has_images:
             return NO_IMAGES
         return images_on_paths([item.images for item in self.trajectories], self.paths)
+
+    @cached_property
+    def has_routes(self) -> bool:
+        """Whether the experts of any token are recorded."""
+        if isinstance(self.trajectories, DeclaredTrajectories):
+            return "routed_experts" in self.tree_streams
+        return any(item.routed_experts is not None for item in self.trajectories)
+
+    @cached_property
+    def routed_experts(self) -> np.ndarray:
+        """[T, L, k] int16, the experts of each tree token; -1 where they were not recorded."""
+        if "routed_experts" in self.tree_streams:
+            return self.tree_streams["routed_experts"]
+        known = [(item.routed_experts, path) for item, path in zip(self.trajectories, self.paths, strict=True)]
+        experts = np.full((self.num_tokens, *feature("routes").one_shape(self.trajectories)), -1, dtype=np.int16)
+        for each, path in known:
+            if each is not None:
+                experts[path] = each  # of what is shared, all are equal or have none: see `routes.merged`
+        return experts
 
     def has_stream(self, name: str) -> bool:
         """Whether every trajectory carries this stream."""

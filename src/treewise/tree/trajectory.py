@@ -33,6 +33,7 @@ class Stream:
         is_logprob: natural logarithms of probabilities of the tokens; in data files null where a token is not trained.
         is_integer: whole numbers, which float32 holds up to 2^24.
         has_candidates: k values for each token ([n, k]) instead of one ([n]).
+        is_routes: k experts for each token in each of L layers ([n, L, k]), see `checks.experts`.
         fill: value of a missing candidate, where trajectories with fewer are put beside those with more.
         other_names: names of the same thing in other libraries, which are errors in data files.
     """
@@ -42,12 +43,15 @@ class Stream:
     is_logprob: bool = False
     is_integer: bool = False
     has_candidates: bool = False
+    is_routes: bool = False
     fill: float = 0.0
     other_names: tuple[str, ...] = ()
     name: str = field(default="", init=False)
 
     def checked(self, values: ArrayLike, length: int, location: str) -> np.ndarray:
-        """[length] or [length, k] values of `dtype`. Raises `DataError`."""
+        """[length], [length, k] or [length, L, k] values of `dtype`. Raises `DataError`."""
+        if self.is_routes:
+            return checks.experts(values, self.name, length, location)
         if self.has_candidates:
             return checks.candidates(values, self.name, length, self.dtype, location)
         numbers = checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)
@@ -100,8 +104,8 @@ class _TokenIds:
 class Trajectory:
     """One token sequence and what is trained on it.
 
-    Every stream has one value per token (teacher streams: one row). `token_ids` and `teacher_ids` become int32, every
-    other stream float32.
+    Every stream has one value per token (teacher streams: one row, routes: one table). `token_ids` and `teacher_ids`
+    become int32, `routed_experts` int16, every other stream float32.
 
     Parameters:
         token_ids: non-negative integers, at least two.
@@ -123,6 +127,12 @@ class Trajectory:
             part is a mean over draws. Where not given, every rollout was drawn on its own. Taken by credit on trees.
         policy_versions: how many iterations the policy that sampled each token had been trained for, as integers;
             negative where none did. No loss reads them: `sampler_logprobs` are what that policy gave.
+        routed_experts: [n, L, k], the experts that the sampler's mixture chose for each token, k of them in each of its
+            L layers with a router (or in all of its layers, where those without one hold -1); -1 for a token whose
+            experts were not recorded. Row `t` is of the forward that token `t` was an input of. The last token had none
+            while it was sampled, so n - 1 rows will do. Replayed when it is trained (`treewise.nn.routing`).
+        token_rewards: rewards of parts of the trajectory, beside `reward`: each at a token of its part, as a call or a
+            turn; 0 elsewhere. Taken by `advantages="turns"`.
         rollout_weight: the loss weight of the whole rollout, all its trajectories together. Needed only where the
             trajectories of one rollout are spread over several forests; `treewise.advantages` fills it.
         images: the images that it shows, each with the tokens that stand for it, in order. Without `loss_weights` these
@@ -131,7 +141,7 @@ class Trajectory:
     Raises:
         DataError: an empty or non-integer sequence, a negative id, a stream of another length, a value that is not
             finite, a negative weight, a weight on the first token, no trained token at all, teacher streams that
-            do not fit one another, or images that overlap.
+            do not fit one another, experts that no router can have chosen, or images that overlap.
     """
 
     token_ids: _TokenIds = _TokenIds()
@@ -154,6 +164,10 @@ class Trajectory:
     images: tuple[ImageSpan, ...] = ()
     draws: Stream = Stream(is_integer=True)
     policy_versions: Stream = Stream(is_integer=True)
+    routed_experts: Stream = Stream(
+        np.int16, is_routes=True, other_names=("rollout_routed_experts", "rollout_expert_indices", "expert_indices")
+    )
+    token_rewards: Stream = Stream()
 
     def __repr__(self) -> str:
         labels = {"group": self.group, "reward": self.reward, "rollout": self.rollout, "source": self.source or None}

@@ -107,6 +107,7 @@ def bomb() -> bytes:
     ("images", "message"),
     [
         (["none.png"], r"images\[0\]: .*none.png cannot be read \(No such file"),
+        (["~nobody-here/a.png"], r"images\[0\]: .*~nobody-here/a.png cannot be read \(No such file"),
         ([{"bytes": png(1)[:-40]}], r"images\[0\]: the image cannot be decoded"),
         ([{"bytes": b"%PDF-1.4"}], "8 bytes that are not an image of a known type"),
         ([{"bytes": bomb()}], "more than 100,000,000"),

@@ -18,11 +18,13 @@ ITEM = {
     **{"token_ids": [1, 2, 3], "advantages": 1, "old_logprobs": [0, -1, -2], "ref_logprobs": [0, -1, -3]},
     **{"sampler_logprobs": [0, -1, -4], "teacher_ids": [[1, 2]] * 3, "teacher_logprobs": [[-1, -2]] * 3},
     **{"group": "g", "reward": 1.0, "rollout": 7, "source": "a.jsonl:1"},
+    "routed_experts": [[[0, 1], [2, 3]]] * 3,
 }
 OTHERS = {
     **{"token_ids": [1, 2, 4], "loss_weights": [0, 1, 0], "advantages": 2, "old_logprobs": [0, -1, -1]},
     **{"ref_logprobs": [0, -1, -1], "sampler_logprobs": [0, -1, -1], "teacher_ids": [[1, 3]] * 3},
     **{"teacher_logprobs": [[-1, -3]] * 3, "group": "h", "reward": 0.0, "rollout": 8},
+    "routed_experts": [[[0, 1], [2, 4]]] * 3,
 }
 
 

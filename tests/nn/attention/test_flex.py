@@ -29,7 +29,7 @@ from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 CPU = torch.device("cpu")
-BLOCK = 4
+BLOCKS = ROWS, COLUMNS = (8, 4)
 H, HKV, D, DV = 4, 2, 16, 32
 
 RULES = {
@@ -67,12 +67,12 @@ def exact_counts(mask: TreeMask, rule: LayerRule) -> torch.Tensor:
     seen = visible(mask, rule.window, rule.chunk, CPU)
     missing = (
         0,
-        max(2 * BLOCK - mask.num_keys, -mask.num_keys % BLOCK),
+        max(2 * COLUMNS - mask.num_keys, -mask.num_keys % COLUMNS),
         0,
-        max(2 * BLOCK - mask.num_queries, -mask.num_queries % BLOCK),
+        max(2 * ROWS - mask.num_queries, -mask.num_queries % ROWS),
     )
     seen = torch.nn.functional.pad(seen, missing)
-    return seen.view(seen.shape[0] // BLOCK, BLOCK, -1, BLOCK).sum(dim=(1, 3))
+    return seen.view(seen.shape[0] // ROWS, ROWS, -1, COLUMNS).sum(dim=(1, 3))
 
 
 # -- the block mask -------------------------------------------------------------------------------------------------
@@ -80,27 +80,27 @@ def exact_counts(mask: TreeMask, rule: LayerRule) -> torch.Tensor:
 
 @given(mask=masks())
 def test_blocks_of_a_tree_are_classified_exactly(mask):
-    partial, full = dense(block_mask(mask, RULES["plain"], CPU, BLOCK))
+    partial, full = dense(block_mask(mask, RULES["plain"], CPU, BLOCKS))
     counts = exact_counts(mask, RULES["plain"])
-    assert torch.equal(full, counts == BLOCK * BLOCK)
-    assert torch.equal(partial, (counts > 0) & (counts < BLOCK * BLOCK))
+    assert torch.equal(full, counts == ROWS * COLUMNS)
+    assert torch.equal(partial, (counts > 0) & (counts < ROWS * COLUMNS))
 
 
 @pytest.mark.parametrize("name", ["window", "chunk", "all"])
 @given(mask=masks())
 def test_full_blocks_hide_nothing_and_no_visible_pair_is_left_out(mask, name):
-    partial, full = dense(block_mask(mask, RULES[name], CPU, BLOCK))
+    partial, full = dense(block_mask(mask, RULES[name], CPU, BLOCKS))
     counts = exact_counts(mask, RULES[name])
     assert not (partial & full).any()
-    assert (counts[full] == BLOCK * BLOCK).all()
+    assert (counts[full] == ROWS * COLUMNS).all()
     assert (partial | full)[counts > 0].all()
 
 
 @settings(max_examples=15)
 @given(mask=masks())
 def test_block_mask_is_the_one_that_torch_makes_pair_by_pair(mask):
-    ours = block_mask(mask, RULES["plain"], CPU, BLOCK)
-    theirs = create_block_mask(ours.mask_mod, None, None, *ours.seq_lengths, device="cpu", BLOCK_SIZE=BLOCK)
+    ours = block_mask(mask, RULES["plain"], CPU, BLOCKS)
+    theirs = create_block_mask(ours.mask_mod, None, None, *ours.seq_lengths, device="cpu", BLOCK_SIZE=BLOCKS)
     assert theirs.shape == ours.shape
     for name in flex._BLOCK_TENSORS:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -118,7 +118,7 @@ def test_most_blocks_of_a_long_prefix_are_full():
     shared = list(range(64))
     forest = Forest.from_trajectories([Trajectory([*shared, 100 + branch] + [0] * 31) for branch in range(3)])
     mask = TreeMask.from_layout(lay_out(plan(forest), 0))
-    _, full = dense(block_mask(mask, RULES["plain"], CPU, 32))
+    _, full = dense(block_mask(mask, RULES["plain"], CPU, (32, 32)))
     assert full[2:, :2].all()
 
 
@@ -140,7 +140,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(mask, rule, has_sinks)
     inputs = draw_inputs(mask, has_sinks, torch.float64)
     cotangent = torch.randn(1, H, mask.num_queries, DV)
     expected = with_gradients(reference_attention, inputs, mask, rule, cotangent)
-    found = with_gradients(partial(flex_attention_tree, block_size=BLOCK), inputs, mask, rule, cotangent)
+    found = with_gradients(partial(flex_attention_tree, blocks=BLOCKS), inputs, mask, rule, cotangent)
     for ours, wanted in zip(found, expected, strict=True):
         assert (ours - wanted).abs().max() < 1e-12  # float64, values of order one
 

@@ -14,7 +14,7 @@ from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
 from treewise.trainer.arguments import TreeTrainingArguments
 
-UNKNOWN = r"attention='cascad' is unknown; choose 'auto' or one of flex, cascade, reference\."
+UNKNOWN = r"attention='cascad' is unknown; choose 'auto' or one of flex, flash, cudnn, cascade, reference\."
 MASK = TreeMask.from_layout(lay_out(plan(Forest.from_nodes([-1, 0, 0], [[1, 2], [3], [4, 5]])), 0))
 
 
@@ -27,7 +27,9 @@ def test_an_unknown_name_is_an_error_everywhere(tmp_path) -> None:
         lambda: TreeEngine(tiny_model(num_hidden_layers=1), attention="cascad"),
         lambda: TreeTrainingArguments(output_dir=str(tmp_path), attention="cascad"),
     ):
-        with pytest.raises(ConfigError, match="is unknown; choose 'auto' or one of flex, cascade, reference"):
+        with pytest.raises(
+            ConfigError, match="is unknown; choose 'auto' or one of flex, flash, cudnn, cascade, reference"
+        ):
             make()
     with pytest.raises(ConfigError, match=UNKNOWN):
         choose("cascad", "cpu")

@@ -1,5 +1,6 @@
 """Causes of lost sharing, and what they cost, on text."""
 
+import numpy as np
 import pytest
 
 from tests.report.rows import POLICY, QUESTION, RECORDS, Named, named_trees
@@ -11,6 +12,7 @@ from treewise.report.analysis.lost_sharing import (
     PROMPT_DIFFERS,
     RETOKENISED,
     REWRITTEN,
+    ROUTED,
     SAMPLED,
     VOLATILE,
     LostCollector,
@@ -132,3 +134,12 @@ def test_only_the_costliest_forks_are_kept_and_all_are_counted(tokenizer, monkey
     assert len(report.forks) == 1
     assert report.forks[0].cause == VOLATILE
     assert {each.cause for each in report.causes} >= {VOLATILE, REWRITTEN, SAMPLED}
+
+
+def test_equal_tokens_that_took_other_experts_are_a_cause_of_their_own() -> None:
+    routes = np.zeros((2, 60, 1, 1), dtype=int)
+    routes[1, 10] = 1  # the eleventh token alone
+    rows = [Trajectory(np.arange(60), routed_experts=own, source=f"r:{i}") for i, own in enumerate(routes)]
+    [found], _ = lost_in_tree("tree", Forest.from_trajectories(rows), TokenText(None))
+    assert (found.cause, found.depth, found.num_lost_tokens) == (ROUTED, 10, 50)
+    assert ROUTED not in AVOIDABLE

@@ -57,6 +57,9 @@ class Flat:
     def evaluate(self, items, moment, seed):
         return [HeldOut(each.key, "?", "!", 1.0, 3) for each in items], RewardTally(len(items))
 
+    def facts(self):
+        return {"collector": "one's own"}
+
     def close(self):
         self.is_closed = True
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from treewise.errors import ConfigError
 from treewise.rl.samplers import SampleRequest
 from treewise.rl.samplers.draw import can_be_drawn, draw_tokens, exponentials, stream_key
 
@@ -98,3 +99,16 @@ def test_temperature_zero_takes_the_most_likely_token_and_its_plain_logprob() ->
     draw = draw_tokens(logits, [rule_of(0.0, 0.5, 2)] * 3, [1, 2, 3])
     assert draw.token_ids.tolist() == logits.argmax(-1).tolist()
     assert torch.allclose(draw.logprobs, torch.log_softmax(logits, -1).max(-1).values)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e300, -1.0, float("nan"), float("inf")])
+def test_a_temperature_beyond_float32_is_refused(temperature):
+    """Logits over it would be no numbers, and the weights would be blamed."""
+    with pytest.raises(ConfigError, match=r"must be 0, or 1e-30 to 1e\+30"):
+        rule_of(temperature, 1.0, 0)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+def test_the_outermost_temperatures_give_numbers(temperature):
+    drawn = draw_tokens(_logits() * 1e4, [rule_of(temperature, 1.0, 0)], [stream_key(5, 0, 0)])
+    assert not torch.isnan(drawn.logprobs).any()

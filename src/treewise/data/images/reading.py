@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.paths import path_of
 from treewise.data.images.downloads import downloaded
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import moved_into_place
@@ -207,7 +208,7 @@ class ImageReader:
                 self._downloads[value] = self.source(data, None, f"{location}: {value}")
             return self._downloads[value]
         if isinstance(value, str):
-            path = Path(value).expanduser()
+            path = path_of(value)
             path = path if path.is_absolute() or data_file is None else data_file.parent / path
             path = self._confined(path, data_file, location)
             data = _file_bytes(path, location, self.max_bytes)
@@ -232,7 +233,7 @@ class ImageReader:
         try:
             real = path.resolve()
             near = [] if data_file is None else [data_file.parent.resolve(), data_file.resolve().parent]
-            near += [Path(self.image_folder).expanduser().resolve()] if self.image_folder and near else []
+            near += [path_of(self.image_folder).resolve()] if self.image_folder and near else []
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(f"{location}: {shown(str(path))} cannot be followed ({error}).") from None
         is_of_system = any(real.is_relative_to(each) for each in NEVER) and not real.is_relative_to(SHARED_MEMORY)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.forms import Record
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
@@ -202,6 +203,27 @@ def sampled_row(
     given = {ours: each for ours, each in (streams or {}).items() if each[1] is not None}
     own = {ours: before + stream(values, theirs, length, location) for ours, (theirs, values) in given.items()}
     yield from token_row(context, location, [*prompt, *sampled], before + weights, **own, **fields)
+
+
+def experts(value: object, name: str, num_tokens: int, location: str) -> np.ndarray | None:
+    """[num_tokens, L, k] int64, the experts of a dump; -1 for rows of nothing but zeros, by which verl and prime-rl
+    fill up, and for the last where there is none. None: the dump has none.
+
+    Raises:
+        DataError: another number of rows, or no table a token.
+    """
+    if value is None:
+        return None
+    try:
+        table = np.asarray(feature("encoded_arrays").decoded(value, name, location))
+    except ValueError:
+        table = np.zeros(0)
+    if table.ndim != 3 or len(table) not in (num_tokens, num_tokens - 1) or table.dtype.kind not in "iu":
+        raise DataError(f"{location}: {name} has shape {table.shape}; [{num_tokens}, layers, experts] is expected.")
+    whole = np.full((num_tokens, *table.shape[1:]), -1, dtype=np.int64)
+    is_filled = (table == 0).all((1, 2)) & (table.shape[2] > 1)
+    whole[: len(table)] = np.where(is_filled[:, None, None], -1, table)
+    return whole
 
 
 def text_row(location: str, **fields: object) -> Record:

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from treewise.base.features import feature
 from treewise.data.forms import Record
 from treewise.data.importers.common import (
     Context,
+    experts,
     first_of,
     integers,
     kept,
@@ -75,7 +79,8 @@ def _prime_rl_sequence(value: Record, location: str, context: Context) -> Iterat
     for name in ("ce_weights", "ref_kl_weights"):
         if isinstance(value.get(name), list) and any(value[name]):
             context.warn(f"{name} (another component of prime-rl's loss) is not imported")
-    yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location))
+    routes = _routes(experts(value.get("routed_experts"), "routed_experts", len(ids), location))
+    yield from token_row(context, location, ids, weights, **_streams(value, PRIME_RL, len(ids), location), **routes)
 
 
 def read_slime(records: Iterable[Placed], context: Context) -> Iterator[Record]:
@@ -115,6 +120,7 @@ def _slime_sample(value: Record, location: str, context: Context) -> Iterator[Re
         ids[before:],
         value.get("loss_mask"),
         {"sampler_logprobs": ("rollout_log_probs", value.get("rollout_log_probs") or None)},
+        **_routes(experts(value.get("rollout_routed_experts"), "rollout_routed_experts", len(ids), location)),
         group=value.get("group_index"),
         rollout=first_of(value, "rollout_id", "index"),
         reward=context.reward(value.get("reward"), location),
@@ -186,8 +192,10 @@ def _verl_sample(value: Record, location: str, context: Context) -> Iterator[Rec
         name = next((each for each in known if value.get(each) is not None), None)
         reward = None if name is None else sum(numbers(value[name], name, len(response), location))
     streams, ids = _streams(value, VERL, len(response), location, before), [*prompt, *response]
-    weights = [0.0] * before + mask
-    yield from _unpadded_row(context, location, seen, ids, weights, streams, group=value.get("uid"), reward=reward)
+    weights, routes = [0.0] * before + mask, experts(value.get("routed_experts"), "routed_experts", width, location)
+    kept = [position for position in range(width) if seen[position]]
+    labels = {"group": value.get("uid"), "reward": reward, **_routes(None if routes is None else routes[kept])}
+    yield from _unpadded_row(context, location, seen, ids, weights, streams, **labels)
 
 
 def _areal_sample(value: Record, location: str, context: Context) -> Iterator[Record]:
@@ -327,6 +335,10 @@ def _streams(
         if theirs is not None:
             streams[ours] = [0.0] * before + stream(value[theirs], theirs, length, location)
     return streams
+
+
+def _routes(table: np.ndarray | None) -> Record:
+    return {} if table is None else {"routed_experts": feature("encoded_arrays").encoded(table)}
 
 
 def _unpadded_row(

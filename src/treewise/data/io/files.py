@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from treewise.base.features import feature
+from treewise.base.paths import path_of
 from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.errors import DataError
 
@@ -132,7 +133,7 @@ def _files_of(path: PathLike) -> Iterable[Path]:
     if not str(path).strip():
         raise DataError("a data path is empty; name a file, a folder or a glob.")
     try:
-        return _expand(Path(path).expanduser())
+        return _expand(path_of(path))
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, holds a zero byte or no such user
         if isinstance(error, DataError):
             raise

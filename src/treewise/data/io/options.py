@@ -22,6 +22,9 @@ class RenderOptions:
             earlier reasoning; `keep` renders one sequence per record with all reasoning kept.
         train_on: which assistant turns are trained. A turn of `weight` 0 never is.
         merge_siblings: merge declared siblings with equal tokens, or keep them apart.
+        routing_replay: of recorded experts (`routed_experts`): `exact` trains through them, and trajectories part where
+            they differ; `by_tokens` merges by tokens alone and gives all the experts of the first, which is not exact;
+            `off` leaves them out.
         group_by: field that names a record's training tree, in place of `group` or `task_id`.
         max_length: longest trajectory allowed, in tokens; a longer one is an error, never cut.
         chat_template: a Jinja template, a file that holds one, or `chatml`; the tokenizer's own where not given.
@@ -41,6 +44,7 @@ class RenderOptions:
     thinking: Literal["as_inference", "keep"] = "as_inference"
     train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
     merge_siblings: bool = True
+    routing_replay: Literal["exact", "by_tokens", "off"] = "exact"
     group_by: str | None = None
     max_length: Annotated[int, Ge(2)] | None = None
     chat_template: str | None = None

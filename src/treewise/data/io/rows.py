@@ -24,12 +24,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
+from treewise.base.paths import path_of
 from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
-from treewise.tree.trajectory import STREAMS, Trajectory
+from treewise.tree.trajectory import STREAMS, Stream, Trajectory
 
-IDS, FLOATS = pa.large_list(pa.int32()), pa.large_list(pa.float32())
+IDS, FLOATS, ROUTES = (pa.large_list(each) for each in (pa.int32(), pa.float32(), pa.int16()))
+
+
+def _column_of(stream: Stream) -> pa.DataType:
+    """The type of a stream's values, one after the other."""
+    return ROUTES if stream.is_routes else IDS if np.issubdtype(stream.dtype, np.integer) else FLOATS
+
+
 SCHEMA = pa.schema(
     {
         "tree": pa.int32(),
@@ -37,7 +45,8 @@ SCHEMA = pa.schema(
         "token_ids": IDS,
         "spans": pa.large_list(pa.int64()),
         "span_weights": FLOATS,
-        **{name: IDS if np.issubdtype(stream.dtype, np.integer) else FLOATS for name, stream in STREAMS.items()},
+        **{name: _column_of(stream) for name, stream in STREAMS.items()},
+        "num_routers": pa.int32(),
         "group": pa.string(),
         "reward": pa.float64(),
         "rollout": pa.string(),
@@ -48,6 +57,13 @@ SCHEMA = pa.schema(
         "image_sources": pa.string(),
     }
 )
+ROUTED = {name for name, stream in STREAMS.items() if stream.is_routes}
+LATER = (
+    "policy_versions",
+    "routed_experts",
+    "token_rewards",
+    "num_routers",
+)  # rows from before there were any keep their hash
 NOT_HASHED = ("source", "image_sources")  # where it came from
 LABELS = ("group", "rollout")  # stored as JSON: text and numbers stay apart
 
@@ -57,9 +73,9 @@ class Row:
     """One trajectory, or one declared node where `parent` is given.
 
     `token_ids` are the tokens after the first `shared` tokens of the row before. `streams` hold the values of the whole
-    trajectory, those with k candidates per token flat. Without `loss_weights` among them, `spans` ([start, end, start,
-    end, ...]) are the trained tokens, each span with its weight in `span_weights`. `images` are those of the whole
-    trajectory.
+    trajectory, those with several values per token flat; of `routed_experts` in `num_routers` layers. Without
+    `loss_weights` among them, `spans` ([start, end, start, end, ...]) are the trained tokens, each span with its weight
+    in `span_weights`. `images` are those of the whole trajectory.
     """
 
     token_ids: np.ndarray
@@ -74,6 +90,7 @@ class Row:
     parent: int | None = None
     is_end: bool | None = None
     images: tuple[ImageSpan, ...] = ()
+    num_routers: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +131,8 @@ def row_from_trajectory(trajectory: Trajectory) -> Row:
     """A row that holds all streams of a validated trajectory."""
     streams = {name: value.reshape(-1) for name, value in trajectory.streams.items()}
     names = ("token_ids", "group", "reward", "rollout", "source", "images")
-    return Row(streams=streams, **{name: getattr(trajectory, name) for name in names})
+    num_routers = None if trajectory.routed_experts is None else trajectory.routed_experts.shape[1]
+    return Row(streams=streams, num_routers=num_routers, **{name: getattr(trajectory, name) for name in names})
 
 
 def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
@@ -143,6 +161,10 @@ def table_columns(part: pa.Table) -> dict[str, list[Any]]:
     columns["streams"] = [
         {name: values[i] for name, values in streams.items() if values[i] is not None} for i in range(len(part))
     ]
+    sizes = zip(columns["shared"], columns["token_ids"], columns.pop("num_routers"), strict=True)
+    for own, (shared, ids, num_routers) in zip(columns["streams"], sizes, strict=True):
+        for name in own.keys() & ROUTED:
+            own[name] = own[name].reshape(shared + len(ids), num_routers, -1)
     return columns
 
 
@@ -171,8 +193,7 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
     Rollouts count as a partition of the rows, because a row without a rollout id is named after its file and line.
     """
     unhashed = {*NOT_HASHED, *(() if has_images(table) else ("images",))}
-    if table.column("policy_versions").null_count == len(table):  # rows from before there were any keep their hash
-        unhashed.add("policy_versions")
+    unhashed |= {name for name in LATER if table.column(name).null_count == len(table)}
     columns = [name for name in SCHEMA.names if name not in unhashed or name == "source"]
     digest = hashlib.sha256(json.dumps([columns, len(table), len(names)]).encode())
     for item in SCHEMA:
@@ -258,7 +279,7 @@ FLUSH_BYTES = 1 << 25
 
 def cache_folder(folder: str | Path | None) -> Path:
     """The folder of the cache: as given, `$TREEWISE_CACHE`, or `~/.cache/treewise`."""
-    return Path(folder or os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise").expanduser()
+    return path_of(folder or os.environ.get("TREEWISE_CACHE") or "~/.cache/treewise")
 
 
 def cache_key(settings: Iterable[str], files: Iterable[Path]) -> str:

@@ -13,7 +13,7 @@ from treewise.base.features import feature
 from treewise.data.io import field_checks
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.io.rows import RecordResult, Row
+from treewise.data.io.rows import ROUTED, RecordResult, Row
 from treewise.data.other_names import check_names
 from treewise.data.records import Label, RecordReader, rollout_of
 from treewise.data.render.chat import render_calls
@@ -138,11 +138,14 @@ def token_rows(
         images = () if node.value.get("images") is None else feature("image_records").row_images(node, ids, reader)
         for image in images if node.value.get("loss_weights") is None else ():
             weights[image.start : image.end] = 0
-        streams = {name: _stream(node, name, weights) for name in names if name != "loss_weights"}
+        streams = {name: _stream(node, name, weights) for name in names if name not in ("loss_weights", *ROUTED)}
+        routes = {name: _routes(node, name, len(ids)) for name in ROUTED if node.value.get(name) is not None}
+        streams |= {name: each.reshape(-1) for name, each in routes.items()}
         rows.append(
             Row(
                 token_ids=ids,
                 streams={"loss_weights": weights, **streams},
+                num_routers=next((each.shape[1] for each in routes.values()), None),
                 reward=field_checks.number(node.value.get("reward"), "reward", node.location),
                 rollout=field_checks.label(node.value.get("rollout"), "rollout", node.location),
                 source=node.location,
@@ -244,6 +247,11 @@ def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
             )
         return np.zeros(len(weights), dtype=np.float32)
     return checks.numbers(value, name, len(weights), node.location, is_scalar_allowed=True)
+
+
+def _routes(node: Placed, name: str, num_tokens: int) -> np.ndarray:
+    values: Any = feature("encoded_arrays").decoded(node.value[name], name, node.location)
+    return checks.experts(values, name, num_tokens, node.location)
 
 
 def _check_paths(nodes: Sequence[Placed], parents: Sequence[int], rows: Sequence[Row], max_length: int | None) -> None:

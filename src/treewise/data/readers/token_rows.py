@@ -79,6 +79,8 @@ def token_row(item: Placed, group: Label, rollout: Label, reader: "ImageReader |
     for name in streams:
         if STREAMS[name].is_logprob:
             streams[name] = _without_null_context(streams[name], weights, name, location)
+        elif STREAMS[name].is_routes:
+            streams[name] = feature("encoded_arrays").decoded(streams[name], name, location)
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},

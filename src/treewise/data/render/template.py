@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jinja2
 
 from treewise.base.features import feature
+from treewise.base.paths import path_of
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import read_text
 from treewise.data.io.replies import KEYS
@@ -457,7 +458,7 @@ def template_text(chat_template: str | None) -> str | None:
     if chat_template == "chatml":
         return CHATML
     try:
-        return _parsed(read_text(Path(chat_template).expanduser()), chat_template)
+        return _parsed(read_text(path_of(chat_template)), chat_template)
     except OSError as error:
         raise ConfigError(
             f"chat_template {shown(chat_template)} is neither Jinja text, nor 'chatml', nor a readable file "

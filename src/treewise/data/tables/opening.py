@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from treewise.base.paths import path_of
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import RawRecord
 from treewise.data.raw import is_of
@@ -37,7 +38,7 @@ def opened(data: Any) -> Source:
     text = str(data)
     if text.startswith(HUB):
         return _open_hub(text)
-    return _open_arrow_file(Path(text).expanduser()) if text.endswith(".arrow") else _open_saved(text)
+    return _open_arrow_file(path_of(text)) if text.endswith(".arrow") else _open_saved(text)
 
 
 def _open_object(data: Any) -> Source:
@@ -76,7 +77,7 @@ def _open_hub(text: str) -> Source:
     if isinstance(data, dict) and len(data) > 1:
         names = ", ".join(f"hf:{name}{':' + config if config else ''}[{each}]" for each in data)
         raise DataError(f"{text}: the data set has several splits; name one: {names}.")
-    folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else Path(datasets.config.HF_CACHE_HOME)
+    folder = path_of(name) if path_of(name).is_dir() else Path(datasets.config.HF_CACHE_HOME)
     return replace(_open_object(data), place=folder / SAVED_SET)
 
 

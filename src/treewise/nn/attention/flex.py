@@ -10,6 +10,8 @@ are those for whole blocks (they mask no loads, and read no undefined log-sum-ex
 #153799). A block without a visible pair is skipped, so padding computes nothing. On the CPU the operator
 runs uncompiled and holds all P x L scores: for tests, not for training.
 
+The FLASH backend of torch (`flash`) takes other kernels under the same block mask, in blocks of its own.
+
 Letters: T queries, K keys (gateway keys first), P and L queries and keys filled up to whole blocks, H query heads, D
 head size, Q and J blocks of queries and keys.
 """
@@ -33,6 +35,7 @@ from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.device import untested_torch_named
 
 BLOCK_SIZE = 128
+BLOCKS = BLOCK_SIZE, BLOCK_SIZE  # of queries and of keys
 # torch compiles a size of 1 in, and would make another kernel for tables of one block.
 MIN_BLOCKS = 2
 # Every combination of window or chunk, softcap, sinks, scaling and grad mode is a kernel of its own. Beyond the limit
@@ -41,6 +44,7 @@ RECOMPILE_LIMIT = 64
 MAX_OFFSET = 2**31 - 1  # of a number in what a kernel addresses from one base, in 32 bits
 # The smallest size that the matrix products inside the kernels take.
 MIN_HEAD_SIZE = 16
+TRITON, FLASH = "TRITON", "FLASH"  # torch's names of backends
 
 Modifier = Callable[..., torch.Tensor]
 MaybeTensor = torch.Tensor | None
@@ -73,25 +77,32 @@ def flex_attention_tree(
     rule: LayerRule,
     sinks: Float[Tensor, " H"] | None = None,
     *,
-    block_size: int = BLOCK_SIZE,
+    blocks: tuple[int, int] = BLOCKS,
+    backend: str = TRITON,
 ) -> Float[Tensor, "1 H T Dv"]:
     """Attention of [1, H, T, D] queries over [1, Hkv, K, D] keys and values; returns [1, H, T, D of the values].
 
-    The contract of `reference_attention`.
+    The contract of `reference_attention`. blocks: rows of a block of queries and of keys. backend: torch's name of the
+    kernels, on CUDA.
 
     Raises:
         PlanError: more rows than the kernels can address.
     """
     num_queries, width = query.shape[2], value.shape[3]
-    _check_offsets(query, key, value)
+    _check_offsets(query, key, value, blocks)
     # The heads of a token stay side by side, as the model has them, so neither outputs nor their gradients are copied.
-    query = _filled_up(query.transpose(1, 2), 1, block_size, mask).transpose(1, 2)
-    key, value = (_filled_up(each, 2, block_size, mask) for each in (key, value))
+    query = _filled_up(query.transpose(1, 2), 1, blocks[0], mask).transpose(1, 2)
+    key, value = (_filled_up(each, 2, blocks[1], mask) for each in (key, value))
     attend = _compiled if query.is_cuda else _uncompiled
-    softcap = None if rule.softcap is None else mask.derived(_softcap, rule.softcap, query.dtype, query.device)
-    blocks = block_mask(mask, rule, query.device, block_size)
-    needs_lse, kinds = sinks is not None, mask.derived(_no_kinds)
-    out, lse = attend(query, key, value, blocks, softcap, rule.scaling, needs_lse=needs_lse, kinds=kinds)
+    per_head = query.shape[1] if backend == FLASH else None
+    softcap = None
+    if rule.softcap is not None:
+        softcap = mask.derived(_softcap, rule.softcap, query.dtype, query.device, per_head)
+    table = block_mask(mask, rule, query.device, blocks)
+    kinds, needs_lse = mask.derived(_no_kinds), sinks is not None
+    out, lse = attend(
+        query, key, value, table, softcap, rule.scaling, needs_lse=needs_lse, kinds=kinds, backend=backend
+    )
     out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
         return out
@@ -100,17 +111,17 @@ def flex_attention_tree(
     return (out * without_sink[..., None]).to(value.dtype)
 
 
-def _check_offsets(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_offsets(query: Tensor, key: Tensor, value: Tensor, blocks: tuple[int, int]) -> None:
     """Raises `PlanError` where a kernel would address rows beyond 32 bits, silently others than it should (pytorch
     #190857, #160955). Whole tensors may be larger: for these torch takes 64 bits, but for rows within a head."""
     widest = max(query.shape[3], value.shape[3], MIN_HEAD_SIZE)
-    most = MAX_OFFSET // (query.shape[1] * widest) - BLOCK_SIZE
+    most = MAX_OFFSET // (query.shape[1] * widest) - blocks[0]
     if query.shape[2] > most:
         raise PlanError(
             f"a micro-batch of {query.shape[2]:,} tokens has more numbers in the {query.shape[1]} heads of a layer "
             f"than FlexAttention's kernels can address (2^31); set max_tokens to at most {most:,}."
         )
-    most = MAX_OFFSET // widest - BLOCK_SIZE
+    most = MAX_OFFSET // widest - blocks[1]
     if key.shape[2] > most:
         raise PlanError(
             f"a path of {key.shape[2]:,} keys has more numbers in one head of {widest} than FlexAttention's kernels "
@@ -138,57 +149,58 @@ def _num_blocks(length: int, block_size: int) -> int:
     return max(MIN_BLOCKS, -(-length // block_size))
 
 
-def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int = BLOCK_SIZE) -> BlockMask:
+def block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, blocks: tuple[int, int] = BLOCKS) -> BlockMask:
     """The block mask of (P, L) pairs, built once per micro-batch and shared by all layers of one window and chunk.
 
     Without window and chunk, partial blocks are exactly those with both visible and hidden pairs. With them a partial
     block may have no visible or no hidden pair; a full one never has a hidden pair.
     """
-    return mask.derived(_block_mask, LayerRule(1.0, rule.window, rule.chunk), device, block_size)
+    return mask.derived(_block_mask, LayerRule(1.0, rule.window, rule.chunk), device, blocks)
 
 
-def num_key_rows(mask: TreeMask, device: torch.device) -> int:
+def num_key_rows(mask: TreeMask, device: torch.device, blocks: tuple[int, int] = BLOCKS) -> int:
     """Key rows that one layer without a window reads in a forward of a micro-batch: those of all blocks not hidden."""
-    blocks = block_mask(mask, LayerRule(1.0), device)
-    counts = [each for each in (blocks.kv_num_blocks, blocks.full_kv_num_blocks) if each is not None]
-    return sum(int(each.sum()) for each in counts) * BLOCK_SIZE
+    table = block_mask(mask, LayerRule(1.0), device, blocks)
+    counts = [each for each in (table.kv_num_blocks, table.full_kv_num_blocks) if each is not None]
+    return sum(int(each.sum()) for each in counts) * blocks[1]
 
 
 # -- which blocks ---------------------------------------------------------------------------------------------------
 
 
-def _block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> BlockMask:
-    any_QJ, full_QJ = _classify(mask, rule, device, block_size)
+def _block_mask(mask: TreeMask, rule: LayerRule, device: torch.device, blocks: tuple[int, int]) -> BlockMask:
+    any_QJ, full_QJ = _classify(mask, rule, device, blocks)
     partial_QJ = any_QJ & ~full_QJ
     # torch's `from_kv_blocks` derives the tables of the backward, by keys, from those by queries: 0.9 ms of the host.
     by_queries, by_keys = (partial_QJ, full_QJ), (partial_QJ.t().contiguous(), full_QJ.t().contiguous())
     made = [tensor for each in (*by_queries, *by_keys) for tensor in _ordered(each)]
     tables: dict[str, Any] = dict(zip(_BLOCK_TENSORS, made, strict=True))
     return BlockMask(
-        seq_lengths=(any_QJ.shape[0] * block_size, any_QJ.shape[1] * block_size),
-        BLOCK_SIZE=(block_size, block_size),
-        mask_mod=_mask_mod(*_captured(mask, rule, device, block_size)),
+        seq_lengths=(any_QJ.shape[0] * blocks[0], any_QJ.shape[1] * blocks[1]),
+        BLOCK_SIZE=blocks,
+        mask_mod=_mask_mod(*_captured(mask, rule, device, blocks)),
         **tables,
     )
 
 
 def _classify(
-    mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int
+    mask: TreeMask, rule: LayerRule, device: torch.device, blocks: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two [Q, J] bools: blocks with a visible pair, and blocks without a hidden one. A block cut short by the end of
     the queries or keys is never full."""
     lo_K, hi_K, depth_K = mask.on(device)
-    num_rows = _num_blocks(mask.num_queries, block_size)
-    any_QJ = _keys_over_rows(lo_K // block_size, (hi_K - 1) // block_size + 1, num_rows, block_size) > 0
-    full_QJ = _keys_over_rows((lo_K - 1) // block_size + 1, hi_K // block_size, num_rows, block_size) == block_size
+    rows, columns = blocks
+    num_rows = _num_blocks(mask.num_queries, rows)
+    any_QJ = _keys_over_rows(lo_K // rows, (hi_K - 1) // rows + 1, num_rows, columns) > 0
+    full_QJ = _keys_over_rows((lo_K - 1) // rows + 1, hi_K // rows, num_rows, columns) == columns
     depth_T = depth_K[mask.num_gateway_keys :]
     if rule.window is not None:
-        (least_Q, most_Q), (least_J, most_J) = _extremes(depth_T, block_size), _extremes(depth_K, block_size)
+        (least_Q, most_Q), (least_J, most_J) = _extremes(depth_T, rows), _extremes(depth_K, columns)
         any_QJ &= least_Q[:, None] - most_J < rule.window
         full_QJ &= most_Q[:, None] - least_J < rule.window
     if rule.chunk is not None:
-        least_Q, most_Q = _extremes(depth_T // rule.chunk, block_size)
-        least_J, most_J = _extremes(depth_K // rule.chunk, block_size)
+        least_Q, most_Q = _extremes(depth_T // rule.chunk, rows)
+        least_J, most_J = _extremes(depth_K // rule.chunk, columns)
         any_QJ &= (least_Q[:, None] <= most_J) & (least_J <= most_Q[:, None])
         full_QJ &= (least_Q == most_Q)[:, None] & (least_J == most_J) & (least_Q[:, None] == least_J)
     return any_QJ, full_QJ
@@ -222,19 +234,19 @@ def _ordered(is_in_QJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # -- what the kernels read ------------------------------------------------------------------------------------------
 
 
-def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, block_size: int) -> Captured:
+def _captured(mask: TreeMask, rule: LayerRule, device: torch.device, blocks: tuple[int, int]) -> Captured:
     """What the mask function reads: lo and hi, then two [P] and [L] vectors each for the window and the chunks.
 
     Tensors only: a Python number would be compiled in, and another one compiled again. Keys that fill up the last block
     are seen by no query: they end before the first one.
     """
 
-    def filled_up(values: torch.Tensor) -> torch.Tensor:
+    def filled_up(values: torch.Tensor, block_size: int) -> torch.Tensor:
         missing = _num_blocks(len(values), block_size) * block_size - len(values)
         return functional.pad(values, (0, missing))
 
-    lo_L, hi_L, depth_L = (filled_up(each) for each in mask.on(device))
-    depth_P = filled_up(mask.on(device)[2][mask.num_gateway_keys :])
+    lo_L, hi_L, depth_L = (filled_up(each, blocks[1]) for each in mask.on(device))
+    depth_P = filled_up(mask.on(device)[2][mask.num_gateway_keys :], blocks[0])
     window: tuple[MaybeTensor, MaybeTensor] = (None, None)
     chunk: tuple[MaybeTensor, MaybeTensor] = (None, None)
     if rule.window is not None:
@@ -268,9 +280,12 @@ def _mask_mod(
     return tree_mask
 
 
-def _softcap(_: TreeMask, softcap: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[] tensor: a Python number would be compiled in."""
-    return torch.full((), softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
+def _softcap(
+    _: TreeMask, softcap: float, dtype: torch.dtype, device: torch.device, num_heads: int | None
+) -> torch.Tensor:
+    """[] tensor, [H] for FLASH, which reads tensors by an index: a Python number would be compiled in."""
+    shape = () if num_heads is None else (num_heads,)
+    return torch.full(shape, softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
 
 @no_type_check
@@ -281,7 +296,10 @@ def _score_mod(softcap: MaybeTensor) -> Modifier | None:
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    return capped
+    def capped_by_head(score: torch.Tensor, _batch: torch.Tensor, head: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap[head] * torch.tanh(score / softcap[head])
+
+    return capped_by_head if softcap.dim() else capped
 
 
 # -- compiled or not ------------------------------------------------------------------------------------------------
@@ -316,9 +334,10 @@ def _compiled(
     *,
     needs_lse: bool,
     kinds: Kinds,
+    backend: str,
 ) -> tuple[torch.Tensor, MaybeTensor]:
     kind = (
-        *(id(blocks), softcap is None, scaling, needs_lse, torch.is_grad_enabled()),
+        *(id(blocks), backend, softcap is None, scaling, needs_lse, torch.is_grad_enabled()),
         *(query.dtype, query.shape[1], query.shape[3], key.shape[1], value.shape[3]),
         *(query.requires_grad, key.requires_grad, value.requires_grad),
     )
@@ -332,9 +351,11 @@ def _compiled(
     for name in _BLOCK_TENSORS:
         tensor = getattr(blocks, name)
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(2, tensor.dim())))  # noqa: SLF001
-    # BACKEND: only the kernel that the tests cover.
-    chosen = {"IS_DIVISIBLE": True, **tiles(query.dtype, (query.shape[3], value.shape[3]), card(query.device))}
-    kinds[kind] = options = cast(FlexKernelOptions, {"BACKEND": "TRITON", **chosen})
+    # BACKEND: only the kernels that were asked for.
+    chosen: dict[str, Any] = {"BACKEND": backend}
+    if backend == TRITON:
+        chosen |= {"IS_DIVISIBLE": True, **tiles(query.dtype, (query.shape[3], value.shape[3]), card(query.device))}
+    kinds[kind] = options = cast(FlexKernelOptions, chosen)
     settings = {"recompile_limit": RECOMPILE_LIMIT, "specialize_float": True, "automatic_dynamic_shapes": False}
     with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
         # torch's compiler looks whether an input has a gradient, and hides its own warning only where none is an error.

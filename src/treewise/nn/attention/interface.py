@@ -53,7 +53,8 @@ class TreeContext:
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
     layers, for models that have some (`nn.recurrent.TreeRows`). exchange: with the ranks that compute other tokens of
-    the micro-batch (`distributed.context.ContextExchange`). carried:
+    the micro-batch (`distributed.context.ContextExchange`). routes: the experts of its tokens that were recorded
+    (`nn.routing.RecordedRoutes`). carried:
     the layers whose keys, values and states carry gradients to what is above the micro-batch, or to other ranks, as the
     walk decided. is_done: the forward is over; later calls of attention recompute.
 
@@ -68,6 +69,7 @@ class TreeContext:
     injects: Gateway | None = None
     rows: Any = None
     exchange: Any = None
+    routes: Any = None
     carried: Carried = NOTHING
     is_done: bool = False
     _num_calls: dict[nn.Module, int] = field(default_factory=dict)

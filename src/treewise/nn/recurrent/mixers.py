@@ -9,9 +9,8 @@ recomputation by gradient checkpointing calls the layer again with the same argu
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
-from types import CellType, FunctionType, MethodType
+from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention.interface import TreeContext, context_of
+from treewise.nn.lending import lend_to, lent, replace_forward
 from treewise.nn.model import RECURRENT_CLASSES, RECURRENT_PARAMETERS
 from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
 from treewise.nn.recurrent.rows import LayerContext
@@ -62,21 +62,9 @@ def install(model: nn.Module) -> None:
     for path in kinds_of(model):
         mixer = modules[path]
         mixer.__dict__["_treewise_name"] = path
-        holder = "_old_forward" if "_old_forward" in vars(mixer) else "forward"  # accelerate keeps the forward there
-        current = vars(mixer).get(holder)
-        if getattr(current, "__func__", None) is forward:
-            continue
-        if current is not None and getattr(current, "__func__", None) is not type(mixer).forward:
-            raise UnsupportedModelError(
-                f"{path} ({type(mixer).__name__}) runs a forward that replaces its own, so it cannot follow a tree; "
-                f"load the model without replaced layers (use_kernels=False). {_HELP}"
-            )
-        mixer.__dict__[holder] = MethodType(forward, mixer)
-        layer = modules[path.rpartition(".")[0]]
-        if not vars(layer).get("_treewise_lends"):
-            layer.__dict__["_treewise_lends"] = True
-            layer.register_forward_pre_hook(_lend, with_kwargs=True)
-            layer.register_forward_hook(_take_back, always_call=True)
+        why = f"it cannot follow a tree; load the model without replaced layers (use_kernels=False). {_HELP}"
+        replace_forward(mixer, path, forward, why)
+        lend_to(modules[path.rpartition(".")[0]], mixer)
 
 
 def forward(self: nn.Module, *args: object, treewise: TreeContext | None = None, **kwargs: Any) -> object:
@@ -85,7 +73,7 @@ def forward(self: nn.Module, *args: object, treewise: TreeContext | None = None,
     Raises:
         UnsupportedModelError: the tree was lost on the way here, or has no row segments.
     """
-    context = treewise if treewise is not None else vars(self).get("_treewise_lent")
+    context = treewise if treewise is not None else lent(self)
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 4:  # the empty mask of `TreeContext.empty_mask`
         context = context_of(self, mask, context)
@@ -153,50 +141,3 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # empty
         return None
-
-
-def _lend(layer: nn.Module, _: object, kwargs: dict[str, Any]) -> None:
-    """Hook before a layer's forward. Gradient checkpointing calls hooks once, not when it recomputes, so the function
-    that it recomputes sets the tree again.
-    """
-    _restore_checkpointing(layer)  # an interrupt (Ctrl-C) skips the hook after the forward
-    context = kwargs.get("treewise")
-    _give(layer, context)
-    checkpoint = vars(layer).get("_gradient_checkpointing_func")
-    if context is not None and checkpoint is not None:
-        layer.__dict__["_treewise_checkpoint"] = checkpoint
-        layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint, layer, context, checkpoint)
-
-
-def _take_back(layer: nn.Module, _args: object, _output: object) -> None:
-    _give(layer, None)
-    _restore_checkpointing(layer)
-
-
-def _restore_checkpointing(layer: nn.Module) -> None:
-    if "_treewise_checkpoint" in vars(layer):
-        layer.__dict__["_gradient_checkpointing_func"] = layer.__dict__.pop("_treewise_checkpoint")
-
-
-def _checkpoint(
-    layer: nn.Module, context: TreeContext, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: object
-) -> object:
-    def lending(*args: object) -> object:
-        before = [vars(mixer).get("_treewise_lent") for mixer in _mixers_in(layer)]
-        _give(layer, context)
-        try:
-            return function(*args)
-        finally:
-            for mixer, lent in zip(_mixers_in(layer), before, strict=True):
-                mixer.__dict__["_treewise_lent"] = lent
-
-    return checkpoint(lending, *args)
-
-
-def _give(layer: nn.Module, context: TreeContext | None) -> None:
-    for mixer in _mixers_in(layer):
-        mixer.__dict__["_treewise_lent"] = context
-
-
-def _mixers_in(layer: nn.Module) -> Iterator[nn.Module]:
-    return (child for child in layer.children() if "_treewise_name" in vars(child))

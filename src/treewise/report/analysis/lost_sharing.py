@@ -30,6 +30,7 @@ MAX_COMPARED_TREES = 2048
 MAX_SHOWN_FORKS = 30  # inside trees, and as many between them
 BETWEEN_TREES = "between trees"
 
+ROUTED = "other experts"
 RETOKENISED = "retokenised"
 VOLATILE = "time, number or id"
 REWRITTEN = "history rewritten"
@@ -38,6 +39,8 @@ OTHER_SPEAKER = "another speaker"
 OBSERVATION_DIFFERS = "observation differs"
 SAMPLED = "sampled apart"
 CAUSES = {
+    ROUTED: "equal tokens that a mixture sent to other experts: samplers that round alike part less; "
+    "routing_replay=by_tokens merges them, which is not exact",
     RETOKENISED: "the same text in other tokens: keep the sampled ids instead of tokenising the text again",
     VOLATILE: "a clock, counter or identifier: move it behind what is shared, or freeze it for a group",
     REWRITTEN: "one branch trains what the other dropped or edited, as a template does that removes reasoning",
@@ -101,19 +104,22 @@ class LostSharing:
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """A tree to compare. token_ids: [T] int32. is_trained: [T] bool. sources: where each trajectory came from."""
+    """A tree to compare. token_ids: [T] int32. is_trained: [T] bool. sources: where each trajectory came from.
+    has_routes: branches may part for their experts alone."""
 
     name: str
     segments: prefix_merge.Segments
     token_ids: np.ndarray
     is_trained: np.ndarray
     sources: Sequence[str]
+    has_routes: bool = False
 
 
 def lost_in_tree(name: str, forest: Forest, text: TokenText) -> tuple[list[LostSharing], int]:
     """Where branches of one tree lose sharing, the most expensive first; and the number of branches not compared."""
     trained = forest.token_weights() > 0
-    return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, sources_of(name, forest)), text)
+    sources = sources_of(name, forest)
+    return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, sources, forest.has_routes), text)
 
 
 def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[list[LostSharing], int]:
@@ -187,6 +193,8 @@ def _lost(tree: TokenTree, text: TokenText) -> tuple[list[LostSharing], int]:
 def _cause(tree: TokenTree, fork: Fork, text: TokenText, trained_above: list[bool]) -> str:
     light, heavy = (int(value) for value in fork.runs[0, :2])
     first = (fork.first_heavy, fork.first_light)
+    if tree.has_routes and tree.token_ids[first[0]] == tree.token_ids[first[1]]:
+        return ROUTED
     texts = None
     if text.has_text:
         ranges = zip(first, (heavy, light), strict=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from treewise.base.features import feature
 from treewise.errors import DataError
 from treewise.tree.trajectory import Trajectory
 
@@ -53,6 +54,8 @@ class RolloutNode:
             limit).
         reward: of the rollout that ends here; finite.
         error: why the rollout that ends here has no reward. It is in no row.
+        routed_experts: [tokens of the prompt and of the path to the node's end, L, k] int16, the experts of a mixture
+            that the sampler recorded while it computed the node; -1 where it recorded none. None: none at all.
 
     Raises:
         DataError: shapes that do not fit one another, values that are not finite, a reward of a node that has not
@@ -72,6 +75,7 @@ class RolloutNode:
     reward: float | None = None
     error: str | None = None
     versions: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         num_tokens = np.size(self.token_ids)
@@ -274,6 +278,7 @@ class RolloutTree:
                     sampler_logprobs=np.concatenate([context, self.path(leaf, "logprobs")]),
                     draws=np.concatenate([context - 1, *draws]),
                     policy_versions=versions,
+                    routed_experts=self._routes(leaf),
                     group=self.group,
                     reward=self._nodes[leaf].reward,
                     rollout=leaf,
@@ -281,6 +286,17 @@ class RolloutTree:
                 )
             )
         return rows
+
+    def _routes(self, leaf: int) -> np.ndarray | None:
+        """[tokens of a row, L, k] int16; what computed a token first is what it was sampled with."""
+        if all(node.routed_experts is None for node in self._nodes):
+            return None
+        filled, routes, end = feature("routes").filled, None, len(self.prompt_ids)
+        length = len(self.prefix_ids(leaf))
+        for piece in self.pieces(leaf):
+            end, recorded = end + piece.end - piece.start, self._nodes[piece.node].routed_experts
+            routes = filled(routes, None if recorded is None else recorded[:end], length)
+        return routes
 
     def account(self, rows: Sequence[Trajectory]) -> dict[str, int]:
         """Where generated tokens went, from the rows themselves (aligned with `rewarded_leaves`); every token counts

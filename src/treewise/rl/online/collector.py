@@ -152,6 +152,10 @@ class Collector(Protocol):
         """
         ...
 
+    def facts(self) -> dict[str, str]:
+        """What decides its rollouts beside the loop's settings; a resumed run must agree."""
+        ...
+
     def close(self) -> None:
         """Ends threads, processes and servers of its own. The sampler is the loop's."""
         ...

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
+from treewise.base.features import feature
 from treewise.base.own_files import damage, read_own, sealed, unsealed
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError, num
@@ -259,10 +260,16 @@ def question_of(request: SampleRequest) -> list[Any]:
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """Plain JSON values; float32 survives exactly."""
     values = {name: array.tolist() for name in _ARRAYS if (array := getattr(completion, name)) is not None}
+    if completion.routed_experts is not None:
+        values["routed_experts"] = feature("encoded_arrays").encoded(completion.routed_experts)
     return {**values, "finish_reason": completion.finish_reason, "version": completion.version}
 
 
 def completion_from_json(values: dict[str, Any]) -> Completion:
     """What `completion_to_json` was given."""
     arrays: dict[str, Any] = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items() if name in values}
+    if "routed_experts" in values:
+        arrays["routed_experts"] = feature("encoded_arrays").decoded(
+            values["routed_experts"], "routed_experts", "a sampler's answer"
+        )
     return Completion(**{**values, **arrays})

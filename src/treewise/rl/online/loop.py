@@ -254,7 +254,7 @@ class OnlineTrainer:
         # Log.
         logs = {"iteration": float(number)}
         logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
-        logs |= trained | drawn.figures()
+        logs |= trained | drawn.figures() | report.gaps_of(update)
         if self._ahead is not None:
             logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
@@ -542,6 +542,7 @@ class OnlineTrainer:
             "task": self.task.name,
             "seed": self.args.seed,
             "online_settings": json.dumps(self.settings.sampling_facts(), sort_keys=True, default=str),
+            **self.collector.facts(),
         }
 
     def _facts_of_updates(self) -> str:

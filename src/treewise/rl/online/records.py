@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import Outcome
@@ -76,6 +77,8 @@ def _records(
             "sampler_logprobs": [value if weight else None for value, weight in pairs],
             **({} if row.draws is None else {"draws": row.draws.astype(int).tolist()}),
             **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
+            **_experts(row),
+            **({} if row.token_rewards is None else {"token_rewards": row.token_rewards.tolist()}),
             "reward": row.reward,
             "group": row.group,
             "rollout": row.rollout,
@@ -85,6 +88,12 @@ def _records(
             "prompt_text": sample.prompt,
             "completion_text": sample.completion,
         }
+
+
+def _experts(row: Trajectory) -> dict[str, Any]:
+    if row.routed_experts is None:
+        return {}
+    return {"routed_experts": feature("encoded_arrays").encoded(row.routed_experts)}
 
 
 def sample_of(row: Trajectory, tokenizer: "PreTrainedTokenizerBase") -> Sample:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
@@ -182,6 +183,7 @@ class Continuation:
         self._is_sampled: list[bool] = []
         self._turn_ends: list[int] = []
         self._streams: dict[str, Any] = {"token_ids": [], "logprobs": []}  # and those that the sampler gives
+        self._routes: np.ndarray | None = None  # of the path so far, from the prompt on
         self._first: Completion | None = None
         self._reason: str | None = None  # why the part that was sampled last ended; None before the first
         self.refused: TaskError | None = None
@@ -230,6 +232,9 @@ class Continuation:
 
     def take(self, completion: Completion) -> None:
         """Adds what was sampled."""
+        if completion.routed_experts is not None or self._routes is not None:
+            length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
+            self._routes = feature("routes").filled(self._routes, completion.routed_experts, length)
         for part in (self._first, completion):
             if part is not None:
                 self._append(part)
@@ -263,6 +268,7 @@ class Continuation:
             is_sampled=np.array(self._is_sampled),
             turn_ends=np.array(ends),
             finish=self._finish,
+            routed_experts=self._routes,
         )
 
     # -- limits -------------------------------------------------------------------------------------------------------

@@ -103,6 +103,9 @@ class OnlineSettings:
         top_p, top_k: cut the distribution that is sampled; the temperature is that of the training arguments.
         num_candidates: most likely tokens recorded at each position, of those that top-k and top-p leave (`lcr` draws
             new actions from them); 0: none.
+        routing_replay: of a mixture of experts: `exact` has the sampler record the experts of every token, trains
+            through them, and rollouts part where they differ; `by_tokens` merges by tokens alone and gives all the
+            experts of the first rollout, which is not exact; `off` records none.
         curriculum, curriculum_settings: which items are practised next (`treewise.rl.curriculum`), and its settings.
         book_settings: of the book of successes: `decay`, `prior_successes`, `prior_failures`.
         check_items, check_rollouts: of `gain`, how many items its self-check samples before the first iteration, and
@@ -147,6 +150,7 @@ class OnlineSettings:
     top_p: float = 1.0
     top_k: CountOrNone = 0
     num_candidates: CountOrNone = 0
+    routing_replay: Literal["off", "exact", "by_tokens"] = "off"
     curriculum: str = "uniform"
     curriculum_settings: Mapping[str, Any] = field(default_factory=dict)
     book_settings: Mapping[str, Any] = field(default_factory=dict)

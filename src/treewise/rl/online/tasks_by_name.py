@@ -34,6 +34,8 @@ def task_named(
     reward_functions: Sequence[str] = (),
     seed: int = 0,
     reward_weights: Sequence[float] | None = None,
+    *,
+    is_for_agent: bool = False,
 ) -> Task:
     """The task of a configuration.
 
@@ -42,6 +44,7 @@ def task_named(
         settings: of the task: difficulty of a reasoning_gym task, arguments of a function or environment.
         reward_functions, reward_weights: `module:function` and what each counts, of rows.
         seed: other seeds make other items, where items are made.
+        is_for_agent: rows are tasks of an agent, whatever their columns.
 
     Raises:
         ConfigError: an unknown form, or settings that the task does not take.
@@ -49,14 +52,16 @@ def task_named(
     """
     given = dict(settings or {})
     is_rows = name.endswith(SUFFIXES) or Path(name).is_dir()
+    if is_for_agent and not is_rows:
+        raise ConfigError(f"tasks={shown(name)}: with an agent give a file of rows ({', '.join(SUFFIXES)}).")
     if not is_rows and ":" not in name and name != "sum":
         raise ConfigError(f"tasks={shown(name)} is not a task; give {FORMS}.")
     if not is_rows and (reward_functions or reward_weights):
         raise ConfigError(f"tasks={name!r} rewards itself; reward_functions and reward_weights are of files of rows.")
     try:
         if name.startswith(_GYM):
-            own = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
-            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **own)
+            words = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
+            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **words)
         package, _, rest = name.partition(":")
         if package in _OF_OTHERS and rest:
             module, _, function = _OF_OTHERS[package].partition(":")
@@ -66,7 +71,12 @@ def task_named(
         if name == "sum":
             return SumTask(seed=seed, **given)
         if is_rows:
-            return _rows_task(name, reward_functions, reward_weights, given)
+            rows, locations, own = _rows(name)
+            if is_for_agent:
+                from treewise.rl.agents.tasks import AgentTask
+
+                return AgentTask(rows, reward_functions, reward_weights, name=own, **given)
+            return RowsTask(rows, list(reward_functions), reward_weights, name=own, locations=locations, **given)
         return _made(name, found_by_name(name, "task"), given)
     except TypeError as error:
         raise ConfigError(f"tasks={name!r} with {given}: {error}") from None
@@ -93,7 +103,8 @@ def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
     return made
 
 
-def _rows_task(name: str, functions: Sequence[str], weights: Sequence[float] | None, given: dict[str, Any]) -> RowsTask:
+def _rows(name: str) -> tuple[list[dict[str, Any]], list[str], str]:
+    """The rows of a file or a folder, where each stands, and what they are called."""
     files = find_files([name])
     records = [record for file in files for record in read_records(file)]
     try:
@@ -103,8 +114,7 @@ def _rows_task(name: str, functions: Sequence[str], weights: Sequence[float] | N
     if not rows:
         raise DataError(f"{printable(name)}: no rows.")
     locations = [record.location for record in records]
-    task = printable(stem(files[0])) if len(files) == 1 else printable(Path(name).name)
-    return RowsTask(rows, list(functions), weights, name=task, locations=locations, **given)
+    return rows, locations, printable(stem(files[0])) if len(files) == 1 else printable(Path(name).name)
 
 
 def _plain(value: object) -> object:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError
 from treewise.nn.model_checks import length_limit, refuse_lengths
@@ -69,6 +70,7 @@ class TreeCollector:
             stop_ids=stop_ids,
             want_entropy="entropies" in settings.policy().streams,
             num_top=settings.num_candidates,
+            want_routes=settings.routing_replay != "off",
         )
         expected_tokens = None if num_rollouts else state.expected_tokens or float(settings.max_new_tokens)
         return Rounds(
@@ -93,6 +95,8 @@ class TreeCollector:
     def _group(self, request: GroupRequest, grown: GrowingTree, moment: Moment) -> Group:
         tree = grown.tree
         rows = tree.trajectories(source=f"{moment.where}, {tree.group}")
+        if self.settings.routing_replay == "by_tokens":
+            rows = feature("routes").by_tokens(rows)
         account, prompt = tree.account(rows), node_values(tree, self.settings.success_at)[0]
         branched = [node for node in tree.nodes if node.parent != PROMPT]
         return Group(
@@ -115,7 +119,7 @@ class TreeCollector:
         """One rollout of each item, without branches. Every process computes its part of them. Raises as `collect`."""
         starts, rounds = self._start(items), self.rounds(moment)
         temperature = self.settings.eval_temperature
-        request = replace(rounds.request, temperature=temperature, want_entropy=False, num_top=0)
+        request = replace(rounds.request, temperature=temperature, want_entropy=False, num_top=0, want_routes=False)
         rounds = replace(rounds, request=request)
 
         def work() -> list[tuple[int, HeldOut]]:
@@ -143,6 +147,10 @@ class TreeCollector:
         failure = str(outcome or ended.refused) if outcome is None or isinstance(outcome, RewardFailure) else None
         reward = outcome if isinstance(outcome, float) else None
         return HeldOut(item.key, prompt, text, reward, ended.num_drawn, failure)
+
+    def facts(self) -> dict[str, str]:
+        """None beside the settings."""
+        return {}
 
     def close(self) -> None:
         """Ends the processes of rewards and environments."""

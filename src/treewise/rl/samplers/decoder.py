@@ -10,8 +10,9 @@ Letters: G groups (distinct prefixes), R rows, V vocabulary.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -34,6 +35,9 @@ from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from treewise.nn.routing import HeardRoutes
+
 logger = logging.getLogger(__name__)
 NUM_STEPS = 3  # of the comparison with plain forwards
 TOLERANCE = 1e-3  # of the largest logit, in float32; caches order sums otherwise than a plain forward
@@ -41,9 +45,17 @@ TOLERANCE_HALF = 5e-2
 
 
 class Decoder(Protocol):
-    """One batch of rows. Rows are numbered by group, in the order of `prefixes`."""
+    """One batch of rows. Rows are numbered by group, in the order of `prefixes`.
+
+    heard: the experts that the model's routers choose; None: nobody asks. prefix_routes: of each group, after `start`
+    ([tokens, L, k] of the prefix without its last ones, which are rows' own). row_routes: [R, L, k] of the tokens that
+    rows were given last; None where all of the prefix is in `prefix_routes`.
+    """
 
     needs_equal_lengths: bool
+    heard: "HeardRoutes | None"
+    prefix_routes: list[np.ndarray]
+    row_routes: np.ndarray | None
 
     def __init__(self, model: nn.Module) -> None: ...
 
@@ -140,17 +152,31 @@ class Recompute:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.heard: HeardRoutes | None = None
+        self.prefix_routes: list[np.ndarray] = []
+        self.row_routes: np.ndarray | None = None
         self.rows: list[list[int]] = []
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
         del max_new_tokens
         self.rows = [list(prefix) for prefix, count in zip(prefixes, num_rows, strict=True) for _ in range(count)]
-        return self._logits()
+        logits = self._logits()
+        if self.heard is not None:
+            first = np.cumsum([0, *num_rows])[:-1].tolist()
+            taken = self.heard.taken(len(self.rows))
+            self.prefix_routes = [taken[row, : len(prefix)] for row, prefix in zip(first, prefixes, strict=True)]
+            self.row_routes = None
+        return logits
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         for row, token in zip(self.rows, token_ids.tolist(), strict=True):
             row.append(token)
-        return self._logits()
+        logits = self._logits()
+        if self.heard is not None:
+            self.row_routes = self.heard.taken(len(self.rows))[
+                range(len(self.rows)), [len(row) - 1 for row in self.rows]
+            ]
+        return logits
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -173,18 +199,32 @@ class CopiedCache:
         self.argument = cache_argument(model) or "cache"
         self.cache: Cache = _new_cache(model)
         self.length = 0
+        self.heard: HeardRoutes | None = None
+        self.prefix_routes: list[np.ndarray] = []
+        self.row_routes: np.ndarray | None = None
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
         del max_new_tokens
         self.cache, self.length = _new_cache(self.model), 0
-        logits = self.step(torch.tensor(prefixes, device=device_of(self.model)))
+        logits = self._forward(torch.tensor(prefixes, device=device_of(self.model)), 0)
+        self._hear_prefixes(len(prefixes))
         rows = [group for group, count in enumerate(num_rows) for _ in range(count)]
         self.keep(rows)
         return logits[rows]
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `Decoder`; or [R, tokens], several for each row."""
-        return self._forward(token_ids.reshape(len(token_ids), -1), self.length)
+        """See `Decoder`."""
+        return self._step(token_ids, self.length)
+
+    def _step(self, token_ids: torch.Tensor, position: int) -> torch.Tensor:
+        logits = self._forward(token_ids[:, None], position)
+        if self.heard is not None:
+            self.row_routes = self.heard.taken(len(token_ids))[:, 0]
+        return logits
+
+    def _hear_prefixes(self, num_prefixes: int) -> None:
+        if self.heard is not None:
+            self.prefix_routes, self.row_routes = list(self.heard.taken(num_prefixes)), None
 
     def _forward(self, ids: torch.Tensor, first: int, **more: torch.Tensor) -> torch.Tensor:
         """first: the position of the first of these tokens. more: further arguments of the model."""
@@ -241,12 +281,13 @@ class SeenPrompt(CopiedCache):
             logits = self._forward(ids, 0, **given)
         except ValueError as error:
             raise DataError(f"the images of a prompt of {ids.shape[1]} tokens: {error}") from error
+        self._hear_prefixes(1)
         self.keep([0] * num_rows[0])
         return logits.expand(num_rows[0], -1)
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Decoder`."""
-        return self._forward(token_ids[:, None], self.length - self.skipped)
+        return self._step(token_ids, self.length - self.skipped)
 
 
 DECODERS: Mapping[str, type[Decoder]] = {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FinishReason = Literal["stop", "length"]
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # logits over less are beyond float32; over more they are all 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class SampleRequest:
     prefix_ids: what the model sees, at least one id. max_new_tokens: the most tokens of one continuation.
     temperature: 0 is greedy. top_k: 0 keeps all. stop_ids: a continuation ends with the first of these (it is part of
     the completion). seed: continuation `i` draws from the random stream (seed, i). want_entropy: the entropy of each
-    distribution. num_top: how many of the most likely ids to return per token, of those that can be drawn. tree: a
-    number that the rollouts of a tree have in common, which share prefixes; decides no answer, but on which of several
-    servers it is computed. images: what their placeholders in the prefix stand for.
+    distribution. num_top: how many of the most likely ids to return per token, of those that can be drawn. want_routes:
+    the experts that a mixture's routers choose. tree: a number that the rollouts of a tree have in common, which share
+    prefixes; decides no answer, but on which of several servers it is computed. images: what their placeholders in the
+    prefix stand for.
     """
 
     prefix_ids: tuple[int, ...]
@@ -47,6 +49,7 @@ class SampleRequest:
     stop_ids: tuple[int, ...] = ()
     want_entropy: bool = False
     num_top: int = 0
+    want_routes: bool = False
     tree: int = 0
     images: tuple[ImageSpan, ...] = ()
 
@@ -59,8 +62,11 @@ class SampleRequest:
                 raise ConfigError(f"{name} of a sample request is {getattr(self, name)}; it must be at least {low}.")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p of a sample request is {self.top_p}; it must be in (0, 1].")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature of a sample request is {self.temperature}; it must be 0 or more.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ConfigError(
+                f"temperature of a sample request is {self.temperature}; it must be 0, or {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}."
+            )
 
     @property
     def truncates(self) -> bool:
@@ -98,7 +104,9 @@ class Completion:
     token_ids: int32 [T]. logprobs: float32 [T]. entropies: float32 [T], in nats, of the distribution that `logprobs`
     belong to. top_ids: int32 [T, num_top] and top_logprobs: float32 [T, num_top], of the distribution that `logprobs`
     belong to, most likely first; `-inf` where top-k, top-p or a temperature of 0 leave fewer to draw from. version: of
-    the policy, as an online loop counts it; None where nobody counts.
+    the policy, as an online loop counts it; None where nobody counts. routed_experts: int16 [m, L, k], the experts that
+    a mixture's routers chose for the tokens of prefix and completion, of all or all but the last, -1 where the sampler
+    did not compute a token or did not record it.
     """
 
     token_ids: np.ndarray
@@ -108,6 +116,7 @@ class Completion:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     version: int | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.errors import ConfigError, SamplerError
 from treewise.rl.samplers.draw import can_be_drawn, stream_key
 from treewise.rl.samplers.protocol import Completion, SampleRequest
@@ -124,6 +125,9 @@ def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -
             f"{location}: the server ended after {size} of {request.max_new_tokens} tokens with id {ids[-1]}, which is "
             "no stop id of the request; add it to stop_ids, or raise the server's length limit."
         )
+    routes = None
+    if request.want_routes:
+        routes = _routes(answer, len(request.prefix_ids), len(token_ids), location)[: len(request.prefix_ids) + size]
     top_ids = top_logprobs = entropies = None
     if num_top:
         top_ids, top_logprobs = _most_likely(tops, num_top, size, location)
@@ -138,7 +142,31 @@ def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -
         entropies=entropies,
         top_ids=top_ids if request.num_top else None,
         top_logprobs=top_logprobs if request.num_top else None,
+        routed_experts=routes,
     )
+
+
+def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
+    """int16 [prefix and completion, or without the last token, L, k], the experts that vLLM returns: of a completion in
+    `choices[0].routed_experts`, of its prompt beside the choices in `prompt_routed_experts`; older ones of both in the
+    former.
+    """
+    choice = answer["choices"][0]
+    values = [answer.get("prompt_routed_experts"), choice.get("routed_experts")]
+    decoded = feature("encoded_arrays").decoded
+    parts = [np.asarray(decoded(each, "routed_experts", location)) for each in values if each is not None]
+    if not parts or any(part.ndim != 3 for part in parts):
+        raise SamplerError(
+            f"{location}: the answer holds no experts of its tokens (choices[0].routed_experts); start vLLM with "
+            "--enable-return-routed-experts, or set routing_replay=off."
+        )
+    table = np.sort(np.concatenate(parts), axis=-1).astype(np.int16)
+    if num_prefix + num_sampled - len(table) not in (0, 1):
+        raise SamplerError(
+            f"{location}: the server returned the experts of {len(table)} tokens, for a prefix of {num_prefix} and "
+            f"{num_sampled} sampled ones."
+        )
+    return table
 
 
 def entropy_bound(top_logprobs: np.ndarray) -> np.ndarray:

@@ -9,16 +9,19 @@ its tokens depend on the whole batch; nor does it return entropies or candidates
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from treewise.base.features import feature
 from treewise.base.progress import busy_with, tell_progress
 from treewise.errors import ConfigError, NonFiniteError, num
+from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_lengths
 from treewise.nn.wrapped import uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
@@ -39,6 +42,7 @@ class _Row:
     continuation: int
     token_ids: list[int] = field(default_factory=list)
     streams: dict[str, list[Any]] = field(default_factory=dict)  # by name in `Completion`
+    routes: list[np.ndarray] = field(default_factory=list)  # [tokens, L, k] each, of prefix and continuation
 
 
 class TransformersSampler:
@@ -152,13 +156,28 @@ class TransformersSampler:
         return places <= self.max_rows and cached <= self.max_cached_tokens
 
     def _run(self, rows: list[_Row]) -> None:
+        wants_routes = any(row.request.want_routes for row in rows)
+        listening = partial(feature("routing").heard, split_model(self.model).decoder) if wants_routes else nullcontext
+        with listening() as heard:
+            self._run_heard(rows, heard)
+
+    def _run_heard(self, rows: list[_Row], heard: Any) -> None:
+        """heard: the experts that routers choose; None: nobody asks."""
         assert self._decoder is not None
         images = rows[0].request.images
         decoder: Decoder = SeenPrompt(self.model, self.processor, images) if images else self._decoder(self.model)
+        decoder.heard = heard
         counts = Counter(row.request.prefix_ids for row in rows)
         limit = max(row.request.max_new_tokens for row in rows)
         logits = decoder.start(list(counts), list(counts.values()), limit)
+        if heard is not None:
+            groups = dict(zip(counts, decoder.prefix_routes, strict=True))
+            for row in rows:
+                row.routes.append(groups[row.request.prefix_ids])
         while True:
+            if decoder.row_routes is not None:
+                for row, own in zip(rows, decoder.row_routes, strict=True):
+                    row.routes.append(own[None])
             token_ids = _append(rows, logits)
             tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
             alive = [
@@ -220,9 +239,11 @@ def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
 def _completion(row: _Row) -> Completion:
     request, num_top = row.request, row.request.num_top
     asked = ["logprobs", *["entropies"] * request.want_entropy, *["top_ids", "top_logprobs"] * bool(num_top)]
+    routes = [each for each in row.routes if len(each)]
     arrays: dict[str, Any] = {name: np.array(row.streams[name], dtype=_STREAMS[name]) for name in asked}
     return Completion(
         token_ids=np.array(row.token_ids, dtype=np.int32),
         finish_reason="stop" if request.is_stopped(row.token_ids) else "length",
+        routed_experts=np.sort(np.concatenate(routes), axis=-1) if routes and request.want_routes else None,
         **{name: array[:, :num_top] if array.ndim == 2 else array for name, array in arrays.items()},
     )

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import treewise
+from treewise.base.paths import path_of
 from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError, pip_install
 
@@ -52,10 +53,10 @@ def found_by_name(name: str, what: str) -> object:
     if not location or not attribute:
         raise ConfigError(f"{what} {name!r} must be written module:name or file.py:name.")
     is_file = location.endswith(".py")
-    if is_file and not Path(location).expanduser().is_file():
+    if is_file and not path_of(location).is_file():
         raise ConfigError(f"{what} {name!r}: {location} is not a file.")
     try:
-        module = _module_of_file(str(Path(location).expanduser().resolve())) if is_file else _module(location)
+        module = _module_of_file(str(path_of(location).resolve())) if is_file else _module(location)
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:

@@ -16,8 +16,7 @@ from treewise.errors import TaskError, num
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
 from treewise.rl.tasks.episode import Episode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
-from treewise.rl.tasks.reward_functions import Logged, number
-from treewise.rl.tasks.single_turn import RowsTask
+from treewise.rl.tasks.reward_functions import Logged, RewardFunctions, number
 
 logger = logging.getLogger(__name__)
 MAX_FAILED = 0.5  # the share of rollouts that may have no reward, where nothing else is asked for
@@ -154,11 +153,11 @@ class RewardRunner:
         self.calls.close()
 
     def _jobs(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> list[Job]:
-        if isinstance(task, RowsTask):
+        if (functions := functions_of(task)) is not None:
             state = self.trainer_state
             if self.calls.workers and state is not None:
                 state = SimpleNamespace(**vars(state))  # its class would import transformers into each worker
-            return task.functions.jobs(requests, state)
+            return functions.jobs(requests, state)
         return [Job(_rewards_of_task, (task, list(requests)), type(task).rewards)]
 
     def _combined(
@@ -167,7 +166,8 @@ class RewardRunner:
         failed = next((result for result in results if isinstance(result, FailedCall)), None)
         if failed is not None:
             return failed, Logged()
-        return task.functions.combined(results, size) if isinstance(task, RowsTask) else (results[0], Logged())
+        functions = functions_of(task)
+        return (results[0], Logged()) if functions is None else functions.combined(results, size)
 
     def _batch(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> tuple[list[Any] | FailedCall, Logged]:
         return self._combined(task, self.calls.run_all(self._jobs(task, requests)), len(requests))
@@ -214,6 +214,12 @@ class RewardRunner:
                 own = {name: values[index] for name, values in columns.items()}
                 row = {"item": request.item.key, "completion": request.text, **own}
                 stream.write(json.dumps(row, default=printable) + "\n")
+
+
+def functions_of(task: SingleTurnTask) -> RewardFunctions | None:
+    """The reward functions of a task that has some, which are called one by one."""
+    found: RewardFunctions | None = getattr(task, "functions", None)
+    return found
 
 
 def _rewards_of_task(task: SingleTurnTask, requests: list[RewardRequest]) -> list[float | FailedCall]:

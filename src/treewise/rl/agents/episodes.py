@@ -1,0 +1,375 @@
+"""Episodes by their keys: what each may ask for, what its calls sampled, and when it is over.
+
+A key names an episode. Calls of many episodes at a time come apart by it, whatever process or thread of an agent they
+come from. A key cannot be guessed, and is refused once its episode has ended.
+"""
+
+import hashlib
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
+from treewise.rl.agents.batching import Batcher, WatchedRequest
+from treewise.rl.agents.endpoint_settings import EndpointSettings
+from treewise.rl.agents.recording import Account, Call, Choice, Recording
+from treewise.rl.agents.replies import Parts
+from treewise.rl.agents.wire.common import Answer, Usage
+from treewise.rl.agents.writing import Turn, Writer
+from treewise.rl.samplers.protocol import Completion
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A call that is sampled. stop_ids: that end its turns. done: its replies, once they are recorded. on_progress: is
+    called where its tokens have become more; from another thread."""
+
+    call: Call
+    answer: Answer
+    stop_ids: tuple[int, ...]
+    done: "Future[tuple[Reply, ...]]" = field(default_factory=Future)
+    tokens: list[list[int]] = field(default_factory=list)
+    on_progress: Callable[[], None] | None = None
+    is_cancelled: bool = False
+
+
+class Episode:
+    """One run of an agent. name: of errors and rows. group: what it is compared within. seed: of its samples."""
+
+    def __init__(
+        self,
+        key: str,
+        name: str,
+        group: Any,
+        seed: int,
+        writer: Writer,
+        batcher: Batcher,
+        settings: EndpointSettings,
+        stop_ids: Sequence[int],
+        version: int | None = None,
+    ) -> None:
+        self.key, self.name, self.group, self.seed = key, name, group, seed
+        self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
+        self.recording = Recording(writer, f"{seed}/{name}")
+        self.reward: float | None = None
+        self.refused: Counter[str] = Counter()
+        self.num_passed_on = 0
+        self.last_call = time.monotonic()
+        self.failure: BaseException | None = None
+        self.on_flood: Callable[[], None] | None = None  # is called once it makes too many calls
+        self._version = version
+        self._is_open = True
+        self._under_way: set[OpenCall] = set()
+        self._lock = threading.Condition()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may make calls."""
+        return self._is_open
+
+    # -- a call -------------------------------------------------------------------------------------------------------
+
+    def begin(self, asked: Asked, *, is_trained: bool = True) -> OpenCall:
+        """Writes a call and hands it to the sampler.
+
+        Raises:
+            RefusedError: it cannot be served, or the episode has ended or asks for too much.
+        """
+        with self._lock:
+            self.last_call = time.monotonic()
+            if not self._is_open:
+                raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+            if len(self.recording.calls) >= self.settings.max_calls:
+                if self.on_flood is not None:
+                    self.on_flood()
+                self._refuse(f"more than {self.settings.max_calls} calls of an episode (max_calls)", 403)
+            if len(self._under_way) >= self.settings.calls_at_once:
+                self._refuse(
+                    f"more than {self.settings.calls_at_once} calls of an episode at a time (calls_at_once)", 429
+                )
+            call = self.recording.begin(asked, is_trained=is_trained, max_length=self.settings.max_length)
+            usage = Usage(call.num_prompt, 0, call.num_prompt - len(call.new_ids))
+            opened = OpenCall(call, Answer(call.id, int(time.time()), asked, usage), self.stop_ids)
+            self._under_way.add(opened)
+        requests = self._requests(opened)
+        futures = [self.batcher.submit(request) for request in requests]
+        left = [len(futures)]
+
+        def ended(_: object) -> None:
+            with self._lock:
+                left[0] -= 1
+                is_last = not left[0]
+            if is_last:
+                self.batcher.beside(self._end, opened, futures)
+
+        for future in futures:
+            future.add_done_callback(ended)
+        return opened
+
+    def _refuse(self, what: str, status: int) -> None:
+        self.refused[what] += 1
+        raise RefusedError(what, status=status, code="rate_limit_exceeded", is_final=status != 429)
+
+    def cancel(self, opened: OpenCall) -> None:
+        """Nobody waits for the call; what was sampled of it is recorded."""
+        opened.is_cancelled = True
+
+    def _requests(self, opened: OpenCall) -> list[WatchedRequest]:
+        """A request for each choice."""
+        call, asked, settings = opened.call, opened.call.asked, self.settings
+        prefix = self.recording.prompt_ids(call)
+        room = settings.max_new_tokens if settings.max_length is None else settings.max_length - len(prefix)
+        most = min(asked.max_tokens or settings.max_new_tokens, settings.max_new_tokens, room)
+        given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        rules: dict[str, Any] = {}
+        for name, usual in given.items():
+            own, ours = getattr(asked, name), getattr(settings, name) if call.is_trained else None
+            rules[name] = ours if ours is not None else usual if own is None else own
+        requests = []
+        for index in range(asked.num_choices):
+            opened.tokens.append([])
+            requests.append(
+                WatchedRequest(
+                    prefix_ids=tuple(prefix.tolist()),
+                    max_new_tokens=most,
+                    seed=self._seed(call, index),
+                    stop_ids=self.stop_ids,
+                    num_top=asked.num_top or 0,
+                    stop_texts=asked.stop,
+                    decode=self.writer.decode,
+                    is_cancelled=lambda: opened.is_cancelled,
+                    on_tokens=_shown(opened, index) if asked.is_streamed else None,
+                    **rules,
+                )
+            )
+        return requests
+
+    def _seed(self, call: Call, index: int) -> int:
+        """Of a call and how often it was made before, so that it does not matter which of several comes first."""
+        own = [self.seed, call.asked.seed, call.digest, call.repeat, index]
+        return int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "big")
+
+    def _end(self, opened: OpenCall, futures: Sequence["Future[Completion]"]) -> None:
+        """Records a call and gives its replies out."""
+        try:
+            errors = [error for future in futures if (error := future.exception()) is not None]
+            if errors:
+                if not opened.is_cancelled:
+                    self.failure = errors[0]
+                completions = [future.result() for future in futures if future.exception() is None]
+                self._record(opened, completions)
+                if not completions:
+                    self.recording.fail(opened.call)
+                opened.done.set_exception(errors[0])
+            else:
+                opened.done.set_result(self._record(opened, [future.result() for future in futures]))
+        except BaseException as error:  # is raised where the replies are waited for
+            self.failure = error
+            opened.done.set_exception(error)
+        finally:
+            with self._lock:
+                self._under_way.discard(opened)
+                self._lock.notify_all()
+            if opened.on_progress is not None:
+                opened.on_progress()
+
+    def _record(self, opened: OpenCall, completions: Sequence[Completion]) -> tuple[Reply, ...]:
+        choices = [self._choice(opened, index, each) for index, each in enumerate(completions)]
+        self.recording.end(opened.call, choices)
+        replies = tuple(choice.reply for choice in choices)
+        usage = replace(opened.answer.usage, completion=sum(each.num_tokens for each in completions))
+        ids = tuple(self.recording.prompt_ids(opened.call).tolist())
+        opened.answer = replace(opened.answer, replies=replies, usage=usage, prompt_ids=ids)
+        return replies
+
+    def _choice(self, opened: OpenCall, index: int, completion: Completion) -> Choice:
+        """What was sampled, read."""
+        call, asked = opened.call, opened.call.asked
+        sampled = completion.token_ids.astype(np.int32)
+        ids = np.concatenate([call.forced_ids, sampled])
+        is_sampled = np.concatenate([np.zeros(len(call.forced_ids), bool), np.ones(len(sampled), bool)])
+        logprobs = np.concatenate([np.zeros(len(call.forced_ids)), completion.logprobs]).astype(np.float32)
+        is_ended = bool(len(sampled)) and int(sampled[-1]) in self.stop_ids
+        whole = self.writer.decode(ids[:-1] if is_ended else ids)
+        text, stop_text = _cut(whole, asked.stop)
+        parts = Parts(content=text)
+        if call.reader is not None:
+            ways = {"reads_calls": asked.reads_calls, "is_parallel": asked.is_parallel}
+            parts = call.reader.whole(text, call.prompt_end, asked.tools, **ways)
+        text = text[: parts.end]
+        reply = self._reply(call, index, parts, completion, stop_text)
+        turn = Turn(ids, text, is_ended, is_cut=text != whole)
+        finish = "cancelled" if opened.is_cancelled else reply.finish
+        version = completion.version if completion.version is not None else self._version
+        return Choice(call, 0, turn, is_sampled, logprobs, finish, reply, version)
+
+    def _reply(self, call: Call, index: int, parts: Parts, completion: Completion, stop_text: str | None) -> Reply:
+        tops: tuple[Mapping[int, float], ...] = ()
+        if completion.top_ids is not None and completion.top_logprobs is not None:
+            pairs = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
+            tops = tuple(
+                {token: value for token, value in zip(*pair, strict=True) if np.isfinite(value)} for pair in pairs
+            )
+        calls = tuple(GivenCall(_tool_id(call.id, index, number), *found) for number, found in enumerate(parts.calls))
+        finish: str = completion.finish_reason
+        return Reply(
+            parts.content,
+            parts.reasoning,
+            calls,
+            "tool_calls" if calls and finish == "stop" else finish,
+            stop_text,
+            tuple(completion.token_ids.tolist()),
+            tuple(completion.logprobs.tolist()),
+            tops,
+        )
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
+    def set_reward(self, value: float, call_id: str | None = None, index: int = 0) -> None:
+        """Of a call, or of the episode. Raises `RefusedError` for a call that it did not make, or no number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            raise RefusedError(f"a reward must be a finite number, found {value!r}.", param="reward")
+        if call_id is None:
+            self.reward = float(value)
+            return
+        choice = self.recording.choice_of(call_id, index)
+        if choice is None:
+            raise RefusedError(
+                f"this episode has no call {call_id!r} with choice {index}.", status=404, param="call_id"
+            )
+        choice.reward = float(value)
+
+    def end(self, seconds: float = 60.0) -> None:
+        """No further call is taken; those under way are cancelled, and recorded."""
+        with self._lock:
+            self._is_open = False
+            for each in self._under_way:
+                each.is_cancelled = True
+            self._lock.wait_for(lambda: not self._under_way, seconds)
+
+    def rows(self) -> tuple[list[dict[str, Any]], Account]:
+        """See `Recording.rows`, with group, rollout and reward."""
+        rows, account = self.recording.rows()
+        labels = {"group": self.group, "rollout": self.name, "reward": self.reward}
+        return [{**row, **{key: value for key, value in labels.items() if value is not None}} for row in rows], account
+
+
+def _shown(opened: OpenCall, index: int) -> Callable[[Sequence[int]], None]:
+    """Shows a growing turn to whoever streams it."""
+
+    def on_tokens(token_ids: Sequence[int]) -> None:
+        known = opened.tokens[index]
+        if len(token_ids) > len(known):
+            known.extend(int(token) for token in token_ids[len(known) :])
+            if opened.on_progress is not None:
+                opened.on_progress()
+
+    return on_tokens
+
+
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of some texts, and which."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
+
+
+def _tool_id(call_id: str, index: int, number: int) -> str:
+    value = int.from_bytes(hashlib.sha256(f"{call_id}/{index}/{number}".encode()).digest()[:8], "big")
+    letters = []
+    for _ in range(ID_SIZE):
+        value, rest = divmod(value, len(ALPHABET))
+        letters.append(ALPHABET[rest])
+    return "".join(letters)
+
+
+class Episodes:
+    """All episodes of an endpoint.
+
+    Parameters:
+        batcher: None where each episode has its own.
+        stop_ids: that end a turn.
+        takes_any_key: whether a key that is not known begins an episode of that name (`treewise record`).
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        batcher: Batcher | None,
+        settings: EndpointSettings,
+        stop_ids: Sequence[int],
+        *,
+        takes_any_key: bool = False,
+    ) -> None:
+        self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
+        self.takes_any_key = takes_any_key
+        self.refused: Counter[str] = Counter()
+        self._by_key: dict[str, Episode] = {}
+        self._ended: set[str] = set()  # hashes of keys
+        self._lock = threading.Lock()
+
+    def open(
+        self,
+        name: str,
+        group: Any = None,
+        seed: int = 0,
+        key: str | None = None,
+        *,
+        batcher: Batcher | None = None,
+        settings: EndpointSettings | None = None,
+        version: int | None = None,
+    ) -> Episode:
+        """A new episode, with a key that nobody can guess.
+
+        Parameters:
+            batcher, settings: of this episode, in place of the endpoint's.
+            version: of the policy that samples it, where the sampler does not say.
+        """
+        key = f"tw-{secrets.token_urlsafe(24)}" if key is None else key
+        batcher, settings = batcher or self.batcher, settings or self.settings
+        assert batcher is not None, "an endpoint without a sampler is given one with each episode"
+        episode = Episode(key, name, group, seed, self.writer, batcher, settings, self.stop_ids, version)
+        with self._lock:
+            self._by_key[key] = episode
+        return episode
+
+    def find(self, key: str | None) -> Episode:
+        """The episode of a key. Raises `RefusedError` for one that is missing, unknown, or of an ended episode."""
+        with self._lock:
+            if key and (found := self._by_key.get(key)) is not None:
+                return found
+            if key and _hash(key) in self._ended:
+                self.refused["after the episode's end"] += 1
+                raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+            if not (key and self.takes_any_key):
+                self.refused["without a key" if not key else "with a key that is not known"] += 1
+                raise RefusedError(
+                    "the API key is missing, or is not that of an episode.", status=401, code="invalid_api_key"
+                )
+        return self.open(key, None, int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"), key)
+
+    def end(self, episode: Episode) -> None:
+        """Ends one, and forgets its key."""
+        episode.end()
+        with self._lock:
+            self._by_key.pop(episode.key, None)
+            self._ended.add(_hash(episode.key))
+
+    @property
+    def all_open(self) -> list[Episode]:
+        """Those that have not ended."""
+        with self._lock:
+            return list(self._by_key.values())
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

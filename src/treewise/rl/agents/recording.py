@@ -1,0 +1,408 @@
+"""What the calls of one episode saw and sampled: token paths that share their beginnings, each sampled token once.
+
+A call goes on from a recorded turn where its messages begin with those that the turn answered, and the turn as it was
+given out, in canonical form. The ids of that path stay as they are, and what the chat template writes behind the turn
+is all that is tokenised. Where an agent (or the template) changed something, the path forks at the first token that
+differs: ids of a sampled turn stay as far as its text does, and what follows is text.
+
+Rows are paths to turns that nothing goes on from. Each sampled token has a loss weight in one row alone: the first that
+holds the turn which it was sampled in.
+"""
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.canonical import canonical, canonical_all, chain, root_of
+from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
+from treewise.rl.agents.replies import Reader
+from treewise.rl.agents.writing import Turn, Writer, Written
+
+_NO_IDS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sampled turn. number: of its draw in the episode. is_sampled: False for ids that were written for it (a call
+    that was asked for). items: the messages of its call and its own, in canonical form.
+    """
+
+    call: "Call"
+    number: int
+    turn: Turn
+    is_sampled: np.ndarray
+    logprobs: np.ndarray
+    finish: str
+    reply: Reply
+    version: int | None = None
+    reward: float | None = None
+    items: list[tuple[Any, ...]] = field(default_factory=list)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the sampler made."""
+        return int(self.is_sampled.sum())
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call.
+
+    start, num_kept: the turn whose path it goes on from, and how many of that turn's own ids stay; new_ids: what stands
+    behind them, of the text `new_text`. forced_ids: written at the beginning of its turn. num_prompt: tokens that the
+    model saw. num_again: of the new ones, those of messages that were there before. state: `open`, `done`, `failed`.
+    """
+
+    number: int
+    id: str
+    asked: Asked
+    reader: Reader | None
+    is_trained: bool
+    keys: list[str]
+    items: list[tuple[Any, ...]]
+    start: Choice | None
+    num_kept: int
+    new_ids: np.ndarray
+    new_text: str
+    num_prompt: int
+    prompt_end: str
+    forced_ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
+    reason: str | None = None
+    num_again: int = 0
+    choices: list[Choice] = field(default_factory=list)
+    state: str = "open"
+    digest: str = ""
+    repeat: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a path. choice: whose turn it is, from its first id on; None for what was written."""
+
+    token_ids: np.ndarray
+    choice: Choice | None
+
+
+@dataclass(slots=True)
+class Account:
+    """Tokens of an episode. sampled: that the sampler made. recorded: in rows. trained: with a loss weight. context: of
+    calls that are not trained. again: written once more at forks.
+    """
+
+    sampled: int = 0
+    recorded: int = 0
+    trained: int = 0
+    context: int = 0
+    again: int = 0
+    calls: int = 0
+
+
+class Recording:
+    """The calls of an episode. For several threads. name: begins the ids of calls."""
+
+    def __init__(self, writer: Writer, name: str = "episode") -> None:
+        self.writer, self.name = writer, name
+        self.calls: list[Call] = []
+        self.reasons: Counter[str] = Counter()
+        self._ends: dict[str, Choice] = {}  # by the name of a conversation: the turn that ends it
+        self._lock = threading.RLock()
+        self._num_choices = 0
+        self._digests: Counter[str] = Counter()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def begin(self, asked: Asked, *, is_trained: bool = True, max_length: int | None = None) -> Call:
+        """A call before it is sampled.
+
+        Raises:
+            RefusedError: it cannot be written, or nothing could follow it in `max_length` tokens.
+        """
+        with self._lock:
+            call = self._plain(asked) if asked.prompt is not None else self._chat(asked)
+            call.is_trained = is_trained
+            if max_length is not None and call.num_prompt + len(call.forced_ids) >= max_length:
+                raise RefusedError(
+                    f"This model's maximum context length is {max_length} tokens. However, your messages resulted in "
+                    f"{call.num_prompt} tokens. Please reduce the length of the messages.",
+                    code="context_length_exceeded",
+                    param="messages",
+                )
+            rules = (asked.num_choices, asked.max_tokens, asked.temperature, asked.top_p, asked.top_k, asked.stop)
+            ids = self.prompt_ids(call)
+            call.digest = hashlib.sha256(ids.tobytes() + repr((rules, call.forced_ids.tolist())).encode()).hexdigest()
+            call.repeat = self._digests[call.digest]
+            self._digests[call.digest] += 1
+            self.calls.append(call)
+            if call.reason is not None:
+                self.reasons[call.reason] += 1
+            return call
+
+    def prompt_ids(self, call: Call) -> np.ndarray:
+        """int32, what is sampled from."""
+        pieces = [] if call.start is None else self._pieces(call.start, call.num_kept)
+        return np.concatenate([*(piece.token_ids for piece in pieces), call.new_ids, call.forced_ids])
+
+    def end(self, call: Call, choices: Sequence[Choice]) -> None:
+        """Records what was sampled."""
+        with self._lock:
+            for choice in choices:
+                choice.number, self._num_choices = self._num_choices, self._num_choices + 1
+                call.choices.append(choice)
+                if call.asked.prompt is None:
+                    message = choice.reply.message()
+                    message["content"] = call.asked.prefill + message["content"]  # they come back as one message
+                    own = canonical(message, with_reasoning=not self.writer.keeps_thinking)
+                    choice.items = [*call.items, own]
+                    self._ends[chain(call.keys[0], choice.items)[-1]] = choice
+            call.state = "done"
+
+    def fail(self, call: Call) -> None:
+        """Of a call nothing was sampled."""
+        call.state = "failed"
+
+    def choice_of(self, call_id: str, index: int = 0) -> Choice | None:
+        """The turn that a reward of a call means."""
+        with self._lock:
+            found = next((call for call in self.calls if call.id == call_id), None)
+            return None if found is None or index >= len(found.choices) else found.choices[index]
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def _chat(self, asked: Asked) -> Call:
+        written = self.writer.written(asked)
+        items = canonical_all(written.given, with_reasoning=not self.writer.keeps_thinking)
+        keys = chain(root_of(asked.tools, asked.variables), items)
+        start, num_kept, text, reason = None, 0, written.text, None
+        for size in range(len(items), 0, -1):
+            choice = self._ends.get(keys[size])
+            if choice is None:
+                continue
+            tail = self.writer.tail(written, size, choice.turn)
+            if tail is None:
+                reason = "template"
+                continue
+            start, num_kept, text = choice, tail.num_kept, tail.text
+            if size == _last_turn(items):
+                reason = "end of turn" if num_kept < len(choice.turn.token_ids) else None
+            break
+        has_gone_on = start is not None and reason != "template" and size == _last_turn(items)
+        nearest = None if has_gone_on else self._nearest(items)
+        if has_gone_on:
+            others = [each.new_text == text for each in self.calls if each.start is start]
+            reason = reason or ((AGAIN if any(others) else BRANCHED) if others else None)
+        else:
+            reason = reason or self._reason(nearest, items, keys[0])
+            start, num_kept, text = self._further(start, num_kept, text, keys[0])
+        _, reader = self.writer.template_of(asked.variables)
+        new_ids = self._new_ids(start, text)
+        call = self._new_call(asked, reader, keys, items, start, num_kept, new_ids, text)
+        call.prompt_end, call.reason = written.text[-4096:], reason
+        call.num_again = self._num_again(call, nearest, written)
+        if asked.must_call is not None:
+            opening = reader.opening(asked.must_call)
+            if opening is None:
+                raise RefusedError(
+                    f"tool_choice asks for a call, and with {reader.name} none can be begun; ask for 'auto'.",
+                    param="tool_choice",
+                )
+            call.forced_ids = self.writer.following_ids(opening)
+        return call
+
+    def _plain(self, asked: Asked) -> Call:
+        """Of a text or ids, without a template."""
+        start, num_kept, text, ids = None, 0, "", _NO_IDS
+        others = [choice for call in self.calls if call.asked.prompt is not None for choice in call.choices]
+        if isinstance(asked.prompt, str):
+            text = asked.prompt
+            start, num_kept, text = self._longest([each for each in others if each.call.start is None], text, None)
+            ids = self._new_ids(start, text) if start is not None else self.writer.text_ids(text)
+        else:
+            ids = np.array(asked.prompt, dtype=np.int32)
+            best = 0
+            for each in others:
+                path = np.concatenate([piece.token_ids for piece in self._pieces(each)])
+                own, same = len(path) - len(each.turn.token_ids), _same(path, ids)
+                if same > max(own, best):
+                    start, num_kept, best = each, same - own, same
+            ids = ids[best:]
+        if not len(ids) and start is None:
+            raise RefusedError("the prompt has no tokens.", param="prompt")
+        call = self._new_call(asked, None, [""], [], start, num_kept, ids, text)
+        call.reason = None if start is not None else NEW
+        return call
+
+    def _new_ids(self, start: Choice | None, text: str) -> np.ndarray:
+        return self.writer.prompt_ids(text) if start is None else self.writer.following_ids(text)
+
+    def _new_call(
+        self, asked: Asked, reader: Any, keys: Any, items: Any, start: Any, kept: int, ids: Any, text: str
+    ) -> Call:
+        before = 0 if start is None else start.call.num_prompt + kept
+        number = len(self.calls)
+        name = hashlib.sha256(f"{self.name}/{number}".encode()).hexdigest()[:24]
+        is_trained, num_prompt = True, before + len(ids)
+        return Call(number, name, asked, reader, is_trained, keys, items, start, kept, ids, text, num_prompt, "")
+
+    def _further(self, start: Choice | None, num_kept: int, text: str, root: str) -> tuple[Choice | None, int, str]:
+        """Along what was sampled behind a path, as far as a text agrees with it."""
+        while True:
+            on = [choice for call in self.calls for choice in call.choices if call.asked.prompt is None]
+            if start is None:
+                behind = [each for each in on if each.call.start is None and each.call.keys[0] == root]
+            else:
+                behind = [each for each in on if each.call.start is start and each.call.num_kept == num_kept]
+            found, kept, rest = self._longest(behind, text, start)
+            if found is start:
+                return start, num_kept, text
+            start, num_kept, text = found, kept, rest
+
+    def _longest(self, choices: Sequence[Choice], text: str, start: Choice | None) -> tuple[Choice | None, int, str]:
+        """The turn with which a text agrees longest behind what was written before it, how many of its ids, and what is
+        left of the text; `start` where there is none."""
+        found, num_kept, most = start, 0, 0
+        for each in choices:
+            before = len(each.call.new_text)
+            if len(each.call.forced_ids) or not text.startswith(each.call.new_text):
+                continue
+            kept = self.writer.num_within(each.turn.token_ids, text[before:])
+            size = before + len(self.writer.decode(each.turn.token_ids[:kept]))
+            if kept and size > most:
+                found, num_kept, most = each, kept, size
+        return found, num_kept, text[most:]
+
+    def _nearest(self, items: list[tuple[Any, ...]]) -> Choice | None:
+        """The turn whose conversation has most messages in common with a call's; the latest of several."""
+        others = [choice for call in self.calls if call.asked.prompt is None for choice in call.choices]
+        return max(others, key=lambda each: (num_equal(items, each.items), each.number), default=None)
+
+    def _reason(self, nearest: Choice | None, items: list[tuple[Any, ...]], root: str) -> str:
+        if nearest is None:
+            return NEW
+        same = nearest.call.keys[0] == root
+        return reason_of(items, nearest.items, num_messages=len(nearest.call.items), same_tools=same)
+
+    def _num_again(self, call: Call, nearest: Choice | None, written: Written) -> int:
+        """Tokens that are written once more: of messages up to the last turn of the model, behind what the path shares
+        with the nearest one."""
+        size = _last_turn(call.items)
+        if not size or nearest is None:
+            return 0
+        head = written.template.render([list(written.messages[:size])], written.tools, "the call")[0]
+        behind = written.text[len(head) :] if written.text.startswith(head) else ""
+        path = np.concatenate([piece.token_ids for piece in self._pieces(nearest)])
+        num_old = call.num_prompt - len(self.writer.following_ids(behind))
+        return max(num_old - _same(path, self.prompt_ids(call)), 0)
+
+    # -- paths and rows -----------------------------------------------------------------------------------------------
+
+    def _pieces(self, choice: Choice, num_kept: int | None = None) -> list[Piece]:
+        """The path to a turn, with the first `num_kept` of its ids (all where not given)."""
+        found: list[Piece] = []
+        at: Choice | None = choice
+        while at is not None:
+            found.append(Piece(at.turn.token_ids if num_kept is None else at.turn.token_ids[:num_kept], at))
+            found.append(Piece(at.call.new_ids, None))
+            num_kept, at = at.call.num_kept, at.call.start
+        return [piece for piece in reversed(found) if len(piece.token_ids)]
+
+    def _leaves(self) -> Iterator[Choice]:
+        """Turns from which nothing goes on that holds them whole."""
+        whole = {
+            id(call.start)
+            for call in self.calls
+            if call.choices and call.start is not None and call.num_kept == len(call.start.turn.token_ids)
+        }
+        for call in self.calls:
+            for choice in call.choices:
+                if id(choice) not in whole and len(choice.turn.token_ids):
+                    yield choice
+
+    def rows(self) -> tuple[list[dict[str, Any]], Account]:
+        """Rows of plain values, and where the tokens went.
+
+        A row has `token_ids`, `loss_weights`, `sampler_logprobs`, `draws`, `policy_versions` where they are counted,
+        `token_rewards` (of calls, each at its last token) where there are any, and `turns`: of each turn in it that it
+        trains, its call, its role, where it begins and ends, and its reward.
+        """
+        with self._lock:
+            account, rows, trained = Account(calls=len(self.calls)), [], set[int]()
+            for leaf in self._leaves():
+                row = self._row(self._pieces(leaf), trained)
+                account.trained += int(sum(row["loss_weights"]))
+                if any(row["loss_weights"]):
+                    rows.append(row)
+            for call in self.calls:
+                account.again += call.num_again
+                for choice in call.choices:
+                    account.sampled += choice.num_sampled
+                    if call.is_trained:
+                        account.recorded += choice.num_sampled
+                    else:
+                        account.context += choice.num_sampled
+            return rows, account
+
+    def _row(self, pieces: Sequence[Piece], trained: set[int]) -> dict[str, Any]:
+        at, turns = 0, list[dict[str, Any]]()
+        ids, weights, draws, versions = list[int](), list[int](), list[int](), list[int]()
+        logprobs = list[float]()
+        for piece in pieces:
+            size, choice = len(piece.token_ids), piece.choice
+            is_new = (
+                choice is not None
+                and size == len(choice.turn.token_ids)
+                and id(choice) not in trained
+                and choice.call.is_trained
+            )
+            own = np.zeros(size, dtype=bool) if choice is None else choice.is_sampled[:size]
+            ids += piece.token_ids.tolist()
+            weights += (own & is_new).astype(int).tolist()
+            logprobs += [0.0] * size if choice is None else np.where(own, choice.logprobs[:size], 0.0).tolist()
+            draws += np.where(own, -1 if choice is None else choice.number, -1).tolist()
+            version = None if choice is None else choice.version
+            versions += np.where(own, -1 if version is None else version, -1).tolist()
+            if choice is not None and is_new:
+                trained.add(id(choice))
+                turns.append(_turn_facts(choice, at, at + size))
+            at += size
+        row: dict[str, Any] = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
+        if max(versions) >= 0:
+            row["policy_versions"] = versions
+        if any("reward" in turn for turn in turns):
+            rewards = row["token_rewards"] = [0.0] * len(ids)
+            for turn in turns:
+                trained_here = np.flatnonzero(weights[turn["start"] : turn["end"]])
+                rewards[turn["start"] + int(trained_here[-1])] = turn.get("reward", 0.0)
+        return {**row, "turns": turns}
+
+
+def _turn_facts(choice: Choice, start: int, end: int) -> dict[str, Any]:
+    facts = {
+        "call": choice.call.id,
+        "role": choice.call.asked.model,
+        "start": start,
+        "end": end,
+        "finish": choice.finish,
+    }
+    reason = choice.call.reason
+    shown: Mapping[str, Any] = {
+        "fork": reason if reason not in (None, NEW, AGAIN, BRANCHED) else None,
+        "reward": choice.reward,
+    }
+    return {**facts, **{name: value for name, value in shown.items() if value is not None}}
+
+
+def _last_turn(items: Sequence[tuple[Any, ...]]) -> int:
+    """The number of messages up to the last of the model's."""
+    return max((index + 1 for index, item in enumerate(items) if item[0] == "assistant"), default=0)
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> int:
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size

@@ -1,0 +1,247 @@
+"""Runs an agent on tasks: an episode and its key, processes of its own, and a reward, or why there is none."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from treewise.data.io.field_checks import printable
+from treewise.errors import ConfigError, SamplerError
+from treewise.rl.agents.episodes import Episode, Episodes
+from treewise.rl.agents.host import is_function
+
+FailureKind = Literal["raised", "exited", "timeout", "flooded", "silent", "no reward", "stopped"]
+START_SECONDS = 120.0  # for the user's module
+MAX_VARIABLE = 100_000  # characters of a task in an environment variable; the system allows 128 KiB
+WHY = {
+    "timeout": "it did not end within {seconds:g} seconds (episode_seconds)",
+    "flooded": "it made more than {calls} calls (max_calls)",
+    "stopped": "it was stopped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOutcome:
+    """What came of an episode. reward: None where it failed, or where reward functions decide. failure: why it failed.
+    output: the end of what the agent printed. num_bytes: all that it printed."""
+
+    reward: float | None
+    kind: FailureKind | None = None
+    failure: str | None = None
+    output: str = ""
+    num_bytes: int = 0
+
+
+class AgentRunner:
+    """One agent.
+
+    Parameters:
+        agent: `file.py:function`, `module:function` (`async def run(task, client)`, a plain function, or one that takes
+            the task alone), or a command.
+        url: of the endpoint.
+        episodes: of the endpoint.
+        seconds: of an episode.
+        needs_reward: whether an episode without a reward has failed; not where reward functions decide.
+
+    Raises:
+        ConfigError: the agent cannot be loaded: with file and line of the error.
+    """
+
+    def __init__(
+        self, agent: str, url: str, episodes: Episodes, *, seconds: float = 600.0, needs_reward: bool = True
+    ) -> None:
+        self.agent, self.url, self.episodes, self.seconds = agent, url, episodes, seconds
+        self.needs_reward = needs_reward
+        self.failures: Counter[str] = Counter()
+        self._ends: dict[str, Future[dict[str, Any]]] = {}
+        self._names: dict[str, str] = {}  # of the processes of an episode, by its key
+        self._flooded: set[str] = set()
+        self._stopping: set[str] = set()  # keys
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="treewise-agents-")
+        self._number = 0
+        self._link, other = socket.socketpair()
+        words = [sys.executable, "-m", "treewise.rl.agents.host", str(other.fileno()), agent]
+        self._process = subprocess.Popen(
+            words, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        other.close()
+        self._lines = self._link.makefile("rb")
+        self._reader: threading.Thread | None = None
+        self._link.settimeout(START_SECONDS)
+        try:
+            first = json.loads(self._lines.readline() or b'{"error": "its process ends at once"}')
+        except (TimeoutError, ValueError):
+            first = {"error": f"it does not load within {START_SECONDS:g} seconds"}
+        self._link.settimeout(None)
+        if "error" in first:
+            self.close()
+            what = "names no function" if is_function(agent) else "is no command"
+            hint = " Its process needs `pip install openai` for the client." if "openai" in first["error"] else ""
+            raise ConfigError(f"agent {agent!r} cannot be loaded ({what}?): {printable(first['error'])}.{hint}")
+        self._reader = threading.Thread(target=self._read, daemon=True, name="treewise-agents")
+        self._reader.start()
+
+    def run(self, episode: Episode, task: Mapping[str, Any]) -> AgentOutcome:
+        """Runs it to its end; the episode is closed then.
+
+        Raises:
+            SamplerError: the sampler failed, which is no fault of the agent. ConfigError: the agents' process is gone.
+        """
+        with self._lock:
+            self._number += 1
+            name = str(self._number)
+            end = self._ends[name] = Future()
+            self._names[episode.key] = name
+        folder = Path(self._folder.name) / name
+        folder.mkdir()
+        reward_file, task_file = folder / "reward", folder / "task.json"
+        text = json.dumps(task, ensure_ascii=False, default=str)
+        task_file.write_text(text)
+        environment = self._environment(episode, text, task_file, reward_file)
+        episode.on_flood = lambda: self._stop(name, flooded=True)
+        asked = {"id": name, "task": json.loads(text), "environment": environment, "seconds": self.seconds}
+        self._send({**asked, "seed": episode.seed})
+        if episode.key in self._stopping:
+            self._stop(name, flooded=False)
+        found = end.result()
+        del self._names[episode.key]
+        self._stopping.discard(episode.key)
+        self.episodes.end(episode)
+        if isinstance(episode.failure, BaseException):
+            raise (
+                episode.failure
+                if isinstance(episode.failure, SamplerError)
+                else SamplerError(
+                    f"{episode.name}: the sampler fails: {type(episode.failure).__name__}: {episode.failure}"
+                )
+            ) from episode.failure
+        outcome = self._outcome(name, episode, found, reward_file)
+        if outcome.kind is not None:
+            self.failures[outcome.kind] += 1
+        return outcome
+
+    def stop(self, episode: Episode) -> None:
+        """Ends the agent of an episode, now or as soon as it begins; its `run` then returns."""
+        self._stopping.add(episode.key)
+        if (name := self._names.get(episode.key)) is not None:
+            self._stop(name, flooded=False)
+
+    def close(self) -> None:
+        """Ends all agents."""
+        with suppress(OSError):  # it is closed already, or the other side is
+            self._link.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._reader is not None:
+            self._reader.join()
+        self._lines.close()
+        self._link.close()
+        for end in self._ends.values():
+            if not end.done():
+                end.set_result({"ended": "stopped"})
+        self._folder.cleanup()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _environment(self, episode: Episode, text: str, task_file: Path, reward_file: Path) -> dict[str, str]:
+        hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+        found = {
+            **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), f"{self.url}/v1"),
+            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), episode.key),
+            "ANTHROPIC_BASE_URL": self.url,
+            **{"TREEWISE_TASK_FILE": str(task_file), "TREEWISE_REWARD_FILE": str(reward_file)},
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), hosts),
+        }
+        return found | ({"TREEWISE_TASK": text} if len(text) < MAX_VARIABLE else {})
+
+    def _outcome(self, name: str, episode: Episode, found: Mapping[str, Any], reward_file: Path) -> AgentOutcome:
+        output = f"{found.get('stdout', '')}{found.get('stderr', '')}"
+        rest: dict[str, Any] = {"output": output, "num_bytes": int(found.get("bytes", 0))}
+
+        def failed(kind: FailureKind, why: str) -> AgentOutcome:
+            last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+            shown = f" Its last line: {printable(last)[:300]}" if last and kind != "raised" else ""
+            return AgentOutcome(None, kind, f"{episode.name}: {why}.{shown}", **rest)
+
+        why = found.get("ended")
+        if why is not None:
+            kind: FailureKind = "flooded" if name in self._flooded else "timeout" if why == "timeout" else "stopped"
+            return failed(kind, WHY[kind].format(seconds=self.seconds, calls=self.episodes.settings.max_calls))
+        result = json.loads(found["result"]) if found.get("result") else {}
+        if "error" in result:
+            return failed("raised", printable(result["error"]))
+        code = found["code"]
+        is_python = is_function(self.agent)
+        if code or (is_python and not result):
+            by = f"signal {code - 128} ended it" if code > 128 else f"it exited with code {code}"
+            return failed("exited", by + (" before it returned" if is_python else ""))
+        if not episode.recording.calls and not episode.num_passed_on:
+            return failed("silent", "it made no call")
+        reward, problem = _reward_of(episode, result, reward_file, str(found.get("stdout", "")), is_python=is_python)
+        if reward is None and self.needs_reward:
+            return failed("no reward", problem)
+        return AgentOutcome(reward, **rest)
+
+    def _stop(self, name: str, *, flooded: bool) -> None:
+        if flooded:
+            self._flooded.add(name)
+        self._send({"id": name, "end": True})
+
+    def _send(self, value: Mapping[str, Any]) -> None:
+        try:
+            with self._lock:
+                self._link.sendall(json.dumps(value).encode() + b"\n")
+        except OSError:
+            raise ConfigError("the agents' process is gone.") from None
+
+    def _read(self) -> None:
+        """In a thread: what comes back."""
+        try:
+            for line in self._lines:
+                found = json.loads(line)
+                self._ends.pop(found["id"]).set_result(found)
+        except (OSError, ValueError):
+            pass
+        for end in list(self._ends.values()):
+            if not end.done():
+                end.set_result({"ended": "stopped"})
+
+
+def _reward_of(
+    episode: Episode, result: Mapping[str, Any], reward_file: Path, stdout: str, *, is_python: bool
+) -> tuple[float | None, str]:
+    """The reward, and what is wrong where there is none. What the agent returned comes first, then what it sent
+    (`POST /v1/reward`), what it wrote into its file, and of a command the last line that it printed."""
+    if is_python and result.get("reward") is not None:
+        value = float(result["reward"])
+        return (value, "") if np.isfinite(value) else (None, f"it returned {value}, which is no finite number")
+    if episode.reward is not None:
+        return episode.reward, ""
+    lines = [line for line in stdout.splitlines() if line.strip()]
+    if reward_file.is_file():
+        text, where = reward_file.read_text(errors="replace")[:500].strip(), "its reward file holds"
+    elif is_python:
+        return None, "it returned nothing, and sent no reward"
+    else:
+        text, where = (lines[-1].strip() if lines else ""), "its last line is"
+    try:
+        value = float(text)
+    except ValueError:
+        return None, f"{where} {printable(text)[:200]!r}, no number"
+    return (value, "") if np.isfinite(value) else (None, f"{where} {value}, which is no finite number")

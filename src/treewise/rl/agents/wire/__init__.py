@@ -1,0 +1,1 @@
+"""The protocols: requests to `Asked`, replies to answers and events. Pure functions of plain values."""

@@ -1,0 +1,180 @@
+"""What the protocols share: fields of a request that are taken, ignored or refused by name; errors; events."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treewise.data.io.field_checks import shown
+from treewise.errors import did_you_mean
+from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
+
+_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ERRORS |= {408: "timeout_error", 410: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error"}
+_KINDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Fields:
+    """The fields of an object. Those that nobody asked for are refused by name (`done`)."""
+
+    def __init__(self, value: object, location: str = "") -> None:
+        if not isinstance(value, dict):
+            raise RefusedError(
+                f"{location or 'the body'} must be an object, found {shown(value)}.", param=location or None
+            )
+        self._left = {key: item for key, item in value.items() if item is not None}
+        self._location = f"{location}." if location else ""
+        self._known: list[str] = []
+
+    def take(self, name: str, *kinds: type, default: Any = None) -> Any:
+        """A field of one of some types; `default` where it is missing or null."""
+        self._known.append(name)
+        if name not in self._left:
+            return default
+        value = self._left.pop(name)
+        is_number = float in kinds and isinstance(value, int) and not isinstance(value, bool)
+        if kinds and not (is_number or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))):
+            words = " or ".join(_KINDS[kind] for kind in kinds)
+            raise RefusedError(
+                f"{self._location}{name} must be {words}, found {shown(value)}.", param=self._param(name)
+            )
+        return value
+
+    def need(self, name: str, *kinds: type) -> Any:
+        """A field that has to be there."""
+        value = self.take(name, *kinds)
+        if value is None:
+            raise RefusedError(f"{self._location}{name} is missing.", param=self._param(name))
+        return value
+
+    def only(self, name: str, values: Sequence[object] = (), hint: str = "") -> None:
+        """A field that is served with these values alone, which change nothing."""
+        self._known.append(name)
+        if name in self._left and (value := self._left.pop(name)) not in values:
+            raise RefusedError(
+                f"{self._location}{name}={shown(value)} is not served{f'; {hint}' if hint else ''}.",
+                param=self._param(name),
+            )
+
+    def ignore(self, *names: str) -> None:
+        """Fields that change no answer."""
+        self._known += names
+        for name in names:
+            self._left.pop(name, None)
+
+    def done(self) -> None:
+        """Raises `RefusedError` for a field that is left."""
+        for name in self._left:
+            hint = did_you_mean(name, self._known)
+            raise RefusedError(f"{self._location}{name} is not served.{hint}", param=self._param(name))
+
+    def _param(self, name: str) -> str:
+        return f"{self._location}{name}"
+
+
+def text_of(content: object, location: str, kinds: Sequence[str] = ("text", "input_text", "output_text")) -> str:
+    """The text of a content that is a text, or parts of text alone."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RefusedError(f"{location} must be text or a list of parts, found {shown(content)}.", param=location)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+            continue
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise RefusedError(f"{location}: content of type {shown(kind)} is not served, only text.", param=location)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def function_tool(value: object, location: str) -> dict[str, Any]:
+    """A function schema of OpenAI's chat form, from that or from the flat one of Responses."""
+    fields = Fields(value, location)
+    kind = fields.take("type", str, default="function")
+    if kind != "function":
+        raise RefusedError(f"{location}: tools of type {kind!r} are not served, only functions.", param=location)
+    inner = Fields(fields.take("function", dict), f"{location}.function") if "function" in value else fields  # type: ignore[operator]
+    function = {"name": inner.need("name", str)}
+    for name, kinds in (("description", str), ("parameters", dict)):
+        if (given := inner.take(name, kinds)) is not None:
+            function[name] = given
+    for each in (inner, fields):
+        each.ignore("strict", "cache_control", "defer_loading")
+        each.done()
+    return {"type": "function", "function": function}
+
+
+def stops_of(fields: Fields, name: str) -> tuple[str, ...]:
+    """Texts that end a continuation."""
+    value = fields.take(name, str, list, default=[])
+    found = [value] if isinstance(value, str) else value
+    if not all(isinstance(each, str) and each for each in found):
+        raise RefusedError(f"{name} must be texts that are not empty, found {shown(value)}.", param=name)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a call. cached: of the prompt, those that an earlier call of the episode had."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call that is to be answered, or was. id: names it, for rewards. created: seconds since 1970. logprob_texts: of
+    token ids, for log-probs."""
+
+    id: str
+    created: int
+    asked: Asked
+    usage: Usage
+    replies: tuple[Reply, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A part of a reply that is given out while it grows. reply: the whole of it, with the last one."""
+
+    choice: int
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[GivenCall, ...] = ()
+    reply: Reply | None = None
+
+
+def sse(value: object, event: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = f"event: {event}\n" if event else ""
+    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def openai_error(error: RefusedError) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    kind = _ERRORS.get(error.status, "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def anthropic_error(error: RefusedError) -> dict[str, Any]:
+    """The body of an error in Anthropic's form."""
+    kind = {503: "overloaded_error", 504: "timeout_error"}.get(error.status, _ERRORS.get(error.status, "api_error"))
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def template_variables(fields: Fields) -> dict[str, Any]:
+    """vLLM's field for variables of the chat template."""
+    given: Mapping[str, Any] = fields.take("chat_template_kwargs", dict, default={})
+    return dict(given)
+
+
+def named_tools(values: Iterable[object]) -> list[dict[str, Any]] | None:
+    """Function schemas; None where there are none."""
+    return [function_tool(each, f"tools[{index}]") for index, each in enumerate(values)] or None

@@ -1,0 +1,116 @@
+"""OpenAI's `POST /v1/completions`: a text, or token ids, that the model continues as it stands."""
+
+from typing import Any
+
+from treewise.data.io.field_checks import shown
+from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, _top_k, usage_of
+from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+def read(body: object) -> list[Asked]:
+    """A call for each prompt. Raises `RefusedError`."""
+    fields = Fields(body)
+    prompts = _prompts(fields.need("prompt", str, list))
+    for name, neutral in PENALTIES.items():
+        fields.only(name, (neutral,))
+    fields.only("echo", (False,))
+    fields.only("suffix", ("",))
+    num_choices = fields.take("n", int, default=1)
+    fields.only("best_of", (1, num_choices))
+    fields.ignore(*IGNORED, "return_token_ids")
+    fields.take("stream_options", dict)
+    common: dict[str, Any] = {
+        "model": fields.take("model", str, default=""),
+        "reads_calls": False,
+        "num_choices": num_choices,
+        "max_tokens": fields.take("max_tokens", int, default=DEFAULT_TOKENS),
+        "temperature": fields.take("temperature", float),
+        "top_p": fields.take("top_p", float),
+        "top_k": _top_k(fields.take("top_k", int)),
+        "seed": fields.take("seed", int),
+        "stop": stops_of(fields, "stop"),
+        "num_top": fields.take("logprobs", int),
+        "is_streamed": fields.take("stream", bool, default=False),
+    }
+    fields.done()
+    return [Asked(prompt=prompt, **common) for prompt in prompts]
+
+
+def _prompts(value: str | list[Any]) -> list[str | tuple[int, ...]]:
+    def is_ids(item: object) -> bool:
+        return isinstance(item, list) and all(type(each) is int and each >= 0 for each in item)
+
+    if isinstance(value, str):
+        return [value]
+    if value and is_ids(value):
+        return [tuple(value)]
+    if not value or not all(isinstance(each, str) or is_ids(each) for each in value):
+        raise RefusedError(f"prompt must be texts or token ids, found {shown(value)}.", param="prompt")
+    return [each if isinstance(each, str) else tuple(each) for each in value]
+
+
+def answer(found: list[Answer], text_of_ids: TextOf, *, shows_ids: bool = False) -> dict[str, Any]:
+    """A whole answer: the replies of all prompts, in order."""
+    choices: list[dict[str, Any]] = []
+    for each in found:
+        for reply in each.replies:
+            logprobs = _logprobs(reply, text_of_ids) if each.asked.num_top is not None else None
+            choice = {"index": len(choices), "text": reply.content, "logprobs": logprobs, "finish_reason": reply.finish}
+            ids = {"token_ids": list(reply.token_ids), "prompt_token_ids": list(each.prompt_ids)} if shows_ids else {}
+            choices.append({**choice, **ids})
+    usage = Usage(*(sum(getattr(each.usage, name) for each in found) for name in ("prompt", "completion", "cached")))
+    return {**_head(found[0]), "choices": choices, "usage": usage_of(usage)}
+
+
+def _head(found: Answer) -> dict[str, Any]:
+    return {"id": found.id, "object": "text_completion", "created": found.created, "model": found.asked.model}
+
+
+def _logprobs(reply: Reply, text_of_ids: TextOf) -> dict[str, Any]:
+    texts = [text_of_ids([token]) for token in reply.token_ids]
+    offsets, at = [], 0
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    tops = [{text_of_ids([token]): value for token, value in top.items()} for top in reply.tops]
+    return {
+        "tokens": texts,
+        "token_logprobs": list(reply.logprobs),
+        "top_logprobs": tops or None,
+        "text_offset": offsets,
+    }
+
+
+class Stream:
+    """The events of one prompt's answer. first: the index of its first choice."""
+
+    def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf, first: int = 0) -> None:
+        self._found, self._text_of_ids, self._first = found, text_of_ids, first
+        self._has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+
+    def begin(self) -> list[bytes]:
+        """Before the first token."""
+        return []
+
+    def delta(self, delta: Delta) -> list[bytes]:
+        """A part of a reply."""
+        text, reply = delta.reasoning + delta.content, delta.reply
+        finish = None if reply is None else reply.finish
+        if not text and finish is None:
+            return []
+        wants = reply is not None and self._found.asked.num_top is not None
+        logprobs = _logprobs(reply, self._text_of_ids) if wants and reply is not None else None
+        choice = {"index": self._first + delta.choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return [sse({**_head(self._found), "choices": [choice]})]
+
+    def end(self, usage: Usage) -> list[bytes]:
+        """After the last reply."""
+        last = [sse({**_head(self._found), "choices": [], "usage": usage_of(usage)})] if self._has_usage else []
+        return [*last, b"data: [DONE]\n\n"]
+
+    def error(self, value: dict[str, Any]) -> list[bytes]:
+        """In place of the rest."""
+        return [sse(value)]

@@ -1,0 +1,230 @@
+"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`."""
+
+import json
+from typing import Any
+
+from treewise.data.io.field_checks import shown
+from treewise.data.render.messages import Message
+from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.chat import TextOf, tool_choice
+from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of, template_variables, text_of
+
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def read(body: object, template: str = "", *, counts: bool = False) -> Asked:
+    """A call. template: the text of the chat template, which may read `enable_thinking`. counts: whether only tokens
+    are counted. Raises `RefusedError`."""
+    fields = Fields(body)
+    given = fields.need("messages", list)
+    tools = [
+        _tool(each, f"tools[{index}]") for index, each in enumerate(fields.take("tools", list, default=[]))
+    ] or None
+    choice = fields.take("tool_choice", dict, default={"type": "auto"})
+    kind = choice.get("type")
+    reads_calls, must_call = tool_choice(choice if kind == "tool" else kind, bool(tools))
+    variables = template_variables(fields)
+    thinking = fields.take("thinking", dict, default={})
+    if thinking and thinking.get("type") not in ("enabled", "disabled", "adaptive"):
+        raise RefusedError(f"thinking={shown(thinking)} is not served.", param="thinking")
+    if thinking and "enable_thinking" in template:
+        variables = {"enable_thinking": thinking["type"] != "disabled", **variables}
+    messages = _system(fields.take("system", str, list))
+    for index, each in enumerate(given):
+        messages += _messages(each, f"messages[{index}]")
+    if not given or not any(message["role"] != "system" for message in messages):
+        raise RefusedError("messages is empty.", param="messages")
+    prefill = (
+        messages.pop()["content"] if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") else ""
+    )
+    fields.only("mcp_servers", ([],))
+    fields.only("container")
+    fields.only("output_config", ({"effort": "high"}, {}))
+    fields.only("output_format")
+    fields.ignore("metadata", "service_tier", "cache_control", "inference_geo", "context_management")
+    most = fields.take("max_tokens", int) if counts else fields.need("max_tokens", int)
+    asked = Asked(
+        model=fields.take("model", str, default=""),
+        messages=tuple(messages),
+        tools=tools,
+        reads_calls=reads_calls,
+        must_call=must_call,
+        is_parallel=not choice.get("disable_parallel_tool_use", False),
+        prefill=prefill,
+        max_tokens=most,
+        temperature=fields.take("temperature", float),
+        top_p=fields.take("top_p", float),
+        top_k=fields.take("top_k", int),
+        stop=stops_of(fields, "stop_sequences"),
+        variables=variables,
+        is_streamed=fields.take("stream", bool, default=False),
+    )
+    fields.done()
+    return asked
+
+
+def _tool(value: object, location: str) -> dict[str, Any]:
+    fields = Fields(value, location)
+    kind = fields.take("type", str, default="custom")
+    if kind != "custom":
+        raise RefusedError(
+            f"{location}: tools of type {kind!r} are not served, only those with an input_schema.", param="tools"
+        )
+    function = {"name": fields.need("name", str)}
+    if (text := fields.take("description", str)) is not None:
+        function["description"] = text
+    function["parameters"] = fields.need("input_schema", dict)
+    fields.ignore(
+        "cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers", "defer_loading"
+    )
+    fields.done()
+    return {"type": "function", "function": function}
+
+
+def _system(value: object) -> list[Message]:
+    text = text_of(value, "system", ("text",))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(value: object, location: str) -> list[Message]:
+    """The messages of one of Anthropic's: results of tools are messages of their own."""
+    if not isinstance(value, dict) or value.get("role") not in ("user", "assistant", "system"):
+        raise RefusedError(
+            f"{location} must be an object with role user or assistant, found {shown(value)}.", param=location
+        )
+    role, content = value["role"], value.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(each, dict) for each in blocks):
+        raise RefusedError(f"{location}.content must be text or blocks, found {shown(content)}.", param=location)
+    found: list[Message] = []
+    texts, calls, reasoning = [], [], []
+    for number, block in enumerate(blocks):
+        kind, where = block.get("type"), f"{location}.content[{number}]"
+        if kind == "text":
+            texts.append(text_of([block], where))
+        elif kind == "tool_result" and role == "user":
+            text = text_of(block.get("content"), f"{where}.content", ("text",))
+            found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+        elif kind == "tool_use" and role == "assistant":
+            function = {
+                "name": str(block.get("name")),
+                "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
+            }
+            calls.append({"type": "function", "id": str(block.get("id")), "function": function})
+        elif kind == "thinking" and role == "assistant":
+            reasoning.append(str(block.get("thinking", "")))
+        else:
+            raise RefusedError(
+                f"{where}: content of type {shown(kind)} is not served in a message of {role}.", param=location
+            )
+    if role == "assistant":
+        message: Message = {"role": role, "content": "".join(texts)}
+        message |= {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
+        return [{**message, **({"tool_calls": calls} if calls else {})}]
+    return [*found, *([{"role": role, "content": "".join(texts)}] if texts or not found else [])]
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Tokens of a call: those that were there before are no new input."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }
+
+
+def answer(found: Answer, text_of_ids: TextOf, *, shows_ids: bool = False) -> dict[str, Any]:
+    """A whole answer."""
+    del text_of_ids, shows_ids
+    (reply,) = found.replies
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content:
+        blocks.append({"type": "text", "text": reply.content, "citations": None})
+    blocks += [
+        {
+            "type": "tool_use",
+            "id": each.id,
+            "name": each.name,
+            "input": json.loads(each.arguments),
+            "caller": {"type": "direct"},
+        }
+        for each in reply.calls
+    ]
+    return {**_head(found), "content": blocks, **_stop(reply), "usage": usage_of(found.usage)}
+
+
+def _head(found: Answer) -> dict[str, Any]:
+    return {"id": found.id, "type": "message", "role": "assistant", "model": found.asked.model}
+
+
+def _stop(reply: Reply) -> dict[str, Any]:
+    reason = "stop_sequence" if reply.stop_text is not None else STOPS[reply.finish]
+    return {"stop_reason": reason, "stop_sequence": reply.stop_text}
+
+
+class Stream:
+    """The events of one answer."""
+
+    def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:
+        del body, text_of_ids
+        self._found, self._index, self._open, self._reply = found, -1, "", Reply("")
+
+    def begin(self) -> list[bytes]:
+        """Before the first token."""
+        usage = usage_of(Usage(self._found.usage.prompt, 0, self._found.usage.cached))
+        message = {**_head(self._found), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return [_event("message_start", message=message), _event("ping")]
+
+    def delta(self, delta: Delta) -> list[bytes]:
+        """A part of a reply."""
+        events: list[bytes] = []
+        if delta.reasoning:
+            events += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            events.append(self._part({"type": "thinking_delta", "thinking": delta.reasoning}))
+        if delta.content:
+            events += self._block("text", {"type": "text", "text": "", "citations": None})
+            events.append(self._part({"type": "text_delta", "text": delta.content}))
+        for call in delta.calls:
+            head = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
+            events += [*self._close(), *self._block("tool_use", head)]
+            events.append(self._part({"type": "input_json_delta", "partial_json": call.arguments}))
+        if delta.reply is not None:
+            self._reply = delta.reply
+        return events
+
+    def end(self, usage: Usage) -> list[bytes]:
+        """After the last reply."""
+        last = _event("message_delta", delta=_stop(self._reply), usage={"output_tokens": usage.completion})
+        return [*self._close(), last, _event("message_stop")]
+
+    def error(self, value: dict[str, Any]) -> list[bytes]:
+        """In place of the rest."""
+        return [sse(value, "error")]
+
+    def _block(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        """Opens a block, where one of another kind is open, or none."""
+        if self._open == kind:
+            return []
+        closed = self._close()
+        self._index, self._open = self._index + 1, kind
+        return [*closed, _event("content_block_start", index=self._index, content_block=block)]
+
+    def _part(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        kind, self._open = self._open, ""
+        signature = [self._part({"type": "signature_delta", "signature": ""})] if kind == "thinking" else []
+        return [*signature, _event("content_block_stop", index=self._index)]
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return sse({"type": kind, **fields}, kind)

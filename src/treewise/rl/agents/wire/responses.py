@@ -1,0 +1,299 @@
+"""OpenAI's `POST /v1/responses`, stateless: every call holds all items; nothing is kept for a later one to name."""
+
+from typing import Any
+
+from treewise.data.io.field_checks import shown
+from treewise.data.render.messages import Message
+from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.chat import TextOf, effort, logprobs_of, tool_choice
+from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, named_tools, sse, template_variables, text_of
+
+IGNORED = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+SHOWN = (
+    "instructions",
+    "temperature",
+    "top_p",
+    "max_output_tokens",
+    "metadata",
+    "tools",
+    "tool_choice",
+    "user",
+    "store",
+)
+
+
+def read(body: object, template: str = "") -> Asked:
+    """A call. template: the text of the chat template, which may read `reasoning_effort`. Raises `RefusedError`."""
+    fields = Fields(body)
+    items = fields.need("input", str, list)
+    instructions = fields.take("instructions", str)
+    tools = named_tools(fields.take("tools", list, default=[]))
+    reads_calls, must_call = tool_choice(fields.take("tool_choice", str, dict, default="auto"), bool(tools))
+    variables = template_variables(fields)
+    reasoning = fields.take("reasoning", dict, default={})
+    variables |= effort(reasoning.get("effort"), template, "reasoning.effort")
+    included = fields.take("include", list, default=[])
+    if unknown := [each for each in included if each not in INCLUDED]:
+        raise RefusedError(f"include={shown(unknown)} is not served.", param="include")
+    wants = "message.output_text.logprobs" in included
+    num_top = fields.take("top_logprobs", int)
+    text = fields.take("text", dict, default={})
+    if text.get("format", {"type": "text"}) != {"type": "text"}:
+        raise RefusedError(
+            "text.format: outputs are not constrained to a schema, only {'type': 'text'} is served.", param="text"
+        )
+    for name in ("previous_response_id", "conversation", "prompt"):
+        fields.only(name, hint="nothing is kept here; send all items as input")
+    fields.only("truncation", ("disabled",))
+    fields.only("background", (False,))
+    fields.only("context_management", ([],))
+    fields.ignore(*IGNORED)
+    fields.take("stream_options", dict)
+    head: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    messages = [*head, *_messages(items)]
+    if not messages:
+        raise RefusedError("input is empty.", param="input")
+    asked = Asked(
+        model=fields.take("model", str, default=""),
+        messages=tuple(messages),
+        tools=tools,
+        reads_calls=reads_calls,
+        must_call=must_call,
+        is_parallel=fields.take("parallel_tool_calls", bool, default=True),
+        max_tokens=fields.take("max_output_tokens", int),
+        temperature=fields.take("temperature", float),
+        top_p=fields.take("top_p", float),
+        num_top=(num_top or 0) if wants else None,
+        variables=variables,
+        is_streamed=fields.take("stream", bool, default=False),
+    )
+    fields.only("max_tool_calls")
+    fields.done()
+    return asked
+
+
+def _messages(items: str | list[Any]) -> list[Message]:
+    """Messages of items: reasoning, text and calls of the model that follow one another are one turn."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    found: list[Message] = []
+    turn: Message | None = None  # of the model, while its items come
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise RefusedError(f"{where} must be an object, found {shown(item)}.", param="input")
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "function_call_output":
+            text = text_of(item.get("output"), f"{where}.output")
+            found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
+            turn = None
+        elif kind == "message" and item.get("role") != "assistant":
+            role = item.get("role")
+            if role not in ("user", "system", "developer"):
+                raise RefusedError(
+                    f"{where} has role {shown(role)}; served are user, system, developer, assistant.", param="input"
+                )
+            found.append({"role": role, "content": text_of(item.get("content"), f"{where}.content")})
+            turn = None
+        elif kind in ("message", "function_call", "reasoning"):
+            if turn is None or (kind == "reasoning" and (turn["content"] or turn.get("tool_calls"))):
+                turn = {"role": "assistant", "content": ""}
+                found.append(turn)
+            _add(turn, kind, item, where)
+        else:
+            raise RefusedError(f"{where}: items of type {shown(kind)} are not served.", param="input")
+    return found
+
+
+def _add(turn: Message, kind: str, item: dict[str, Any], where: str) -> None:
+    """Adds an item to a turn of the model."""
+    if kind == "message":
+        turn["content"] += text_of(item.get("content"), f"{where}.content")
+    elif kind == "function_call":
+        function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
+        turn.setdefault("tool_calls", []).append(
+            {"type": "function", "id": str(item.get("call_id")), "function": function}
+        )
+    else:
+        parts = item.get("content") or item.get("summary") or []
+        texts = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
+        if text := "\n".join(texts):
+            turn["reasoning_content"] = text
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def _response(
+    found: Answer, body: dict[str, Any], output: list[Any], status: str, usage: Usage | None
+) -> dict[str, Any]:
+    shown_fields: dict[str, Any] = {name: body.get(name) for name in SHOWN}
+    return {
+        **shown_fields,
+        "id": found.id,
+        "object": "response",
+        "created_at": found.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": found.asked.model,
+        "output": output,
+        "parallel_tool_calls": found.asked.is_parallel,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "truncation": "disabled",
+        "usage": None if usage is None else _usage(usage),
+        "metadata": body.get("metadata") or {},
+    }
+
+
+def _reasoning(found: Answer, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": f"rs_{found.id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+def _message(found: Answer, text: str | None, status: str, logprobs: list[Any] | None = None) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+    content = [] if text is None else [part]
+    return {"id": f"msg_{found.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _call(call: Any, arguments: str, status: str) -> dict[str, Any]:
+    named = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
+    return {**named, "arguments": arguments, "status": status}
+
+
+def _output(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[dict[str, Any]]:
+    status = "incomplete" if reply.finish == "length" else "completed"
+    items = [_reasoning(found, reply.reasoning)] if reply.reasoning else []
+    if reply.content or not reply.calls:
+        items.append(_message(found, reply.content, status, _logprobs(found, reply, text_of_ids)))
+    return [*items, *(_call(each, each.arguments, "completed") for each in reply.calls)]
+
+
+def _logprobs(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[Any]:
+    return [] if found.asked.num_top is None else list(logprobs_of(reply, text_of_ids)["content"])
+
+
+def answer(found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> dict[str, Any]:
+    """A whole answer."""
+    (reply,) = found.replies
+    status = "incomplete" if reply.finish == "length" else "completed"
+    return _response(found, body, _output(found, reply, text_of_ids), status, found.usage)
+
+
+class Stream:
+    """The events of one answer."""
+
+    def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:
+        self._found, self._body, self._text_of_ids = found, body, text_of_ids
+        self._number, self._index, self._open = -1, -1, ""
+        self._text, self._reply = "", Reply("")
+        self._done: list[dict[str, Any]] = []
+
+    def begin(self) -> list[bytes]:
+        """Before the first token."""
+        empty = _response(self._found, self._body, [], "in_progress", None)
+        return [self._event(f"response.{kind}", response=empty) for kind in ("created", "in_progress")]
+
+    def delta(self, delta: Delta) -> list[bytes]:
+        """A part of a reply."""
+        events: list[bytes] = []
+        if delta.reasoning:
+            if self._open != "reasoning":
+                events += [*self._close(), *self._begun("reasoning", _reasoning(self._found, ""))]
+            events.append(self._part("response.reasoning_text.delta", delta.reasoning))
+        if delta.content:
+            events += self._open_text()
+            events.append(self._part("response.output_text.delta", delta.content, logprobs=[]))
+        for call in delta.calls:
+            events += [*self._close(), *self._begun("call", _call(call, "", "in_progress"))]
+            item = _call(call, call.arguments, "completed")
+            named = {"item_id": item["id"], "output_index": self._index}
+            events.append(self._event("response.function_call_arguments.delta", **named, delta=call.arguments))
+            events.append(
+                self._event("response.function_call_arguments.done", **named, name=call.name, arguments=call.arguments)
+            )
+            events.append(self._event("response.output_item.done", output_index=self._index, item=item))
+            self._open = ""
+            self._done.append(item)
+        if delta.reply is not None:
+            self._reply = delta.reply
+        return events
+
+    def end(self, usage: Usage) -> list[bytes]:
+        """After the last reply."""
+        events = [] if self._done or self._open else self._open_text()
+        events += self._close()
+        status = "incomplete" if self._reply.finish == "length" else "completed"
+        whole = _response(self._found, self._body, self._done, status, usage)
+        return [*events, self._event(f"response.{status}", response=whole)]
+
+    def error(self, value: dict[str, Any]) -> list[bytes]:
+        """In place of the rest."""
+        error = value["error"]
+        return [self._event("error", code=error["code"], message=error["message"], param=error["param"])]
+
+    def _open_text(self) -> list[bytes]:
+        if self._open == "message":
+            return []
+        begun = [*self._close(), *self._begun("message", _message(self._found, None, "in_progress"))]
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"item_id": f"msg_{self._found.id}", "output_index": self._index, "content_index": 0}
+        return [*begun, self._event("response.content_part.added", **item, part=part)]
+
+    def _begun(self, kind: str, item: dict[str, Any]) -> list[bytes]:
+        self._index, self._open, self._text = self._index + 1, kind, ""
+        return [self._event("response.output_item.added", output_index=self._index, item=item)]
+
+    def _part(self, kind: str, text: str, **more: Any) -> bytes:
+        self._text += text
+        name = f"{'rs' if self._open == 'reasoning' else 'msg'}_{self._found.id}"
+        return self._event(kind, item_id=name, output_index=self._index, content_index=0, delta=text, **more)
+
+    def _close(self) -> list[bytes]:
+        """Ends the item that is open."""
+        kind, self._open = self._open, ""
+        if kind == "reasoning":
+            item = _reasoning(self._found, self._text)
+            named = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+            events = [self._event("response.reasoning_text.done", **named, text=self._text)]
+        elif kind == "message":
+            status = "incomplete" if self._reply.finish == "length" else "completed"
+            item = _message(self._found, self._text, status, _logprobs(self._found, self._reply, self._text_of_ids))
+            named = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+            part = item["content"][0]
+            events = [
+                self._event("response.output_text.done", **named, text=self._text, logprobs=[]),
+                self._event("response.content_part.done", **named, part=part),
+            ]
+        else:
+            return []
+        self._done.append(item)
+        return [*events, self._event("response.output_item.done", output_index=self._index, item=item)]
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)

@@ -1,0 +1,194 @@
+"""Routes of trajectories: which experts of a mixture a token went through, and where rollouts part for them.
+
+A token that took other experts is another one, although its id is the same: its hidden row differs, and all below it.
+So prefixes are merged by token and route. What was not recorded (-1) merges with anything, and takes the experts of the
+token that it shares; that is no equivalence, so a rule decides. Where trajectories that have all in common so far go
+on with one token and several routes, those without a record go with the route that most of the others take, of equals
+with the least. Trajectories in another order are the same forest.
+
+`by_tokens` gives all trajectories through a token the experts of the first: fewer tokens to compute, and other
+log-probs than those of the rollouts that took others.
+
+Letters: F flat tokens, N trajectories, L layers, k experts of a token in a layer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from treewise.errors import DataError
+from treewise.tree import prefix_merge
+from treewise.tree.trajectory import Trajectory
+
+UNKNOWN = -1
+
+
+def has_routes(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether the experts of any token are recorded."""
+    return any(item.routed_experts is not None for item in trajectories)
+
+
+def merged(
+    trajectories: Sequence[Trajectory], keys: np.ndarray, offsets: np.ndarray, tree_of: Sequence[int] | None = None
+) -> tuple[list[Trajectory], np.ndarray]:
+    """The trajectories with the experts that they take from one another, and keys that are equal where routes are, too.
+
+    keys: [F] int32, equal where tokens are. offsets: [N + 1] where each trajectory begins. tree_of: [N] the tree that
+    each is of; none takes experts from another tree. None: all are of one.
+
+    Raises:
+        DataError: routes of several shapes.
+    """
+    routes, rows = _numbered(trajectories, offsets)
+    known = routes.copy()
+    trees = np.zeros(len(trajectories), dtype=np.int64) if tree_of is None else np.asarray(tree_of)
+    for tree in np.unique(trees):
+        _resolve(np.flatnonzero(trees == tree), keys, offsets, routes, rows)
+    filled = list(trajectories)
+    for index in np.unique(np.searchsorted(offsets, np.flatnonzero(routes != known), side="right") - 1).tolist():
+        own = slice(offsets[index], offsets[index + 1])
+        filled[index] = replace(filled[index], routed_experts=rows[routes[own]])
+    pairs = keys.astype(np.int64) * (len(rows) + 1) + routes + 1
+    return filled, np.unique(pairs, return_inverse=True)[1].astype(np.int32)
+
+
+def by_tokens(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories of a tree, where each token has the experts that the first of them recorded for it.
+
+    Raises:
+        DataError: routes of several shapes.
+    """
+    items = list(trajectories)
+    if not has_routes(items):
+        return items
+    offsets = np.concatenate([[0], np.cumsum([len(item) for item in items])])
+    routes, rows = _numbered(items, offsets)
+    segments = prefix_merge.merge_sequences(np.concatenate([item.token_ids for item in items]), offsets)
+    path_F, _ = prefix_merge.path_index(segments)
+    first_T = np.full(segments.num_tokens, UNKNOWN)
+    is_known = np.flatnonzero(routes != UNKNOWN)[::-1]
+    first_T[path_F[is_known]] = routes[is_known]  # the last assignment wins: that of the first trajectory
+    parts = np.split(first_T[path_F], offsets[1:-1])
+    return [replace(item, routed_experts=rows[own]) for item, own in zip(items, parts, strict=True)]
+
+
+def one_shape(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+    """Layers and experts of all records. Raises `DataError` where they differ."""
+    shapes = {item.routed_experts.shape[1:]: item.source for item in trajectories if item.routed_experts is not None}
+    if len(shapes) > 1:
+        (one, where), (other, there) = list(shapes.items())[:2]
+        raise DataError(
+            f"{there or 'a trajectory'}: routed_experts of {list(other)} layers and experts, and of {list(one)} in "
+            f"{where or 'another one'}; the rows of a tree are of one model."
+        )
+    return next(iter(shapes))
+
+
+def filled(first: np.ndarray | None, later: np.ndarray | None, length: int) -> np.ndarray | None:
+    """[length, L, k], the records of one row's first tokens by two forwards: that of the first, and of the later one
+    where the first has none. None: neither has any.
+
+    Raises:
+        DataError: records of several shapes.
+    """
+    known = [table for table in (first, later) if table is not None]
+    if not known:
+        return None
+    if len({table.shape[1:] for table in known}) > 1:
+        raise DataError(
+            f"routed_experts of {list(known[0].shape[1:])} and {list(known[1].shape[1:])} layers and experts."
+        )
+    whole = np.full((length, *known[0].shape[1:]), UNKNOWN, dtype=np.int16)
+    for table in known:
+        own = whole[: len(table)]
+        is_new = (own < 0).all((1, 2))
+        own[is_new] = table[:length][is_new]
+    return whole
+
+
+def side_by_side(tables: Sequence[np.ndarray | int]) -> np.ndarray:
+    """[T, L, k], the tables of several forests one after the other; a number stands for as many tokens without one.
+
+    Raises:
+        DataError: tables of several shapes.
+    """
+    shapes = {table.shape[1:] for table in tables if isinstance(table, np.ndarray)}
+    if len(shapes) > 1:
+        raise DataError(f"routed_experts of {' and '.join(str(list(shape)) for shape in shapes)} layers and experts.")
+    shape = next(iter(shapes))
+    return np.concatenate(
+        [table if isinstance(table, np.ndarray) else np.full((table, *shape), UNKNOWN, np.int16) for table in tables]
+    )
+
+
+def _numbered(trajectories: Sequence[Trajectory], offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[F] int64 the number of each token's route, `UNKNOWN` where it was not recorded; and the routes, [R + 1, L, k]
+    int16, of which the last is that of such tokens.
+    """
+    shape = one_shape(trajectories)
+    nothing = np.full(shape, -1, dtype=np.int16).tobytes()
+    number: dict[bytes, int] = {nothing: UNKNOWN}
+    routes = np.full(int(offsets[-1]), UNKNOWN, dtype=np.int64)
+    for item, offset in zip(trajectories, offsets.tolist(), strict=False):
+        if item.routed_experts is not None:
+            own = [number.setdefault(row.tobytes(), len(number) - 1) for row in item.routed_experts]
+            routes[offset : offset + len(own)] = own
+    del number[nothing]
+    rows = np.frombuffer(b"".join([*number, nothing]), dtype=np.int16).reshape(-1, *shape)
+    return routes, rows
+
+
+def _resolve(members: np.ndarray, keys: np.ndarray, offsets: np.ndarray, routes: np.ndarray, rows: np.ndarray) -> None:
+    """Writes into `routes` those that trajectories take from one another. members: of one tree, [n] int64.
+
+    Trajectories that have all before a depth in common go on together up to where they part, a run at a time.
+    """
+    lengths = np.diff(offsets)
+    stack = [(members, 0)]
+    while stack:
+        together, depth = stack.pop()
+        together = together[lengths[together] > depth]
+        for group in _groups(together, offsets[together] + depth, keys, routes, rows):
+            if len(group) > 1:
+                stack.append((group, _end_of_run(group, depth, keys, offsets, routes)))
+
+
+def _groups(
+    together: np.ndarray, at: np.ndarray, keys: np.ndarray, routes: np.ndarray, rows: np.ndarray
+) -> list[np.ndarray]:
+    """Trajectories ([n] int64) that go on with the same token and route. at: [n] int64, the flat token of each.
+
+    Those without a record get the route that they go with.
+    """
+    groups = []
+    for key in np.unique(keys[at]):
+        of_token = keys[at] == key
+        own = routes[at[of_token]]
+        counts = Counter(own[own != UNKNOWN].tolist())
+        if counts:
+            chosen = min(counts, key=lambda route: (-counts[route], rows[route].tolist()))
+            routes[at[of_token & (routes[at] == UNKNOWN)]] = chosen
+        for route in counts or [UNKNOWN]:
+            groups.append(together[of_token & (routes[at] == route)])
+    return groups
+
+
+def _end_of_run(group: np.ndarray, depth: int, keys: np.ndarray, offsets: np.ndarray, routes: np.ndarray) -> int:
+    """The depth at which trajectories that have the token at `depth` in common part, or one of them ends; up to there
+    each gets the routes that any of them has.
+    """
+    starts = offsets[group]
+    length = int((offsets[group + 1] - starts).min()) - depth
+    key, run = keys[starts[0] + depth :][:length], routes[starts[0] + depth :][:length].copy()
+    for start in starts[1:].tolist():
+        own_key, own = keys[start + depth :][:length], routes[start + depth :][:length]
+        differs = (own_key != key) | ((own != run) & (own != UNKNOWN) & (run != UNKNOWN))
+        if differs.any():
+            length = int(differs.argmax())
+            key, run, own = key[:length], run[:length], own[:length]
+        run = np.where(run == UNKNOWN, own, run)
+    for start in starts.tolist():
+        routes[start + depth : start + depth + length] = run
+    return depth + length

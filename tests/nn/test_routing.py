@@ -1,0 +1,333 @@
+"""Recorded experts are replayed as in flat training, for every family of mixtures; and what cannot be is named.
+
+The oracle knows nothing of how experts are chosen: on the output of a router it finds the formula that turns logits and
+chosen experts into weights, and applies it to the recorded experts.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import treewise as tw
+from treewise.engine.flat import FlatLoss
+from treewise.errors import DataError, UnsupportedModelError
+from treewise.nn.model import split_model
+from treewise.nn.routing import heard, routers_of
+from treewise.nn.support_table import SUPPORTED, CapabilityTable
+from treewise.testing.families import tiny_model
+from treewise.tree.trajectory import Trajectory
+
+MIXTURES = [
+    row.family for row in CapabilityTable.load().rows if row.status == SUPPORTED and "experts" in ", ".join(row.layers)
+]
+# These choose outside of the router, one expert after the other, or among experts of text and of images.
+ELSEWHERE = {"dbrx", "phimoe", "ernie4_5_vl_moe"}
+
+
+def random_routes(model, trajectories, seed=0, share=0.8):
+    """The trajectories with experts drawn for some tokens; those that share a prefix often share its routes."""
+    rng = np.random.default_rng(seed)
+    sizes, table = router_sizes(model), {}
+
+    def drawn(prefix):
+        if prefix not in table or rng.random() < 0.1:
+            table[prefix] = np.stack([rng.permutation(experts)[:chosen] for experts, chosen in sizes])
+            if rng.random() > share:
+                table[prefix] = np.full_like(table[prefix], -1)
+        return table[prefix]
+
+    return [
+        replace(item, routed_experts=np.stack([drawn(tuple(item.token_ids[: at + 1])) for at in range(len(item))]))
+        for item in trajectories
+    ]
+
+
+def ids_of(values):
+    return torch.as_tensor(values.astype(np.int64))
+
+
+def router_sizes(model):
+    """Experts, and how many are chosen, of each router."""
+    decoder = split_model(model).decoder
+    with torch.no_grad(), heard(decoder):
+        model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
+    choices = [vars(each.module)["_treewise_choice"] for each in routers_of(decoder)]
+    return [(each.num_experts, each.num_chosen) for each in choices]
+
+
+TREE = [
+    Trajectory([5, 6, 7, 8, 19, 10, 11], [0, 1, 0, 1, 1, 1, 1]),
+    Trajectory([5, 6, 7, 8, 12, 13], [0, 1, 0, 1, 1, 1]),
+    Trajectory([5, 6, 7, 8, 12, 14, 15, 16], [0, 1, 0, 0, 1, 1, 1, 1]),
+    Trajectory([5, 20, 21], [0, 1, 1]),
+]
+
+
+def formulas():
+    """Weights [T, k] from logits [T, E] and experts [T, k]."""
+    for act in (
+        lambda z: z.softmax(-1),
+        lambda z: z.sigmoid(),
+        lambda z: torch.nn.functional.softplus(z).sqrt(),
+        lambda z: (z - z.detach().max(-1, keepdim=True).values).exp(),
+        lambda z: z,
+    ):
+        yield lambda z, i, act=act: act(z).gather(-1, i)
+        yield lambda z, i, act=act: (w := act(z).gather(-1, i)) / w.sum(-1, keepdim=True)
+
+
+def with_experts(logits, weights, chosen, experts):
+    """A router's weights where it had chosen other experts."""
+    for formula in formulas():
+        ours = formula(logits.float(), chosen)
+        scale = (weights.float() / ours).detach()
+        if torch.allclose(scale, scale.mean(), rtol=1e-5):
+            return formula(logits.float(), experts).to(weights.dtype) * scale.mean()
+    raise AssertionError(f"no formula gives the weights of the router: {weights} of {logits}")
+
+
+def jetmoe(output, table, num_experts):
+    """Tokens sorted by expert, with the softmax of their chosen logits."""
+    logits = output[-1]
+    own = logits.topk(table.shape[1], dim=1).indices
+    experts = torch.where(table >= 0, table, own)
+    gates = logits.gather(1, experts).softmax(-1).to(output[2].dtype).flatten()
+    order = experts.flatten().sort(stable=True).indices
+    sizes = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
+    return order, order.div(table.shape[1], rounding_mode="trunc"), gates[order], sizes, logits
+
+
+def flat_loss(model, items):
+    """The loss of each trajectory alone, its routers' outputs replaced."""
+    routers = routers_of(split_model(model).decoder)
+    total, weight = 0, 0
+    for item in items:
+        hooks = []
+        for number, router in enumerate(routers):
+            table = (
+                None
+                if item.routed_experts is None
+                else torch.as_tensor(item.routed_experts[:, number].astype(np.int64))
+            )
+
+            def swap(module, _args, output, table=table, router=router):
+                if table is None:
+                    return output
+                if type(module).__name__ == "Llama4Router":  # scores of all experts, 0 where not chosen
+                    logits = output[1]
+                    kept = torch.full_like(logits, float("-inf")).scatter(
+                        1, table.clamp(min=0), logits.gather(1, table.clamp(min=0))
+                    )
+                    return torch.where(table[:, :1] >= 0, kept.float().sigmoid().to(output[0].dtype), output[0]), logits
+                if type(module).__name__ == "JetMoeTopKGating":
+                    return jetmoe(output, table, module.num_experts)
+                logits, weights, chosen, *rest = output
+                experts = torch.where(table >= 0, table, chosen.reshape(table.shape))
+                flat = logits.reshape(len(table), -1)
+                found = with_experts(flat, weights.reshape(table.shape), chosen.reshape(table.shape), experts)
+                return logits, found.reshape(weights.shape), experts.reshape(chosen.shape).to(chosen.dtype), *rest
+
+            hooks.append(router.module.register_forward_hook(swap))
+        try:
+            logits = model(input_ids=ids_of(item.token_ids)[None], use_cache=False).logits[0].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        logprobs = (
+            logits[:-1].log_softmax(-1).gather(-1, torch.as_tensor(item.token_ids[1:].astype(np.int64))[:, None])[:, 0]
+        )
+        weights = torch.as_tensor(item.loss_weights[1:])
+        total, weight = total - (logprobs * weights).sum(), weight + weights.sum()
+    return total / weight
+
+
+def gradients(model):
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def difference(ours, theirs):
+    assert ours.keys() >= {name for name, each in theirs.items() if each.abs().max() > 0}
+    return (
+        max(
+            (float((ours[name] - each).norm() / theirs_norm) for name, each in theirs.items() if name in ours),
+            default=0.0,
+        )
+        if (theirs_norm := torch.cat([each.flatten() for each in theirs.values()]).norm())
+        else 0.0
+    )
+
+
+def flat_step(model, items):
+    flat = flat_loss(model, tw.Forest.from_trajectories(items).trajectories)  # with experts taken from one another
+    flat.backward()
+    return flat, gradients(model)
+
+
+def assert_replays(model, items, budgets=(None, 5), flat_of=None, **options):
+    flat, theirs = flat_step(model, items) if flat_of is None else flat_of
+    forest = tw.Forest.from_trajectories(items)
+    for budget in budgets:
+        engine = tw.TreeEngine(model, max_tokens=budget, check=False, **options)
+        output = engine.step(forest)
+        assert output.loss == pytest.approx(flat.item(), rel=1e-5)
+        assert difference(gradients(model), theirs) < 1e-5
+    return output
+
+
+def mixture(family, **changes):
+    """A tiny model whose routers are far from indifferent, so that no two formulas give the same weights."""
+    model = tiny_model(family, **changes)
+    for router in routers_of(split_model(model).decoder):
+        for parameter in router.module.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.mark.representatives("qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text", "jetmoe", "dbrx")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_family_replays_as_flat_training_does(family):
+    model = mixture(family)
+    if family in ELSEWHERE:
+        items = [replace(item, routed_experts=np.tile([0, 1], (len(item), 3, 1))) for item in TREE]
+        with pytest.raises(UnsupportedModelError, match=r"chooses experts (in another way|of several kinds)"):
+            tw.TreeEngine(model, check=False).step(items)
+        return
+    output = assert_replays(model, random_routes(model, TREE))
+    assert output.replay.num_otherwise > 0
+
+
+def test_groups_are_those_of_the_recorded_experts():
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+    for family, more in (("deepseek_v2", {"topk_method": "group_limited_greedy"}), ("deepseek_v3", {})):
+        model = mixture(family, **groups, **more)
+        # Of two groups of two experts each: 0, 1 and 6 are of the first and the last.
+        items = [replace(item, routed_experts=np.tile([0, 1, 6], (len(item), 2, 1))) for item in TREE]
+        assert_replays(model, items)
+
+
+def test_a_record_may_have_all_layers_of_the_model():
+    model = mixture("deepseek_v3")  # its first layer is dense
+    items = random_routes(model, TREE, share=1)
+    whole = [replace(item, routed_experts=np.pad(item.routed_experts, ((0, 0), (1, 0), (0, 0)))) for item in items]
+    assert whole[0].routed_experts.shape[1] == 3
+    losses = [tw.TreeEngine(model).evaluate(each).loss for each in (items, whole)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_next"])
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}])
+def test_checkpointing_replays_the_experts_of_its_own_micro_batch(family, options):
+    if options["use_reentrant"] and family == "qwen3_next":
+        pytest.skip("hybrids refuse reentrant checkpoints")
+    model = mixture(family)
+    items = random_routes(model, TREE)
+    flat = flat_step(model, items)
+    model.gradient_checkpointing_enable(options)
+    assert_replays(model, items, budgets=(None, 5, 3), flat_of=flat)
+
+
+@pytest.mark.parametrize("hold", ["never", "always"])
+def test_held_micro_batches_keep_their_experts(hold):
+    model = mixture("qwen3_moe")
+    assert_replays(model, random_routes(model, TREE), budgets=(5, 2), hold=hold)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_adapters_are_trained_through_recorded_experts(family):
+    peft = pytest.importorskip("peft")
+    base = mixture(family)
+    items = random_routes(base, TREE)
+    targets = ["q_proj", "o_proj"] if family == "qwen3_moe" else ["o_proj"]
+    parameters = [name for name, _ in base.named_parameters() if name.endswith("mlp.gate.weight")]
+    config = peft.LoraConfig(r=4, target_modules=targets, target_parameters=parameters, init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    assert_replays(model, items)
+
+
+def test_compiled_layers_replay():
+    model = mixture("qwen3_moe")
+    items = random_routes(model, TREE)
+    flat = flat_step(model, items)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend="eager")
+    assert_replays(model, items, flat_of=flat)
+
+
+def test_the_flat_oracle_of_verify_replays_as_this_one():
+    model = mixture("qwen3_moe")
+    forest = tw.Forest.from_trajectories(random_routes(model, TREE))
+    flat, theirs = flat_step(model, forest.trajectories)
+    run = FlatLoss(forest.trajectories, tw.SFT()).run(model, torch.device("cpu"))
+    assert run.loss == pytest.approx(flat.item(), rel=1e-5)
+    assert difference(gradients(model), theirs) < 1e-5
+    once = tw.SFT(weighting="once")  # equal tokens that took other experts are trained on their own
+    assert FlatLoss(forest.trajectories, once).run(model, torch.device("cpu")).loss == pytest.approx(
+        tw.TreeEngine(model, check=False).evaluate(forest, once).loss, rel=1e-5
+    )
+
+
+def test_the_probe_passes_and_forwards_without_a_record_are_as_before():
+    model = mixture("qwen3_moe")
+    items = random_routes(model, TREE)
+    plain = [replace(item, routed_experts=None) for item in items]
+    before = tw.TreeEngine(model).evaluate(plain)
+    assert before.replay is None
+    engine = tw.TreeEngine(model)
+    replayed = engine.evaluate(items)
+    assert replayed.loss != before.loss
+    assert engine.evaluate(plain).loss == before.loss
+
+
+def test_what_a_model_chooses_itself_changes_nothing_when_it_is_replayed():
+    model = mixture("olmoe")
+    items = []
+    with heard(split_model(model).decoder) as routes, torch.no_grad():
+        for item in TREE:
+            model(input_ids=ids_of(item.token_ids)[None], use_cache=False)
+            items.append(replace(item, routed_experts=routes.taken(1)[0]))
+    engine = tw.TreeEngine(model)
+    output = engine.evaluate(items)
+    assert output.loss == pytest.approx(engine.evaluate(TREE).loss, rel=1e-6)
+    assert (
+        output.num_tree_tokens == tw.Forest.from_trajectories(TREE).num_tokens
+    )  # the same tokens took the same experts
+    assert (output.replay.num_recorded, output.replay.num_otherwise) == (output.num_tree_tokens, 0)
+
+
+def test_tokens_that_would_have_gone_elsewhere_are_counted():
+    model = mixture("olmoe")
+    item = TREE[0]
+    with heard(split_model(model).decoder) as routes, torch.no_grad():
+        model(input_ids=ids_of(item.token_ids)[None], use_cache=False)
+        table = routes.taken(1)[0]
+    table[2, 1] = [each for each in range(4) if each not in table[2, 1]]  # the last layers follow, in part
+    table[5] = -1
+    replay = tw.TreeEngine(model).evaluate([replace(item, routed_experts=table)]).replay
+    assert replay.num_recorded == len(item) - 1
+    assert replay.num_choices == 3 * (len(item) - 1)
+    assert 1 <= replay.num_otherwise <= replay.num_otherwise_choices
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[0, 1]] * 2, r"rows:1: routed_experts of 2 layers, but the model has 3 routers in 3 layers"),
+        ([[0, 1, 2]] * 3, r"rows:1: routed_experts of 3 experts a token, but layer 0 of the model chooses 2"),
+        ([[0, 1], [2, 9], [0, 1]], r"rows:1: routed_experts\[0\] layer 1: expert 9, but the model has 4 there"),
+    ],
+)
+def test_a_record_of_another_model_is_named(table, message):
+    item = Trajectory([5, 6, 7], routed_experts=[table] * 3, source="rows:1")
+    with pytest.raises(DataError, match=message):
+        tw.TreeEngine(mixture("qwen3_moe")).step([item])
+
+
+def test_a_dense_model_refuses_a_record():
+    with pytest.raises(UnsupportedModelError, match="has no router that transformers names"):
+        tw.TreeEngine(tiny_model("llama")).step([Trajectory([5, 6], routed_experts=[[[0]], [[1]]])])

@@ -1,0 +1,220 @@
+"""Agents that do what they should, and each way to go wrong: named, counted, and nothing of them is left."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.rl.agents.helpers import Speaker, assert_rows_are, episodes_on
+from treewise.errors import ConfigError, SamplerError
+from treewise.rl.agents.endpoint import Endpoint, listening
+from treewise.rl.agents.host import is_function
+from treewise.rl.agents.running import AgentRunner
+
+PLAIN = Path(__file__).parent / "plain_agents.py"
+TASK = {"question": "1+2?"}
+pytestmark = pytest.mark.xdist_group("test_agents_running")
+
+
+@contextmanager
+def runner_of(agent, texts=(), *, seconds=60.0, needs_reward=True, **settings):
+    speaker = Speaker(list(texts))
+    agent = agent if ":" in agent or " " in agent else f"{PLAIN}:{agent}"
+    with episodes_on(speaker, **settings) as episodes, listening(Endpoint(episodes)) as url:
+        runner = AgentRunner(agent, url, episodes, seconds=seconds, needs_reward=needs_reward)
+        runner.speaker = speaker
+        try:
+            yield runner
+        finally:
+            runner.close()
+
+
+def outcome_of(agent, texts=("Three.",), task=TASK, **settings):
+    with runner_of(agent, texts, **settings) as runner:
+        episode = runner.episodes.open("first", "task", seed=5)
+        found = runner.run(episode, task)
+        assert not episode.is_open
+        assert not runner.episodes.all_open
+        return found, episode, runner
+
+
+def test_a_function_is_given_its_task_and_returns_its_reward():
+    found, episode, runner = outcome_of("right")
+    assert found.reward == 6.0
+    assert found.failure is None
+    assert found.output == "thinking about 1+2?\n"
+    rows, _ = assert_rows_are(runner.speaker, episode)
+    assert rows[0]["turns"][0]["reward"] == 0.25
+    assert outcome_of("not_asynchronous")[0].reward == 2.0
+
+
+def test_the_client_of_the_official_sdk():
+    pytest.importorskip("openai")
+    found, episode, _ = outcome_of("with_client")
+    assert found.reward == 1.0
+    assert episode.rows()[0][0]["turns"][0]["reward"] == 0.5
+
+
+@pytest.mark.parametrize(("way", "reward"), [("", 0.5), ("file", 0.75), ("sent", 3.5)])
+def test_a_command_is_given_its_task_and_gives_its_reward(way, reward):
+    found, episode, runner = outcome_of(f"{sys.executable} {PLAIN} {way}")
+    assert found.reward == reward
+    assert len(assert_rows_are(runner.speaker, episode)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("agent", "kind", "words"),
+    [
+        ("raising", "raised", r"plain_agents.py:\d+: ValueError: no idea"),
+        ("exiting", "raised", "SystemExit: 3"),
+        ("leaving", "exited", "code 0 before it returned"),
+        ("killed", "exited", "signal 9 ended it"),
+        ("hanging", "timeout", r"within 1.5 seconds \(episode_seconds\)"),
+        ("silent", "silent", "made no call"),
+        ("nothing", "no reward", "returned nothing"),
+        ("words", "raised", "it returned 'good', no number"),
+        ("infinite", "no reward", "no finite number"),
+        ("flooding", "flooded", r"more than 5 calls \(max_calls\)"),
+        (f"{sys.executable} {PLAIN} fail", "exited", "code 4.*it broke"),
+        (f"{sys.executable} {PLAIN} words", "no reward", "its last line is 'so good', no number"),
+        ("no-such-program --at-all", "exited", "code 127.*No such file"),
+    ],
+)
+def test_what_goes_wrong_is_named_and_counted(agent, kind, words):
+    seconds = 1.5 if kind == "timeout" else 60.0
+    with runner_of(agent, seconds=seconds, max_calls=5) as runner:
+        episode = runner.episodes.open("first")
+        found = runner.run(episode, TASK)
+        assert found.reward is None
+        assert found.kind == kind
+        assert found.failure.startswith("first: ")
+        assert re.search(words, found.failure), found.failure
+        assert runner.failures == {kind: 1}
+        assert not episode.is_open
+        again = runner.episodes.open("second")  # the next episode is not touched by it
+        assert runner.run(again, TASK).kind == kind
+
+
+def test_an_agent_without_a_reward_may_be_judged_by_functions():
+    assert outcome_of("nothing", needs_reward=False)[0].failure is None
+
+
+def test_what_an_agent_prints_is_bounded():
+    found, _, _ = outcome_of("chatty")
+    assert found.reward == 1.0
+    assert found.num_bytes > 3_000_000
+    assert len(found.output) < 40_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes that leave their group are found on Linux alone")
+def test_what_leaves_the_group_ends_too(tmp_path):
+    found, _, _ = outcome_of("daemons", task={"pid_file": str(tmp_path / "pid")})
+    assert found.reward == 1.0, found
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_threads_and_forks_are_of_their_episode():
+    with runner_of("threads_and_forks") as runner:
+        episodes = [runner.episodes.open(f"e{number}", seed=number) for number in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda episode: runner.run(episode, TASK), episodes))
+        assert [each.reward for each in found] == [1.0] * 4
+        for episode in episodes:
+            asked = sorted(each.asked.messages[0]["content"] for each in episode.recording.calls)
+            assert asked == ["fork", "thread 0", "thread 1", "thread 2"]
+
+
+def test_the_same_random_numbers_for_a_seed():
+    with runner_of("drawn", ["a"] * 4) as runner:
+        texts = []
+        for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+            episode = runner.episodes.open(name, seed=seed)
+            runner.run(episode, TASK)
+            texts.append(episode.recording.calls[0].asked.messages[0]["content"])
+        assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_key_that_is_guessed_is_nobodys():
+    found, episode, runner = outcome_of("lying")
+    assert found.reward == 1.0
+    assert len(episode.recording.calls) == 1
+    assert runner.episodes.refused == {"with a key that is not known": 1}
+
+
+def test_a_call_that_outlives_its_agent_is_cancelled_and_counted():
+    with runner_of("outliving") as runner:
+        runner.speaker.block = threading.Event()
+        threading.Timer(1.5, runner.speaker.block.set).start()
+        episode = runner.episodes.open("first")
+        assert runner.run(episode, TASK).reward == 1.0
+        assert not episode._under_way
+        assert_rows_are(runner.speaker, episode)
+
+
+def test_a_sampler_that_fails_is_no_fault_of_the_agent():
+    with pytest.raises(SamplerError, match="out of memory"):
+        outcome_of("raising", [RuntimeError("out of memory")])
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (f"{PLAIN}:nobody", "nobody"),
+        ("no_such_module_at_all:run", "No module named"),
+        ("broken.py:run", r"broken\.py:1"),
+    ],
+)
+def test_an_agent_that_cannot_be_loaded(agent, words, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words), runner_of(agent):
+        pass
+
+
+def test_what_is_a_function_and_what_a_command():
+    functions = ("my_agent.py:run", "a.b:run", "/x y/z.py:run")
+    assert [is_function(each) for each in functions] == [True, True, False]
+    assert not any(map(is_function, ("python my_agent.py", "./agent", "make run:all", "curl http://a:80")))
+
+
+@pytest.mark.slow
+def test_agents_end_with_a_run_that_is_killed(tmp_path):
+    program = (
+        "import sys\nfrom tests.rl.agents.test_running import *\n"
+        "with runner_of('hanging') as runner:\n    runner.run(runner.episodes.open('a'), {'pid_file': sys.argv[1]})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "pid")], cwd=Path(__file__).parents[3])
+    try:
+        while not ((tmp_path / "pid").is_file() and (tmp_path / "pid").read_text()):
+            assert process.poll() is None
+            threading.Event().wait(0.01)
+        agent = int((tmp_path / "pid").read_text())
+        os.kill(agent, 0)
+    finally:
+        process.kill()
+        process.wait()
+    for _ in range(3000):
+        if not Path(f"/proc/{agent}").exists() or "Z" in Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2]:
+            break
+        threading.Event().wait(0.01)
+    else:
+        pytest.fail("the agent goes on")
+
+
+def test_agents_end_with_the_run():
+    with runner_of("hanging") as runner:
+        episode = runner.episodes.open("first")
+        with ThreadPoolExecutor(1) as threads:
+            found = threads.submit(runner.run, episode, TASK)
+            while not episode.recording.calls:
+                threading.Event().wait(0.01)
+            runner.close()
+            assert found.result(60).kind == "stopped"

@@ -1,0 +1,138 @@
+"""Online runs with an agent: figures, files, kills and resumption."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rl.agents.plain_agents import __file__ as PLAIN
+from tests.rl.online.helpers import TOKENIZER, arguments, settings, tiny_policy
+from treewise.data.load import load_trees
+from treewise.errors import CheckpointError, ConfigError, TaskError
+from treewise.rl.agents.collecting import AgentCollector
+from treewise.rl.agents.settings import AgentSettings
+from treewise.rl.agents.tasks import AgentTask
+from treewise.rl.online import OnlineTrainer
+from treewise.rl.online.journal import Journal
+from treewise.rl.samplers import TransformersSampler
+
+TASK = AgentTask([{"question": f"{number}+2?"} for number in range(10)], held_out=0.2)
+pytestmark = pytest.mark.xdist_group("test_agents_running")
+
+
+def new_trainer(folder, agent="drawn_reward", *, own=None, **changes):
+    model = tiny_policy(max_position_embeddings=4096)
+    online = settings(**{"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **changes})
+    given = AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})})
+    collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, TASK, online, given)
+    sampler = TransformersSampler(model, isolate_requests=True)
+    more = {"sampler": None if online.max_staleness else sampler, "collector": collector}
+    return OnlineTrainer(model, TASK, TOKENIZER, online, arguments(folder), **more)
+
+
+def weights_of(trainer):
+    return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+
+
+def test_a_run_learns_from_an_agents_episodes(tmp_path):
+    trainer = new_trainer(tmp_path, "rewriting")
+    before = weights_of(trainer).clone()
+    logs = trainer.train()
+    assert not torch.equal(before, weights_of(trainer))
+    assert logs["num_rollouts"] == 6
+    assert logs["agent_calls"] == 6 * 16
+    assert logs["calls_per_episode"] == 16
+    assert logs["agent_forks"] >= 6 * 3
+    assert logs["forks/result cut"] == 6
+    assert logs["written_again_tokens"] > 0
+    assert logs["context_tokens"] > 0
+    assert logs["sampled_tokens"] == logs["recorded_tokens"] == logs["trained_tokens"]
+    assert logs["share_ratio"] > 2
+    assert logs["logprob_gap"] == pytest.approx(1.0, abs=1e-4)
+    assert {"eval_reward", "eval_pass@1"} <= set(logs)
+    trees = load_trees(str(tmp_path / "rollouts" / "iteration-00002.jsonl"))
+    rows = [row for tree in trees for row in tree.flat_trajectories()]
+    assert sum(int((row.loss_weights > 0).sum()) for row in rows) == logs["trained_tokens"]
+    assert len({(row.group, row.rollout) for row in rows}) == 6
+    assert len(rows) == logs["agent_rows"]
+
+
+class KilledInTestError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 14])
+def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypatch):
+    """To the same weights, bit for bit; no episode that had ended is run again."""
+    whole = new_trainer(tmp_path / "whole")
+    whole.train()
+    record, count = Journal.record, [0]
+
+    def killing(self, *args):
+        count[0] += 1
+        if count[0] == at:
+            raise KilledInTestError
+        record(self, *args)
+
+    monkeypatch.setattr(Journal, "record", killing)
+    with pytest.raises(KilledInTestError):
+        new_trainer(tmp_path / "cut").train()
+    resumed = new_trainer(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    first, second = (Path(tmp_path / name / "rollouts" / "iteration-00002.jsonl") for name in ("whole", "cut"))
+    assert first.read_bytes() == second.read_bytes()
+    assert count[0] == 2 + 6 + 6 + 2 + 1  # two evaluations, two iterations, and the one that was not written
+
+
+def test_too_many_failures_end_the_run_and_are_tried_again(tmp_path):
+    with pytest.raises(TaskError, match=r"of 2 rollouts without reward.*ValueError: no idea"):
+        new_trainer(tmp_path, "raising").train()
+    assert not (tmp_path / "journal" / "iteration-00001.jsonl").read_bytes()
+
+
+def test_another_agent_is_another_run(tmp_path):
+    new_trainer(tmp_path).train()
+    with pytest.raises(CheckpointError, match="agent"):
+        new_trainer(tmp_path, "right", iterations=3).train(resume_from_checkpoint=True)
+
+
+def test_a_failed_episode_takes_no_part(tmp_path):
+    trainer = new_trainer(tmp_path, "half", max_failed=1.0, own={"episodes": 6})
+    trainer.train()
+    logs = [each for each in trainer.log_history if each["iteration"] > 0]
+    assert sum(each["failed_rollouts"] for each in logs) > 0
+    for each in logs:
+        assert each["sampled_tokens"] == each["recorded_tokens"] + each["failed_tokens"]
+        assert (each["failed_tokens"] > 0) == (each["failed_rollouts"] > 0)
+
+
+def test_a_budget_of_tokens_decides_how_many_episodes_there_are(tmp_path):
+    trainer = new_trainer(tmp_path, own={"episodes": None}, tokens_per_iteration=160, iterations=3)
+    trainer.train()
+    counts = [each["num_rollouts"] for each in trainer.log_history if each["iteration"] > 0]
+    assert counts[0] == 16
+    assert all(16 < count <= 24 for count in counts[1:])
+    assert trainer.loop.overshoot < 160
+
+
+def test_a_curriculum_that_measures_prompts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="measures prompts"):
+        new_trainer(tmp_path, curriculum="gain")
+
+
+def test_episodes_may_be_sampled_while_the_policy_trains(tmp_path):
+    trainer = new_trainer(tmp_path, max_staleness=1, iterations=3)
+    logs = trainer.train()
+    assert logs["staleness"] == 1.0
+    rows = (tmp_path / "rollouts" / "iteration-00003.jsonl").read_text().splitlines()
+    assert {max(json.loads(row)["policy_versions"]) for row in rows} == {1}
+
+
+def test_rewards_of_calls_are_credited_by_turns(tmp_path):
+    trainer = new_trainer(tmp_path, "right", advantages="turns", advantages_settings={"baseline": "none"})
+    trainer.train()
+    rows = (tmp_path / "rollouts" / "iteration-00001.jsonl").read_text().splitlines()
+    assert all(max(json.loads(row)["token_rewards"]) == np.float32(0.25) for row in rows)
