@@ -304,8 +304,7 @@ class Walk:
         if more is None:
             assert loss is not None
             return loss
-        # A loss on routers alone would not reach the hidden rows. FSDP2 gathers the parameters of a layer when a
-        # gradient reaches its output, so there must be one, if only of zeros.
+        # FSDP2 gathers a layer's parameters when a gradient reaches its output, so there is one, if only of zeros.
         more = more + (output.hidden * 0).sum().to(more.dtype)
         return more if loss is None else loss + more.to(loss.dtype)
 
@@ -415,18 +414,17 @@ class StepLoss:
         self._reported.append({"": loss.detach()} | {name: value.sum() for name, value in metrics.items()})
         return loss
 
-    def output(self, walk: Walk) -> StepOutput:
-        """What the step reports, after its walk; the only host synchronisation of a step."""
+    def output(self, walk: Walk, *, is_part: bool = True) -> StepOutput:
+        """What the step reports, after its walk; the only wait for a device. is_part: other ranks have other terms."""
         totals: dict[str, float] = {}
         if self._reported:
             names = list(self._reported[0])
             table = torch.stack([torch.stack([part[name] for name in names]) for part in self._reported])
             totals = dict(zip(names, table.double().sum(0).tolist(), strict=True))
-        for guest in walk.guests:
+        for guest in walk.guests if is_part else ():
             totals = guest.add_up_by_name(totals)
-        weight = self.terms.weight
-        metrics = {name: total / weight for name, total in totals.items() if name}
-        return step_output(walk, totals[""], len(np.unique(self.terms.positions)), metrics, weight)
+        metrics = {name: total / self.terms.weight for name, total in totals.items() if name}
+        return step_output(walk, totals[""], len(np.unique(self.terms.positions)), metrics, self.terms.weight)
 
 
 # -- what a step reports ----------------------------------------------------------------------------------------------

@@ -150,6 +150,10 @@ class JointLoss(StepLoss):
     def backward(self, new_walk: Callable[[], Walk]) -> Walk:
         return backward_through(new_walk, [self.reader], lambda values: self.of_terms(values[0]))[1]
 
+    def output(self, walk: Walk, *, is_part: bool = False) -> StepOutput:
+        """What the step reports; the values of all ranks' tokens were added up before the loss."""
+        return super().output(walk, is_part=is_part)
+
     @property
     def reader(self) -> Reader:
         """Reads the [P] values of all terms, in their order."""

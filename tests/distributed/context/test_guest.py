@@ -53,6 +53,7 @@ OBJECTIVES["reference"] = PolicyGradient(beta=0.1, clip_high=0.28)
 TWO = [
     Spread("qwen3", objective="reference", budgets=(12,), checkpoints=True, trained="lora"),
     Spread("llama", budgets=(None, 12)),
+    Spread("llama", objective="sequence", budgets=(None, 12)),
 ]
 FOUR = [
     *(replace(case, budgets=(None, 12)) for case in TWO),
