@@ -100,6 +100,7 @@ def test_the_command_records_until_a_signal_ends_it(tmp_path, ends):
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run behind a shell
     )
     try:
         lines = []
