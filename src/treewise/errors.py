@@ -12,9 +12,10 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -132,6 +133,13 @@ def pip_install(*packages: str) -> str:
     for line in sorted(each.partition(";")[0].strip() for each in listed):
         wanted[re.split(r"[^\w.-]", line)[0].lower()] = line
     return "pip install " + " ".join(f"'{wanted.get(name.lower(), name)}'" for name in packages)
+
+
+def require_packages(who: str, names: Sequence[str]) -> None:
+    """Raises `ConfigError` where packages are not installed. who: begins the sentence that names them."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{who} needs {', '.join(missing)}: {pip_install(*missing)}.")
 
 
 # -- settings: an annotation declares a type, its limits and its choices, and all checks read it ----------------------

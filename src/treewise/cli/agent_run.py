@@ -1,13 +1,12 @@
 """`treewise rl --agent`: what an online run has besides where an agent does its tasks."""
 
 import typing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treewise.cli.config import RunConfig
 from treewise.cli.values import coerce
-from treewise.errors import ConfigError, did_you_mean, num, pip_install
+from treewise.errors import ConfigError, did_you_mean, num, require_packages
 
 if TYPE_CHECKING:
     from treewise.rl.agents.collecting import AgentCollector
@@ -44,9 +43,7 @@ def collector_of(
     Raises:
         ConfigError: the agent cannot be loaded, a package is missing, or a setting has no meaning with an agent.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"an agent needs {', '.join(missing)}: {pip_install(*missing)}.")
+    require_packages("an agent", NEEDED)
     from treewise.rl.agents.collecting import AgentCollector
 
     own = settings_of(config)

@@ -88,7 +88,7 @@ class StepRunner:
         self._step_objective = objective
         self._forests: list[Forest] = []
         self._router_counts: Any = None
-        self._is_tried = False  # of compiled layers
+        self._is_untried = args.compiles_by_itself  # of compiled layers
         self.ranks: Any = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
@@ -102,7 +102,7 @@ class StepRunner:
             parts = feature("liger").use_liger(self.model, args.device)
             logger.info("liger-kernel computes %s", ", ".join(parts))
             return
-        if not args.torch_compile and not args.compiles_by_itself:
+        if not args.torch_compile and not self._is_untried:
             return
         compilation = feature("compilation")
         backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
@@ -117,9 +117,9 @@ class StepRunner:
     def _try_compiled(self) -> None:
         """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
         compiled run as before, which is a warning."""
-        if self._is_tried or not self.args.compiles_by_itself:
+        if not self._is_untried:
             return
-        self._is_tried, first = True, self._first_tree()
+        self._is_untried, first = False, self._first_tree()
         with self._autocast():
             try:
                 self.engine.check(first)
@@ -222,9 +222,8 @@ class StepRunner:
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
         self._step_objective, self._router_counts = self.objective, None
-        if len(batches) == 1 and (
-            self.ranks is None or ranks.count() == 1
-        ):  # whose own walks count, and find the baseline
+        is_alone = len(batches) == 1 and (self.ranks is None or ranks.count() == 1)
+        if is_alone:  # the batch's own walks count, and find the baseline
             return self._denominator
         if self.engine.router_loss_rule is not None:
             parts = self._of_each(batches, self.engine.count_experts)

@@ -1,10 +1,9 @@
 """`treewise record --model M --output ROWS`: an endpoint for agents whose calls become rows."""
 
 import argparse
-import importlib.util
 
 from treewise.cli.declared_flags import add_flags, settings_of
-from treewise.errors import ConfigError, pip_install
+from treewise.errors import require_packages
 from treewise.rl.agents.record_settings import RecordSettings
 
 NEEDED = ("starlette", "uvicorn", "httpx")
@@ -19,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it; returns the exit code."""
     settings = settings_of(args, RecordSettings, "record")
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"treewise record needs {', '.join(missing)}: {pip_install(*missing)}.")
+    require_packages("treewise record", NEEDED)
     from treewise.nn.device import keep_few_kernels  # slow to import
     from treewise.rl.agents.record import record
 

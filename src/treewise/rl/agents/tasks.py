@@ -7,7 +7,7 @@ from typing import Any
 
 from treewise.errors import ConfigError, DataError
 from treewise.rl.tasks import TaskItem
-from treewise.rl.tasks.protocol import RewardRequest, Split, check_held_out, rows_of_split
+from treewise.rl.tasks.protocol import RewardRequest, Split, check_held_out, row_of_split, rows_of_split
 from treewise.rl.tasks.reward_functions import RewardFunction, RewardFunctions
 
 
@@ -46,10 +46,7 @@ class AgentTask:
 
     def item(self, split: Split, index: int) -> TaskItem:
         """A row, and as its prompt the same as text; an index beyond the rows begins again."""
-        rows = rows_of_split(len(self.rows), self.held_out, split)
-        if not rows:
-            raise DataError(f"{self.name}: no {split} rows of {len(self.rows)} with held_out={self.held_out}.")
-        number = rows[index % len(rows)]
+        number = row_of_split(self.name, len(self.rows), self.held_out, split, index)
         row = dict(self.rows[number])
         return TaskItem(f"{self.name}/row {number}", json.dumps(row, ensure_ascii=False, default=str), row)
 
@@ -61,9 +58,7 @@ class AgentTask:
         """
         if self.functions is None:
             raise ConfigError(f"{self.name}: the tasks of an agent are rewarded by it; give --agent.")
-        results = [job.function(*job.args) for job in self.functions.jobs(requests)]
-        rewards, _ = self.functions.combined(results, len(requests))
-        return [each if isinstance(each, float) else None for each in rewards]
+        return self.functions.rewards(requests)
 
 
 def request_of(item: TaskItem, calls: Sequence[Mapping[str, Any]], reward: float | None) -> RewardRequest:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from treewise.data.render.messages import Message
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, DataError
 
 Split = Literal["train", "held_out"]
 
@@ -91,3 +91,15 @@ def rows_of_split(num_rows: int, held_out: float, split: Split) -> range:
     """The numbers of a split's rows: the held-out ones are the last."""
     num_train = num_rows - round(num_rows * held_out)
     return range(num_train, num_rows) if split == "held_out" else range(num_train)
+
+
+def row_of_split(name: str, num_rows: int, held_out: float, split: Split, index: int) -> int:
+    """The number of the row that an item is; an index beyond a split's rows begins again. name: of the task.
+
+    Raises:
+        DataError: the split has no rows.
+    """
+    rows = rows_of_split(num_rows, held_out, split)
+    if not rows:
+        raise DataError(f"{name}: no {split} rows of {num_rows} with held_out={held_out}.")
+    return rows[index % len(rows)]

@@ -81,6 +81,11 @@ class RewardFunctions:
         jobs = [Job(_called, (each, batch), each) for each in self.functions if not is_async(each)]
         return jobs + ([Job(_called_together, (coroutines, batch), coroutines[0])] if coroutines else [])
 
+    def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
+        """The reward of each rollout, by calls here and now; None where a function failed or none answered."""
+        rewards, _ = self.combined([job.function(*job.args) for job in self.jobs(requests)], len(requests))
+        return [each if isinstance(each, float) else None for each in rewards]
+
     def combined(self, results: Sequence[Any], size: int) -> tuple[list[float | FailedCall], Logged]:
         """The reward of each of `size` rollouts, from what the jobs returned."""
         flat = [each for result in results for each in (result if isinstance(result, list) else [result])]

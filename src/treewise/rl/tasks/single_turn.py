@@ -10,7 +10,7 @@ import numpy as np
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import IMAGES, Message, clean_conversation
 from treewise.errors import ConfigError, DataError, pip_install
-from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem, check_held_out, rows_of_split
+from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem, check_held_out, row_of_split, rows_of_split
 from treewise.rl.tasks.reward_functions import NOT_COLUMNS, TAKEN, RewardFunction, RewardFunctions
 
 # Seeds of reasoning_gym: held-out items come from their own half of the numbers, so no setting can make them meet.
@@ -147,19 +147,14 @@ class RowsTask:
 
     def item(self, split: Split, index: int) -> TaskItem:
         """See `SingleTurnTask`; an index beyond the rows begins again."""
-        rows = rows_of_split(len(self.rows), self.held_out, split)
-        if not rows:
-            raise DataError(f"{self.name}: no {split} rows of {len(self.rows)} with held_out={self.held_out}.")
-        number = rows[index % len(rows)]
+        number = row_of_split(self.name, len(self.rows), self.held_out, split, index)
         row = self.rows[number]
         prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
         return TaskItem(f"{self.name}/row {number}", prompt, {key: row.get(key) for key in self._columns})
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
         """Weighted sums, without what guards a run; `RewardRunner` calls the functions themselves."""
-        results = [job.function(*job.args) for job in self.functions.jobs(requests)]
-        rewards, _ = self.functions.combined(results, len(requests))
-        return [each if isinstance(each, float) else None for each in rewards]
+        return self.functions.rewards(requests)
 
 
 def _check_row(row: Mapping[str, Any], location: str) -> None:

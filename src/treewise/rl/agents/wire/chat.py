@@ -67,7 +67,7 @@ def read(body: object, template: str = "") -> Asked:
         max_tokens=older if most is None else most,
         temperature=fields.take("temperature", float),
         top_p=fields.take("top_p", float),
-        top_k=_top_k(fields.take("top_k", int)),
+        top_k=top_k_of(fields.take("top_k", int)),
         seed=fields.take("seed", int),
         stop=stops_of(fields, "stop"),
         num_top=(num_top or 0) if wants_logprobs else None,
@@ -78,7 +78,8 @@ def read(body: object, template: str = "") -> Asked:
     return asked
 
 
-def _top_k(value: int | None) -> int | None:
+def top_k_of(value: int | None) -> int | None:
+    """`top_k`, 0 for no limit; vLLM writes that as -1."""
     return 0 if value is not None and value < 0 else value
 
 

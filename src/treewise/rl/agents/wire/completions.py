@@ -4,7 +4,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.rl.agents.asked import Asked, RefusedError, Reply
-from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, _top_k, usage_of
+from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, top_k_of, usage_of
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -29,7 +29,7 @@ def read(body: object) -> list[Asked]:
         "max_tokens": fields.take("max_tokens", int, default=DEFAULT_TOKENS),
         "temperature": fields.take("temperature", float),
         "top_p": fields.take("top_p", float),
-        "top_k": _top_k(fields.take("top_k", int)),
+        "top_k": top_k_of(fields.take("top_k", int)),
         "seed": fields.take("seed", int),
         "stop": stops_of(fields, "stop"),
         "num_top": fields.take("logprobs", int),

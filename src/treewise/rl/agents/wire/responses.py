@@ -5,18 +5,9 @@ from typing import Any
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
 from treewise.rl.agents.asked import Asked, RefusedError, Reply
-from treewise.rl.agents.wire.chat import TextOf, effort, logprobs_of, tool_choice
+from treewise.rl.agents.wire.chat import IGNORED, TextOf, effort, logprobs_of, tool_choice
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, named_tools, sse, template_variables, text_of
 
-IGNORED = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-)
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 SHOWN = (
     "instructions",
