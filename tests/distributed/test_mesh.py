@@ -7,7 +7,7 @@ import os
 import traceback
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -74,10 +74,12 @@ OBJECTIVES = {
     "router": SFT(),
     "policy": PolicyGradient(entropy_coefficient=0.1),
     "distillation": Distillation(),
+    "routes": SFT(),
 }
 TWO = [
     Case("qwen3", tp=2, budgets=(16,)),
     Case("qwen3_moe", ep=2, objective="router", budgets=(16,)),
+    Case("qwen3_moe", ep=2, objective="routes", budgets=(16,)),
     Case("llama", tp=2, lora=True, budgets=(16,)),
     Case("apertus", tp=2, objective="policy", budgets=(16,)),  # parameters in its activation function
 ]
@@ -110,6 +112,22 @@ def trajectories(seed=0):
                 )
             )  # fmt: skip
     return items
+
+
+def items_of(case):
+    """The trajectories of a case; under `routes` with experts drawn for each token of the tree."""
+    if case.objective != "routes":
+        return trajectories()
+    config, rng, drawn = model_of(case).config, np.random.default_rng(1), {}
+
+    def draw():
+        layers = range(config.num_hidden_layers)
+        return [rng.permutation(config.num_experts)[: config.num_experts_per_tok] for _ in layers]
+
+    def experts(ids):
+        return np.array([drawn.setdefault(tuple(ids[: end + 1]), draw()) for end in range(len(ids))])
+
+    return [replace(each, routed_experts=experts(each.token_ids.tolist())) for each in trajectories()]
 
 
 def with_adapters(model):
@@ -145,9 +163,9 @@ def expected(case):
     if case.objective == "sft":
         return flat_sft(model, trajectories())
     engine = engine_of(model, case, None)
-    out = engine.step(trajectories(), OBJECTIVES[case.objective])
+    out = engine.step(items_of(case), OBJECTIVES[case.objective])
     gradients = gradients_of(model)
-    return out.loss, [each.detach() for each in engine.logprobs(trajectories())], gradients
+    return out.loss, [each.detach() for each in engine.logprobs(items_of(case))], gradients
 
 
 def on_mesh(case, folder):
@@ -163,7 +181,7 @@ def on_mesh(case, folder):
 
 def at_budget(model, case, budget, ends):
     model.zero_grad()
-    mesh, engine, items = mesh_of(model), engine_of(model, case, budget, check=ends is None), trajectories()
+    mesh, engine, items = mesh_of(model), engine_of(model, case, budget, check=ends is None), items_of(case)
     own = items[mesh.data.get_local_rank() :: mesh.data.size()]
     if mesh.needs_lockstep and ends is None:
         engine.check(engine.plan(items).forest)

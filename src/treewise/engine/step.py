@@ -446,5 +446,5 @@ def step_output(
         metrics=metrics or {},
         weight=weight,
         routing=routing,
-        replay=next((found for guest in walk.guests if (found := guest.replayed()) is not None), None),
+        replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
     )

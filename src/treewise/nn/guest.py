@@ -106,8 +106,8 @@ class Guest:
         """Statistics of a step, after its walks (`StepOutput.routing`)."""
         return None
 
-    def replayed(self) -> object | None:
-        """What became of recorded experts, after a walk (`StepOutput.replay`)."""
+    def replayed(self, _add_up: Callable[[Tensor], Tensor]) -> object | None:
+        """What became of recorded experts, after a walk (`StepOutput.replay`). add_up: see `Walk.add_up`."""
         return None
 
     def holding(self, _lm: DecoderAndHead) -> AbstractContextManager[object]:

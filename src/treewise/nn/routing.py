@@ -14,7 +14,7 @@ Letters: T tokens of a micro-batch, L layers with a router, E experts, k of them
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -294,7 +294,7 @@ class Replay(Guest):
     """
 
     def __init__(self, lm: DecoderAndHead, forest: Forest) -> None:
-        self._forest, self._routers = forest, install(lm.decoder)
+        self._forest, self._device, self._routers = forest, lm.device, install(lm.decoder)
         self._columns = _columns(self._routers, forest)
         self._experts = forest.routed_experts  # [tree tokens, layers of the record, k]
         self._runs: dict[int, RecordedRoutes] = {}
@@ -303,7 +303,9 @@ class Replay(Guest):
     def enter(self, run: RunningMicroBatch) -> None:
         """Before the first forward, for the layout that other guests have left."""
         if run.routes is None:
-            run.routes = self._runs[run.index] = self.of_positions(run.layout.positions)
+            run.routes = self.of_positions(run.layout.positions)
+            if run.part is None or run.part.num_own:  # else the rank has none of its tokens, and computes another's
+                self._runs[run.index] = run.routes
 
     def of_positions(self, positions: np.ndarray) -> RecordedRoutes:
         """Those of some tree positions ([T] int64)."""
@@ -334,11 +336,11 @@ class Replay(Guest):
                 return self._forest.source_of(index)
         return "a tree"
 
-    def replayed(self) -> ReplayReport:
-        """Of the last walk."""
+    def replayed(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> ReplayReport:
+        """Of the last walk; each rank has counted the tokens that it computed."""
         is_known = self._experts[:, self._columns, 0] >= 0
-        counts = [each.otherwise() for each in self._runs.values()]
-        otherwise = torch.stack([each.cpu() for each in counts]).sum(0).tolist()
+        none = torch.zeros(2, dtype=torch.long, device=self._device)
+        otherwise = add_up(sum((each.otherwise() for each in self._runs.values()), none)).tolist()
         return ReplayReport(int(is_known.any(1).sum()), otherwise[0], int(is_known.sum()), otherwise[1])
 
 

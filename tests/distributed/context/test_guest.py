@@ -16,6 +16,7 @@ from tests.distributed.test_mesh import (
     Case,
     check_gradients,
     fork_ranks,
+    items_of,
     model_of,
     names,
     trajectories,
@@ -54,6 +55,7 @@ TWO = [
     Spread("qwen3", objective="reference", budgets=(12,), checkpoints=True, trained="lora"),
     Spread("llama", budgets=(None, 12)),
     Spread("llama", objective="sequence", budgets=(None, 12)),
+    Spread("qwen3_moe", objective="routes", budgets=(None, 12)),
 ]
 FOUR = [
     *(replace(case, budgets=(None, 12)) for case in TWO),
@@ -100,17 +102,18 @@ def engines(case, budget, group):
 def computed(case, budget, group=None):
     """Loss, metrics, log-probs and gradients of the ranks of a group together; None: of one process."""
     engine, reference = engines(case, budget, group)
-    items = scored_by(engine, reference) if case.objective == "reference" else trajectories()
+    items = scored_by(engine, reference) if case.objective == "reference" else items_of(case)
     evaluated = engine.evaluate(items, OBJECTIVES[case.objective])
     out = engine.step(items, OBJECTIVES[case.objective])
     if group is not None:
         group.sum_gradients(engine.model.parameters())
     gradients = gradients_of(engine.model)
     with torch.no_grad():
-        logprobs = engine.logprobs(trajectories())
+        logprobs = engine.logprobs(items_of(case))
     return {
         "losses": [out.loss, evaluated.loss], "metrics": dict(out.metrics), "logprobs": logprobs,
         "gradients": gradients, "load": None if out.routing is None else out.routing.expert_load,
+        "replay": out.replay,
     }  # fmt: skip
 
 
@@ -216,6 +219,7 @@ def check(found, case):
             assert own["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
             assert own["metrics"] == pytest.approx(one["metrics"], rel=1e-5, abs=1e-7)
             np.testing.assert_equal(own["load"], one["load"])
+            assert own["replay"] == one["replay"]
             for ours, theirs in zip(own["logprobs"], one["logprobs"], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
             check_gradients(own["gradients"], one["gradients"])
