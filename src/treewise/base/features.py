@@ -54,6 +54,7 @@ FEATURES = {
     "texts": ("treewise.data.readers.texts", "plain texts, and prompts with their completions"),
     "token_rows": ("treewise.data.readers.token_rows", "rows of token ids"),
     "tools": ("treewise.data.render.tools", "records with tools or tool calls"),
+    "values": ("treewise.engine.values", "log-probs, hidden states, and losses of all tokens at once"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
     "workers": ("treewise.data.workers", "processes that read data (num_workers)"),
 }
