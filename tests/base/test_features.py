@@ -125,6 +125,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),
     "mesh": lambda path: _arguments(path, tp_size=2),
+    "nodes": lambda path: treewise.Forest.from_nodes([-1], [[1, 2]]),
     "objectives": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).step(TREE, "reinforce"),
     "recurrent": lambda path: treewise.TreeEngine(_of("mamba2", num_heads=4, head_dim=16, state_size=8), max_tokens=64),
     "router_loss": lambda path: treewise.TreeEngine(
