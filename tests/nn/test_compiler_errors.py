@@ -12,7 +12,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import IMPLEMENTATIONS, flex, reference
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.compiler_errors import card_name, compiler_failure
-from treewise.nn.support_table import installed_version
+from treewise.nn.versions import installed_version
 from treewise.testing import tiny_model
 from treewise.tree.forest import Forest
 

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from treewise.base.features import feature
 from treewise.base.shapes import Float
 from treewise.distributed import ranks
-from treewise.distributed.parts import check_same_plan, mesh_of
+from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
 from treewise.engine.step import LossFunction, StepLoss, Values, Walk, take_step, with_less_memory
@@ -166,7 +166,7 @@ class TreeEngine:
         plan = ready.plan if is_current else self._planned(ready.joined, settings)
         assert plan is not None
         if self._batch_group is not None:
-            check_same_plan(self._batch_group[0], plan, self._batch_group[1])
+            feature("same_plan").check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:

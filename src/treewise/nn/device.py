@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from treewise.errors import ConfigError
-from treewise.nn.support_table import TESTED_TORCH, untested_torch
+from treewise.nn.versions import TESTED_TORCH, untested_torch
 
 logger = logging.getLogger("treewise")
 

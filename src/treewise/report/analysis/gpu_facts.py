@@ -19,7 +19,7 @@ from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.compiler_errors import card_name
 from treewise.nn.device import synchronized_clock
-from treewise.nn.support_table import installed_version
+from treewise.nn.versions import installed_version
 from treewise.report.analysis.side_by_side import Died, side_by_side
 
 # Packages with kernels that attention or layers may run, of treewise, of transformers or of the baselines.

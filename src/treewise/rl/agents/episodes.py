@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, Call, Choice, Recording
 from treewise.rl.agents.replies import Parts
+from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.samplers.protocol import Completion
