@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from treewise.rl.branching import Branching, RolloutTree, Signals
-from treewise.rl.online.collector import Moment
+from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.rollout import Limits, OneTurn
@@ -351,7 +351,7 @@ def grown(
     trees = []
     for number in range(num_trees):
         item, rng = TaskItem(f"{seed}/{number}", ""), np.random.default_rng([seed, 2, number])
-        tree = RolloutTree([PROMPT_ID], group=item.key)
-        trees.append(GrowingTree(number, item, "game", tree, Play([PROMPT_ID], game), budget, (seed, number), rng))
+        asked = GroupRequest(number, item, "game", budget, (seed, number))
+        trees.append(GrowingTree(asked, RolloutTree([PROMPT_ID], group=item.key), Play([PROMPT_ID], game), rng))
     grow_trees(trees, rounds)
     return [each.tree for each in trees]
