@@ -112,21 +112,23 @@ class RewardFunctions:
 
 
 def arguments_of(requests: Sequence[RewardRequest]) -> dict[str, Any]:
-    """What TRL's trainer passes of a batch: prompts, completions, ids, and the columns of the rows as lists."""
+    """What TRL's trainer passes of a batch: prompts, completions, ids, and the columns of the rows as lists. A
+    completion is a text for a prompt that is a text, else its message in a list.
+    """
     columns = [key for key in requests[0].item.extra if key not in NOT_COLUMNS]
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    for request in requests:
+        prompt = request.item.prompt
+        message = request.message or {"role": "assistant", "content": request.text}
+        prompts.append(prompt if isinstance(prompt, str) else [dict(each) for each in prompt])
+        completions.append(request.text if isinstance(prompt, str) else [dict(message)])
     return {
-        "prompts": [_given(request.item.prompt) for request in requests],
-        "completions": [completion_of(request) for request in requests],
+        "prompts": prompts,
+        "completions": completions,
         "completion_ids": [list(request.token_ids) for request in requests],
         **{key: [request.item.extra.get(key) for request in requests] for key in columns},
     }
-
-
-def completion_of(request: RewardRequest) -> str | list[dict[str, Any]]:
-    """A completion: a text for a prompt that is a text, else its message in a list."""
-    if isinstance(request.item.prompt, str):
-        return request.text
-    return [dict(request.message) if request.message else {"role": "assistant", "content": request.text}]
 
 
 def loaded_function(function: str | RewardFunction) -> RewardFunction:
@@ -203,10 +205,6 @@ def _values(function: RewardFunction, result: Any, size: int) -> list[Value]:
     if len(values) != size:
         raise ValueError(f"{name_of(function)} returned {num(len(values), 'reward')} for {num(size, 'completion')}")
     return [None if value is None else number(value, where) for value in values]
-
-
-def _given(prompt: Sequence[Message] | str) -> list[Message] | str:
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: object) -> list[float]:
