@@ -253,9 +253,6 @@ class Play(OneTurn):
 
     game: Game
 
-    task = None
-    item = TaskItem("game", "")
-
     def request(self) -> "Play":
         """What `Rewards` judges."""
         return self
@@ -352,6 +349,7 @@ def grown(
     for number in range(num_trees):
         item, rng = TaskItem(f"{seed}/{number}", ""), np.random.default_rng([seed, 2, number])
         asked = GroupRequest(number, item, "game", budget, (seed, number))
-        trees.append(GrowingTree(asked, RolloutTree([PROMPT_ID], group=item.key), Play([PROMPT_ID], game), rng))
+        first = Play([PROMPT_ID], None, TaskItem("game", ""), None, 1, game)  # type: ignore[arg-type]
+        trees.append(GrowingTree(asked, RolloutTree([PROMPT_ID], group=item.key), first, rng))
     grow_trees(trees, rounds)
     return [each.tree for each in trees]

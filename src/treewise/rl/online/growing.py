@@ -24,7 +24,7 @@ from treewise.rl.branching import PROMPT, Branch, RolloutTree
 from treewise.rl.online.collector import GroupRequest
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
-from treewise.rl.online.rollout import Continuation, OpenRollout
+from treewise.rl.online.rollout import Continuation, Conversation
 from treewise.rl.tasks import RewardFailure
 from treewise.rl.tasks.rewards import RewardTally, too_many_failed
 
@@ -46,9 +46,9 @@ class GrowingTree:
 
     request: GroupRequest
     tree: RolloutTree
-    first: OpenRollout
+    first: Conversation
     rng: np.random.Generator
-    conversations: dict[int, OpenRollout] = field(default_factory=dict)
+    conversations: dict[int, Conversation] = field(default_factory=dict)
     num_started: int = 0
     num_sampled: int = 0
     num_chosen: int = 0

@@ -254,7 +254,9 @@ class OnlineTrainer:
         # Log.
         logs = {"iteration": float(number)}
         logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
-        logs |= trained | drawn.figures() | report.gaps_of(update)
+        logs |= trained | drawn.figures()
+        if update is not None and update.gaps is not None:
+            logs["replayed_gap"], logs["live_gap"] = update.gaps
         if self._ahead is not None:
             logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
@@ -283,10 +285,18 @@ class OnlineTrainer:
         Raises:
             TaskError: more rewards failed than may.
         """
-        what, budget = f"iteration {iteration + 1}", self._budget(self.loop)
-        with token_progress(what, budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            own = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
-            drawn = self._collect(iteration, Moment(what, self.loop, *own))
+        where, budget = f"iteration {iteration + 1}", self._budget(self.loop)
+        with token_progress(where, budget, hidden=bool(self.args.disable_tqdm)) as advance:
+            moment = Moment(
+                where=where,
+                state=self.loop,
+                journal=self._journal(iteration + 1),
+                sampler=self.eval_sampler,
+                version=iteration,
+                trainer_state=self.state,
+                progress=advance,
+            )
+            drawn = self._collect(iteration, moment)
         if self.items.curriculum.measures_angles:
             prompts = [each.prompt_ids for each in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
@@ -299,8 +309,16 @@ class OnlineTrainer:
         def collect(iteration: int, version: int) -> Drawn:
             state = copy(self.state)
             state.global_step = iteration
-            of_loop, by = (loop, self._journal(iteration + 1)), (self.sampler, version)
-            drawn = self._collect(iteration, Moment(f"iteration {iteration + 1}", *of_loop, *by, state, ahead.check))
+            moment = Moment(
+                where=f"iteration {iteration + 1}",
+                state=loop,
+                journal=self._journal(iteration + 1),
+                sampler=self.sampler,
+                version=version,
+                trainer_state=state,
+                progress=ahead.check,
+            )
+            drawn = self._collect(iteration, moment)
             self._observe(loop, drawn)
             loop.curriculum = deepcopy(self.items.state_dict())
             drawn.state = deepcopy(loop)
@@ -353,7 +371,7 @@ class OnlineTrainer:
     def _journal(self, iteration: int) -> Journal:
         """Of an iteration, one for all that writes into it; 0: of what comes before the first."""
         if iteration not in self._journals:
-            self._journals[iteration] = Journal(journal_file(self.folder, iteration), self._facts_of_updates())
+            self._journals[iteration] = Journal(journal_file(self.folder, iteration), self._facts_of_updates)
         return self._journals[iteration]
 
     # -- credit, train ------------------------------------------------------------------------------------------------
@@ -519,7 +537,7 @@ class OnlineTrainer:
             contents.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
             contents.load_random_state(found.folder)
             self.items.load_state_dict(self.loop.curriculum)
-        ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates()))
+        ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
         begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
 
@@ -545,7 +563,9 @@ class OnlineTrainer:
             **self.collector.facts(),
         }
 
+    @cached_property
     def _facts_of_updates(self) -> str:
+        """Of the whole run, as `Journal` takes them."""
         num_updates = self.settings.iterations * self.settings.updates_per_iteration
         return journal.facts_of_updates(self.args, num_updates, self.objective, self._run_facts())
 

@@ -210,12 +210,6 @@ def nothing_learned(groups: Sequence[Group], update: Update | None, objective: o
     )
 
 
-def gaps_of(update: Update | None) -> dict[str, float]:
-    """The gap to the sampler of the first tree with recorded experts, with these and with those of the live routers."""
-    gaps = None if update is None else update.gaps
-    return {} if gaps is None else {"replayed_gap": gaps[0], "live_gap": gaps[1]}
-
-
 def staleness_of(update: Update | None, version: int) -> float:
     """The mean age, in iterations, of the policies that sampled the trained tokens. version: of the one that trains."""
     ages = []

@@ -21,7 +21,7 @@ from treewise.rl.node_values import node_values
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree, grow_trees
-from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
+from treewise.rl.online.rollout import Continuation, Conversation, Limits, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
@@ -175,7 +175,7 @@ class TreeCollector:
         """Ends the processes of rewards and environments."""
         self.rewards.close()
 
-    def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:
+    def _start(self, items: Sequence[TaskItem]) -> Sequence[Conversation]:
         """A conversation for each item, which stands behind its prompt.
 
         Raises:
