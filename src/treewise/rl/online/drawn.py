@@ -75,7 +75,7 @@ class Drawn:
     def count_in(self, loop: LoopState, budget: int) -> None:
         """Takes the groups into a state, as the iteration after those that it knows. budget: its generated tokens."""
         for group in self.groups:
-            loop.book.observe_group(group.request.key, group.success, group.trials)
+            loop.book.observe(group.request.key, group.success, group.trials)
             loop.num_rollouts += len(group.lengths)
             loop.rollout_tokens += sum(group.lengths)
         sampled = sum(group.num_sampled for group in self.groups)

@@ -478,7 +478,7 @@ class OnlineTrainer:
         found, groups = self.check_items(settings.check_items, settings.check_rollouts)
         told(found, items.curriculum, self.folder if self.args.should_save else None)
         for each in groups:
-            self.loop.book.observe_group(each.request.key, each.success, each.trials)
+            self.loop.book.observe(each.request.key, each.success, each.trials)
         self.loop.num_sampled += found.num_tokens
         self._log({"check_tokens": float(found.num_tokens)})
 

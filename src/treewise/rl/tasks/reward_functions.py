@@ -83,11 +83,11 @@ class RewardFunctions:
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
         """The reward of each rollout, by calls here and now; None where a function failed or none answered."""
-        rewards, _ = self.combined([job.function(*job.args) for job in self.jobs(requests)], len(requests))
+        rewards, _ = self.combined([job.function(*job.args) for job in self.jobs(requests)])
         return [each if isinstance(each, float) else None for each in rewards]
 
-    def combined(self, results: Sequence[Any], size: int) -> tuple[list[float | FailedCall], Logged]:
-        """The reward of each of `size` rollouts, from what the jobs returned."""
+    def combined(self, results: Sequence[Any]) -> tuple[list[float | FailedCall], Logged]:
+        """The reward of each rollout, from what the jobs returned."""
         flat = [each for result in results for each in (result if isinstance(result, list) else [result])]
         pairs = list(zip(self.functions, self.weights, strict=True))
         pairs = [each for each in pairs if not is_async(each[0])] + [each for each in pairs if is_async(each[0])]
@@ -97,18 +97,18 @@ class RewardFunctions:
             known = [value for value in values if isinstance(value, float)]
             if known:
                 logged.log_metric(f"rewards/{name_of(function)}/mean", sum(known) / len(known))
-        columns, weights = [values for values, _ in flat], [weight for _, weight in pairs]
-        return [self._total([values[index] for values in columns], weights) for index in range(size)], logged
-
-    def _total(self, values: Sequence[Value], weights: Sequence[float]) -> float | FailedCall:
-        wrong = next((value for value in values if isinstance(value, FailedCall)), None)
-        if wrong is not None:
-            return wrong
-        terms = [weight * value for value, weight in zip(values, weights, strict=True) if isinstance(value, float)]
         names = " and ".join(f"{place_of(each)}{name_of(each)}" for each in self.functions)
-        if not terms:
-            return number(None, f"{names} returned")
-        return number(sum(terms), f"the weighted sum of {names} is")
+        rewards = []
+        for values in zip(*(values for values, _ in flat), strict=True):
+            wrong = next((value for value in values if isinstance(value, FailedCall)), None)
+            terms = [weight * v for v, (_, weight) in zip(values, pairs, strict=True) if isinstance(v, float)]
+            if wrong is not None:
+                rewards.append(wrong)
+            elif terms:
+                rewards.append(number(sum(terms), f"the weighted sum of {names} is"))
+            else:
+                rewards.append(number(None, f"{names} returned"))
+        return rewards, logged
 
 
 def arguments_of(requests: Sequence[RewardRequest]) -> dict[str, Any]:

@@ -127,10 +127,6 @@ class RewardRunner:
         outcomes = [next(found) if episode.failure is None else episode.failure for episode in episodes]
         return self._checked([f"{each.item.key}, episode {each.name}" for each in episodes], outcomes)
 
-    def begin(self, trainer_state: object) -> None:
-        """Begins the tally of an iteration."""
-        self.tally, self.trainer_state = RewardTally(), trainer_state
-
     def begun(self, trainer_state: object, failures: Mapping[str, int]) -> "RewardRunner":
         """A runner with a tally of its own, which shares calls and what was logged. failures: of the run so far."""
         return replace(self, failures=Counter(failures), tally=RewardTally(), trainer_state=trainer_state)
@@ -167,13 +163,13 @@ class RewardRunner:
         ]
         results = iter(self.calls.run_all([job for own in jobs for job in own], total_seconds))
         found: list[tuple[list[Any] | FailedCall, Logged]] = []
-        for requests, own in zip(batches, jobs, strict=True):
+        for own in jobs:
             answers = [next(results) for _ in own]
             failed = next((answer for answer in answers if isinstance(answer, FailedCall)), None)
             if failed is not None or functions is None:
                 found.append((failed or answers[0], Logged()))
             else:
-                found.append(functions.combined(answers, len(requests)))
+                found.append(functions.combined(answers))
         return found
 
     def _without_culprits(
