@@ -45,7 +45,7 @@ from treewise.rl.online.first_tree import FirstTree
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, token_progress
-from treewise.rl.online.settings import OnlineSettings, checked_objective
+from treewise.rl.online.settings import OnlineSettings, online_objective
 from treewise.rl.online.trees import tree_collector
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.samplers.copied_weights import begin_hand_over, samplers_of
@@ -113,7 +113,7 @@ class OnlineTrainer:
         if not hasattr(task, "num_items"):
             raise ConfigError(f"task is a {type(task).__name__}; give one of treewise.rl.tasks, such as RowsTask.")
         self.args = args = TreeTrainingArguments() if args is None else args
-        self.objective = objective = checked_objective(objective, self.settings, args, reference, model)
+        self.objective = objective = online_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages)
         self.reference = reference
         self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
@@ -271,7 +271,7 @@ class OnlineTrainer:
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
         gaps = (logs.get("logprob_gap", 1.0), settings.logprob_gap_limit)
-        warnings = report.warnings_of(groups, account, update, self.objective, *gaps)
+        warnings = report.warnings_of_iteration(groups, account, update, self.objective, *gaps)
         for line in warnings if self.args.should_log else ():
             logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)

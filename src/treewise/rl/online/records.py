@@ -13,7 +13,7 @@ import numpy as np
 from treewise.base.features import feature
 from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
-from treewise.rl.curriculum import Outcome
+from treewise.rl.curriculum import PractisedItem
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.trainer.checkpoint.store import write_atomically
 from treewise.tree.trajectory import Trajectory
@@ -129,7 +129,9 @@ def draws_file(run_dir: Path, iteration: int) -> Path:
     return run_dir / DRAWS / f"iteration-{iteration:05d}.json"
 
 
-def write_draws(run_dir: Path, iteration: int, curriculum: str, drawn: "Drawn", outcomes: Sequence[Outcome]) -> None:
+def write_draws(
+    run_dir: Path, iteration: int, curriculum: str, drawn: "Drawn", outcomes: Sequence[PractisedItem]
+) -> None:
     """Writes which items an iteration drew, what the book predicted of them, and what came.
 
     predicted, observed: probabilities of success, before and in the trials of this iteration; observed is null where no

@@ -176,7 +176,7 @@ def held_out_figures(held_out: Sequence[HeldOut], success_at: float) -> dict[str
     }
 
 
-def warnings_of(
+def warnings_of_iteration(
     groups: Sequence[Group],
     account: Mapping[str, int],
     update: Update | None,

@@ -12,7 +12,7 @@ from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, Episode, RewardFailure, TaskItem
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentEpisode, RewardFailure, TaskItem
 from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
 
@@ -65,7 +65,7 @@ class OneTurn:
 class ManyTurns:
     """An episode with an environment, and the tokens of the turn that has not ended; as `OneTurn` for the loop."""
 
-    episode: Episode
+    episode: EnvironmentEpisode
     pending: list[int] = field(default_factory=list)
 
     @property

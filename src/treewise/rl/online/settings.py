@@ -35,7 +35,7 @@ def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> N
         )
 
 
-def checked_objective(
+def online_objective(
     objective: "Objective | str",
     settings: "OnlineSettings",
     args: "TreeTrainingArguments",

@@ -76,7 +76,7 @@ class RewardFunctions:
 
     def jobs(self, requests: Sequence[RewardRequest], trainer_state: object = None) -> list[Job]:
         """The calls for a batch: one for each plain function, and one for all coroutine functions together."""
-        batch = arguments_of(requests) | {"trainer_state": trainer_state}
+        batch = reward_arguments(requests) | {"trainer_state": trainer_state}
         coroutines = tuple(each for each in self.functions if is_async(each))
         jobs = [Job(_called, (each, batch), each) for each in self.functions if not is_async(each)]
         return jobs + ([Job(_called_together, (coroutines, batch), coroutines[0])] if coroutines else [])
@@ -111,7 +111,7 @@ class RewardFunctions:
         return rewards, logged
 
 
-def arguments_of(requests: Sequence[RewardRequest]) -> dict[str, Any]:
+def reward_arguments(requests: Sequence[RewardRequest]) -> dict[str, Any]:
     """What TRL's trainer passes of a batch: prompts, completions, ids, and the columns of the rows as lists. A
     completion is a text for a prompt that is a text, else its message in a list.
     """

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from treewise.data.io.field_checks import printable
 from treewise.errors import TaskError, num
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
-from treewise.rl.tasks.episode import Episode
+from treewise.rl.tasks.episode import EnvironmentEpisode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
 from treewise.rl.tasks.reward_functions import Logged, number
 
@@ -115,7 +115,7 @@ class RewardRunner:
         self._write_extras(requests, logged)
         return self._checked([request.item.key for request in requests], outcomes), logged
 
-    def of_episodes(self, episodes: Sequence[Episode]) -> list[Outcome]:
+    def of_episodes(self, episodes: Sequence[EnvironmentEpisode]) -> list[Outcome]:
         """What the environments of finished episodes give, or why there is nothing.
 
         Raises:
