@@ -34,7 +34,7 @@ class OneTurn:
     num_prompt_tokens: int
 
     can_return: ClassVar[bool] = True
-    opening: ClassVar[Callable[[], None] | None] = None
+    opening: ClassVar[None] = None
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds sampled tokens of the present turn."""

@@ -98,7 +98,7 @@ class RewardFunctions:
             if known:
                 logged.log_metric(f"rewards/{name_of(function)}/mean", sum(known) / len(known))
         names = " and ".join(f"{place_of(each)}{name_of(each)}" for each in self.functions)
-        rewards = []
+        rewards: list[float | FailedCall] = []
         for values in zip(*(values for values, _ in flat), strict=True):
             wrong = next((value for value in values if isinstance(value, FailedCall)), None)
             terms = [weight * v for v, (_, weight) in zip(values, pairs, strict=True) if isinstance(v, float)]
