@@ -255,8 +255,6 @@ class OnlineTrainer:
         logs = {"iteration": float(number)}
         logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
         logs |= trained | drawn.figures()
-        if update is not None and update.gaps is not None:
-            logs["replayed_gap"], logs["live_gap"] = update.gaps
         if self._ahead is not None:
             logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
@@ -287,15 +285,8 @@ class OnlineTrainer:
         """
         where, budget = f"iteration {iteration + 1}", self._budget(self.loop)
         with token_progress(where, budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            moment = Moment(
-                where=where,
-                state=self.loop,
-                journal=self._journal(iteration + 1),
-                sampler=self.eval_sampler,
-                version=iteration,
-                trainer_state=self.state,
-                progress=advance,
-            )
+            recorded = self._journal(iteration + 1)
+            moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
             drawn = self._collect(iteration, moment)
         if self.items.curriculum.measures_angles:
             prompts = [each.prompt_ids for each in drawn.groups]
@@ -309,16 +300,8 @@ class OnlineTrainer:
         def collect(iteration: int, version: int) -> Drawn:
             state = copy(self.state)
             state.global_step = iteration
-            moment = Moment(
-                where=f"iteration {iteration + 1}",
-                state=loop,
-                journal=self._journal(iteration + 1),
-                sampler=self.sampler,
-                version=version,
-                trainer_state=state,
-                progress=ahead.check,
-            )
-            drawn = self._collect(iteration, moment)
+            where, recorded = f"iteration {iteration + 1}", self._journal(iteration + 1)
+            drawn = self._collect(iteration, Moment(where, loop, recorded, self.sampler, version, state, ahead.check))
             self._observe(loop, drawn)
             loop.curriculum = deepcopy(self.items.state_dict())
             drawn.state = deepcopy(loop)
@@ -409,9 +392,8 @@ class OnlineTrainer:
         merges = self.args.merge_across_trees and getattr(self.objective, "weighting", "once") != "once"
         for batch in self.settings.batches(len(trees), (self.args.seed, iteration, _BATCHES)):
             of_step = [trees[index] for index in batch]
-            forests = collate(
-                of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size], merges
-            )
+            own = of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size]
+            forests = collate(own, merges)
             clear_gradients(self.model.parameters())
             prepared = runner.prepare(forests if placer is None else placer.own_part(forests))
             runner.measure_budget(lambda: forest_of(trees[0]))
@@ -422,7 +404,7 @@ class OnlineTrainer:
             self.trainer.optimizer.step()
             self.trainer.lr_scheduler.step()
         clear_gradients(self.model.parameters())
-        logs |= report.update_figures(outs, norms, runner) | {"seconds_update": time.perf_counter() - started}
+        logs |= report.update_figures(update, outs, norms, runner) | {"seconds_update": time.perf_counter() - started}
         if self._ahead is None:
             begin_hand_over(self.eval_sampler, self.model, self._whole)()
         return logs
@@ -508,7 +490,7 @@ class OnlineTrainer:
         self._tell("on_log", dict(logs))
 
     def _tell(self, event: str, *what: object) -> None:
-        """Tells callbacks."""
+        """Tells callbacks of an event of transformers' own."""
         handler = self.trainer.callback_handler
         self.control = getattr(handler, event)(self.args, self.state, self.control, *what)
 

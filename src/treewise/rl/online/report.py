@@ -149,8 +149,12 @@ def figures(
     return values
 
 
-def update_figures(outs: Sequence[StepOutput | None], norms: Sequence[float], runner: StepRunner) -> dict[str, float]:
-    """What is logged of the optimizer steps of an iteration, over all processes."""
+def update_figures(
+    update: Update, outs: Sequence[StepOutput | None], norms: Sequence[float], runner: StepRunner
+) -> dict[str, float]:
+    """What is logged of an update and of its optimizer steps, over all processes. `replayed_gap`, `live_gap`: to the
+    sampler, of the first tree with recorded experts, with these and with those of the live routers.
+    """
     done = [out for out in outs if out is not None]
     tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
     sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
@@ -160,6 +164,7 @@ def update_figures(outs: Sequence[StepOutput | None], norms: Sequence[float], ru
         "grad_norm": math.fsum(norms) / len(norms),
         **runner.means.take(runner.sum_over_batches, is_alone=runner.ranks is None),
         "share_ratio": sums[2] / max(1, sums[1]),
+        **({} if update.gaps is None else {"replayed_gap": update.gaps[0], "live_gap": update.gaps[1]}),
     }
 
 

@@ -213,14 +213,14 @@ class Continuation:
                 self._first = self._chosen
 
     def request(self, common: SampleRequest) -> SampleRequest:
-        """What to sample next."""
+        """What to sample next, of settings that all requests have in common."""
         first = [] if self._first is None else self._first.token_ids.tolist()
         prefix, room = (*self.conversation.token_ids, *first), self._room() - len(first)
         (seed,) = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64).tolist()
         return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=id(self._tree))
 
     def take(self, completion: Completion) -> None:
-        """Adds what was sampled."""
+        """Adds a completion to the node, and ends the turn or the segment where it does."""
         if completion.routed_experts is not None or self._routes is not None:
             length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
             self._routes = feature("routes").filled(self._routes, completion.routed_experts, length)
@@ -246,7 +246,7 @@ class Continuation:
         return self._finish is not None
 
     def node(self) -> RolloutNode:
-        """The finished node."""
+        """What the continuation adds to its tree, once it is finished."""
         ends = self._turn_ends
         if self._finish is not None and (not ends or ends[-1] < len(self._is_sampled)):
             ends = [*ends, len(self._is_sampled)]

@@ -66,7 +66,7 @@ class TreeCollector:
         return Limits(settings.max_new_tokens, longest, self.chat.end_ids())
 
     def prompt_ids(self, item: TaskItem) -> list[int]:
-        """As `Collector.prompt_ids`."""
+        """As `Collector.prompt_ids`. Raises `DataError` also of a prompt that leaves a rollout no room."""
         return self._start([item])[0].token_ids
 
     def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
@@ -168,7 +168,7 @@ class TreeCollector:
         return HeldOut(item.key, prompt, text, reward, ended.num_drawn, failure)
 
     def facts(self) -> dict[str, str]:
-        """None beside the settings."""
+        """Nothing: the loop's settings decide all of its rollouts."""
         return {}
 
     def close(self) -> None:
