@@ -17,7 +17,7 @@ FEATURES = {
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
-    "compiler_errors": ("treewise.nn.compiler_errors", "errors of compilers"),
+    "compiler_errors": ("treewise.nn.platform.compiler_errors", "errors of compilers"),
     "context": ("treewise.distributed.context", "batches divided among ranks (context_size)"),
     "declared_trees": ("treewise.data.readers.declared_trees", "records of declared trees (nodes)"),
     "encoded_arrays": ("treewise.data.io.encoded_arrays", "records with experts of tokens (routed_experts)"),

@@ -201,6 +201,6 @@ def _format_of(first: RawRecord) -> str | None:
         return None
     if has_form(record):
         return None
-    from treewise.data.formats import detect_format
+    from treewise.data.io.formats import detect_format
 
     return detect_format(record)

@@ -23,12 +23,12 @@ from treewise.engine.step import LossFunction, StepLoss, Values, Walk, take_step
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.attention.needs import asked_by
-from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
-from treewise.nn.tensors import autocast_dtype
+from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.platform.versions import warn_of_untested_torch
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import fastest_plan

@@ -38,7 +38,7 @@ from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.nn.wrapped import adapter_parameters, stirred, uncompiled
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan

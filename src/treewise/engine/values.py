@@ -35,7 +35,7 @@ from treewise.engine.step import (
 from treewise.errors import ConfigError
 from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
-from treewise.nn.tensors import Autocast, to_device
+from treewise.nn.platform.tensors import Autocast, to_device
 from treewise.objectives.sft import described
 from treewise.tree.forest import Forest
 

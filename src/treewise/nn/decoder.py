@@ -20,7 +20,7 @@ from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import AttentionName, TreeContext, carry
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.wrapped import innermost
 
 SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model

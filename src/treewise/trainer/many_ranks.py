@@ -20,7 +20,7 @@ from treewise.distributed.fsdp import ShardSettings, gradient_norm, reshard, sha
 from treewise.distributed.parts import mesh_of, sum_gradients
 from treewise.engine.engine import TreeEngine
 from treewise.errors import OutOfMemoryError
-from treewise.nn.tensors import is_out_of_memory
+from treewise.nn.platform.tensors import is_out_of_memory
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 

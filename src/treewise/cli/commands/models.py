@@ -11,8 +11,8 @@ from rich.table import Table
 
 from treewise.errors import ConfigError, did_you_mean
 from treewise.nn.adapters import adapter_folder, base_of
+from treewise.nn.platform.versions import installed_version
 from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
-from treewise.nn.versions import installed_version
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
 

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from treewise.base.shapes import Context, Float
 from treewise.nn.attention.gateway import Gateway, GatewayRead, LayerCall
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 
 
 @dataclass(eq=False)

@@ -22,8 +22,8 @@ from treewise.base.shapes import Context, Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
-from treewise.nn.device import part_of_torch
-from treewise.nn.tensors import has_data
+from treewise.nn.platform.tensors import has_data
+from treewise.nn.platform.versions import part_of_torch
 
 _forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

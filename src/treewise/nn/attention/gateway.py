@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from treewise.base.features import feature
 from treewise.base.shapes import Context, Float
-from treewise.nn.device import free_bytes
-from treewise.nn.tensors import on_host
+from treewise.nn.platform.tensors import on_host
 
 if TYPE_CHECKING:
     from treewise.nn.attention.side_copies import Arrival
@@ -135,7 +134,7 @@ class Gateway:
         if self._has_sums_on_host is None:
             of_all = [*self.keys.values(), *self.values.values(), *self.states.values()]
             num_bytes = sum(each.numel() for each in of_all) * wide.itemsize
-            self._has_sums_on_host = 2 * num_bytes > free_bytes(grad.device)
+            self._has_sums_on_host = not feature("side_copies").has_room(grad.device, num_bytes)
         if self._has_sums_on_host:
             return torch.zeros(written.shape, dtype=wide, device="cpu", pin_memory=True)
         return torch.zeros(written.shape, dtype=wide, device=grad.device)

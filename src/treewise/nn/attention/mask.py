@@ -17,7 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import numpy as np
 import torch
 
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.planning.plans import Layout
 
 _Result = TypeVar("_Result")

@@ -30,11 +30,11 @@ from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
 from treewise.rl.agents.stop_ids import stop_ids_of
-from treewise.rl.agents.tasks import AgentTask, request_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
+from treewise.rl.tasks.agent_task import AgentTask, request_of
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
