@@ -19,9 +19,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from treewise.distributed import groups, ranks
+from treewise.distributed.divided_tensors import divided_dimensions, local_part, num_copies
 from treewise.distributed.ends import Ends
 from treewise.distributed.mesh import Mesh, broadcast, spread_experts
-from treewise.distributed.parts import divided_dimensions, local_part, mesh_of, num_copies
+from treewise.distributed.parts import mesh_of
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.compilation import decoder_layers
 from treewise.nn.decoder import DecoderAndHead

@@ -21,7 +21,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from transformers.distributed import DistributedConfig
 
 from treewise.distributed import groups, ranks
-from treewise.distributed.parts import local_part, mesh_of, sum_gradients
+from treewise.distributed.divided_tensors import local_part, sum_gradients
+from treewise.distributed.parts import mesh_of
 from treewise.distributed.same_plan import differing
 from treewise.distributed.watchdog import join_as_launched
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num

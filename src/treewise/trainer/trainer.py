@@ -44,7 +44,6 @@ from treewise.trainer.batches import (
     PreparedSteps,
     TreeLoader,
     TreeSampler,
-    make_placer,
     make_sampler,
 )
 from treewise.trainer.checkpoint import contents
@@ -149,7 +148,9 @@ class TreeTrainer(Trainer):
         if is_peft(self.model):
             feature("saved_weights").refuse_unsaved(self.model)
             feature("adapters").warn_of_parted_tables(self.model)
-        self.placer = make_placer(args, self.model, self.loss_objective)
+        self.placer: Any = None  # ranks take trees in turn
+        if args.places_trees:
+            self.placer = feature("many_ranks").make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, self._run_facts)

@@ -12,7 +12,7 @@ from treewise.base.features import feature
 from treewise.distributed import groups, ranks
 from treewise.distributed.context.exchange import ContextExchange
 from treewise.distributed.context.parts import ContextPart, context_part, part_bounds
-from treewise.distributed.parts import sum_gradients
+from treewise.distributed.divided_tensors import sum_gradients
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.nn.attention import TreeMask
 from treewise.nn.decoder import DecoderAndHead

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.nn.flops import NO_FLOPS, PerRow, VisionCosts
+from treewise.nn.tower_flops import NO_FLOPS, PerRow, VisionCosts
 from treewise.nn.vision.tower import PixelInputs, feature_rows, image_token_of
 from treewise.nn.wrapped import base_model
 
