@@ -21,7 +21,7 @@ from torch import Tensor
 from treewise.base.progress import tell_progress
 from treewise.base.shapes import Bool, Context, Float
 from treewise.engine.carried import refuse_no_gradient
-from treewise.engine.prepared import StepOutput
+from treewise.engine.prepared import StepOutput, step_output
 from treewise.engine.step import (
     EdgeScorer,
     Entries,
@@ -30,7 +30,6 @@ from treewise.engine.step import (
     StepLoss,
     Values,
     Walk,
-    step_output,
 )
 from treewise.errors import ConfigError
 from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient

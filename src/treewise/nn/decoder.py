@@ -97,7 +97,7 @@ class DecoderAndHead:
             if shard is not None:
                 local, bias = layer.weight.to_local(), None if layer.bias is None else layer.bias.to_local()
                 return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
-        plain = None
+        plain: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if not has_hooks(self.output):
             plain = plain_weight(layer) if adapted is None else adapted.weight_with_adapters(layer)
         if plain is None:
