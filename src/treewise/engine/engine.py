@@ -19,7 +19,7 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
-from treewise.engine.step import LossFunction, StepLoss, Values, Walk, take_step, with_less_memory
+from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.attention.needs import asked_by
@@ -38,7 +38,7 @@ from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from treewise.engine.values import Reader
+    from treewise.engine.values import LossFunction, Reader
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
@@ -204,7 +204,7 @@ class TreeEngine:
     def step(
         self,
         forests: Forests,
-        objective: Objective | LossFunction | None = None,
+        objective: "Objective | LossFunction | None" = None,
         *,
         denominator: float | None = None,
         router_counts: Any = None,
@@ -272,7 +272,7 @@ class TreeEngine:
 
     @torch.no_grad()
     def evaluate(
-        self, forests: Forests, objective: Objective | LossFunction | None = None, *, denominator: float | None = None
+        self, forests: Forests, objective: "Objective | LossFunction | None" = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
         objective = checked_objective(objective)

@@ -11,8 +11,8 @@ beyond memory is walked depth first (AReaL-DTA, arXiv 2602.00482); a micro-batch
 *gateway*, the keys and values that they read and the gradients that they send back, so each token below is computed
 forward and backward once, in full micro-batches.
 
-`examples/tiny_treewise.py` is the same in one file without transformers: its `tree_backward` is `take_step` with the
-passes of `Walk`, its `run` a micro-batch of `Walk.forward`, its `partition` the plan.
+`examples/tiny_treewise.py` is this in one file without transformers: `tree_backward` takes the step, `run` is a
+micro-batch (`Walk.forward`), `partition` the plan.
 
 Left out on purpose: images, recurrent layers, router losses, other ranks and host memory, which join as guests
 (`nn.guest`); losses that need all log-probs at once, which walk twice (`engine.values`).
@@ -22,7 +22,7 @@ Letters: T tokens of a micro-batch, M model width, E edges or terms of a micro-b
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import repeat
 from typing import Protocol, TypeVar
@@ -35,7 +35,7 @@ from treewise.base.features import feature
 from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
-from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput, step_output
+from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
@@ -51,7 +51,6 @@ from treewise.tree.prefix_merge import concatenated_ranges
 logger = logging.getLogger("treewise")
 
 LossOf = Callable[[MicroBatchOutput], Tensor | None]
-LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
 Entries = tuple[np.ndarray, dict[str, Tensor]]  # [E] indices of terms, and by name the [E] values of these
 Values = dict[str, Tensor]
 T = TypeVar("T")
@@ -302,12 +301,8 @@ class Walk:
         """The tensor that a micro-batch's backward starts from."""
         loss = loss_of(output)
         more = self.loss_of_guests(output) if self.guests else None
-        # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
-        if loss is None and more is None:
-            return output.hidden
-        if more is None:
-            assert loss is not None
-            return loss
+        if more is None:  # without a loss of its own an open micro-batch still carries the gradients of its gateway
+            return output.hidden if loss is None else loss
         # FSDP2 gathers a layer's parameters when a gradient reaches its output, so there is one, if only of zeros.
         more = more + (output.hidden * 0).sum().to(more.dtype)
         return more if loss is None else loss + more.to(loss.dtype)
@@ -366,15 +361,12 @@ class Loss(Protocol):
 
     def backward(self, new_walk: Callable[[], Walk]) -> Walk:
         """Adds the gradients, by one walk or two; returns the last."""
-        ...
 
     def evaluate(self, walk: Walk) -> None:
         """The loss alone, by one walk without a graph."""
-        ...
 
     def output(self, walk: Walk) -> StepOutput:
         """What the step reports, after its walks."""
-        ...
 
 
 class StepLoss:
@@ -436,3 +428,22 @@ class StepLoss:
             totals = guest.add_up_by_name(totals)
         metrics = {name: total / self.terms.weight for name, total in totals.items() if name}
         return step_output(walk, totals[""], len(np.unique(self.terms.positions)), metrics, self.terms.weight)
+
+
+def step_output(
+    walk: Walk, loss: float, num_trained_tokens: int, metrics: Mapping[str, float] | None = None, weight: float = 0.0
+) -> StepOutput:
+    """The output of a step or an evaluation. loss: without what guests add. weight: of the metrics."""
+    plan, forest = walk.plan, walk.plan.forest
+    return StepOutput(
+        loss=loss + sum(guest.added_loss() for guest in walk.guests),
+        num_trained_tokens=num_trained_tokens,
+        num_tree_tokens=forest.num_tokens,
+        num_flat_tokens=forest.num_flat_tokens,
+        num_computed_tokens=plan.num_computed_tokens + (0 if plan.is_whole else walk.num_visits * forest.num_tokens),
+        num_micro_batches=plan.num_micro_batches,
+        metrics=metrics or {},
+        weight=weight,
+        routing=next((report for guest in walk.guests if (report := guest.report()) is not None), None),
+        replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
+    )
