@@ -361,7 +361,7 @@ class TreeEngine:
         pixels_of: maps an image to its tensors; None: the engine's processor makes them.
         """
         self.check(plan.forest)
-        guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
+        guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
         values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
         return values
@@ -386,7 +386,7 @@ class TreeEngine:
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        guests = [guest for guest in (self._context, self._lockstep, self._host_memory) if guest is not None]
         if plan.forest.has_routes:
             guests.append(feature("routing").Replay(self.lm, plan.forest))
         if images is not None:

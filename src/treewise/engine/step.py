@@ -98,7 +98,7 @@ def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, 
             be kept apart with `max_tokens="auto"`.
     """
     is_auto = budget.setting == AUTO
-    is_fresh = is_auto or model is None or all(each.grad is None for each in model.parameters())
+    is_fresh = is_auto or model is None or all(parameter.grad is None for parameter in model.parameters())
     with gradients_set_aside(model) if is_auto and model is not None else nullcontext():
         while True:
             try:
@@ -150,16 +150,16 @@ class Walk:
         if lm.is_recurrent:
             guests = [*guests, feature("recurrent").RecurrentRows(plan)]
         self.lm, self.plan, self.impl, self.guests, self.temperature = lm, plan, impl, guests, temperature
-        self.reads_routers = reads_routers or any(each.reads_routers for each in guests)
-        self.in_lockstep = any(each.in_lockstep for each in guests)
-        self.splits_tokens = any(each.splits_tokens for each in guests)
+        self.reads_routers = reads_routers or any(guest.reads_routers for guest in guests)
+        self.in_lockstep = any(guest.in_lockstep for guest in guests)
+        self.splits_tokens = any(guest.splits_tokens for guest in guests)
         # Whether one backward is all: of a single micro-batch, whose graph holds what it reads.
-        self.has_one_root = plan.is_whole and all(each.is_in_graph for each in guests)
+        self.has_one_root = plan.is_whole and all(guest.is_in_graph for guest in guests)
         # Whether the caller's graph can hold the whole walk: all in one graph, and no rank to keep in step with.
         self.is_one_graph = self.has_one_root and not self.in_lockstep and not self.splits_tokens
         self.num_visits = 0
         self._running: dict[int, RunningMicroBatch] = {}
-        meets_images = self.in_lockstep or any(each.may_meet_images for each in guests)
+        meets_images = self.in_lockstep or any(guest.may_meet_images for guest in guests)
         self._alike = meets_images or self.splits_tokens  # all micro-batches carry what one of them has to
         self._carried = NOTHING  # by micro-batches below others, and by all where they are alike
         if self._alike or not self.has_one_root:
@@ -175,7 +175,7 @@ class Walk:
         Raises:
             UnsupportedModelError: nothing that the walk computed requires a gradient.
         """
-        if not (self.plan.is_whole and not self.splits_tokens) and any(each.needs_visit for each in self.guests):
+        if not (self.plan.is_whole and not self.splits_tokens) and any(guest.needs_visit for guest in self.guests):
             self.visit(lambda _: None)
         has_gradient = False
         with ExitStack() as around:
@@ -251,7 +251,7 @@ class Walk:
         for guest in self.guests:
             guest.enter(run)
         if leaves_gateway:
-            run.gateway = Gateway(any(each.keeps_on_host for each in self.guests))
+            run.gateway = Gateway(any(guest.keeps_on_host for guest in self.guests))
         layout, reads = run.layout, []
         # What its gradients have to reach beyond its own parameters.
         carried = self._carried if len(layout.gateway_rows) or self._alike else NOTHING

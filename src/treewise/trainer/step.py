@@ -210,12 +210,12 @@ class StepRunner:
         self._try_compiled()
         self._step, self._is_finite = step, True
         if listeners:
-            num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)
+            num_tokens = sum(batch.ready.joined.num_tokens for batch in batches if batch.ready is not None)
             begin_work(f"step {step:,}", num_tokens)
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:
-            (fixed,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
+            (fixed,) = self.sum_over_batches(math.fsum(own for batch in batches for own in batch.denominators))
             if not fixed > 0:
                 names = ", ".join(feature("nonfinite").sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
@@ -374,5 +374,5 @@ def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     """Memory that an Adam is still going to take: two moments of every trained parameter; 0 once it has run."""
     if getattr(optimizer, "state", None):
         return 0
-    trained = (each for each in model.parameters() if each.requires_grad)
-    return 2 * sum(each.numel() * each.element_size() for each in trained)
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)

@@ -138,10 +138,10 @@ class Forest:
         """
         if not forests:
             raise DataError("nothing to concatenate: no forest given.")
-        for each in forests:
-            if not isinstance(each, Forest):
+        for forest in forests:
+            if not isinstance(forest, Forest):
                 raise DataError(
-                    f"expected forests, found a {type(each).__name__}; merge trajectories first: "
+                    f"expected forests, found a {type(forest).__name__}; merge trajectories first: "
                     "tw.Forest.from_trajectories(trajectories)."
                 )
         if len(forests) == 1:
@@ -317,9 +317,9 @@ class Forest:
             return self.tree_streams["routed_experts"]
         known = [(item.routed_experts, path) for item, path in zip(self.trajectories, self.paths, strict=True)]
         experts = np.full((self.num_tokens, *feature("routes").one_shape(self.trajectories)), -1, dtype=np.int16)
-        for each, path in known:
-            if each is not None:
-                experts[path] = each  # of what is shared, all are equal or have none: see `routes.merged`
+        for routes, path in known:
+            if routes is not None:
+                experts[path] = routes  # of what is shared, all are equal or have none: see `routes.merged`
         return experts
 
     def has_stream(self, name: str) -> bool:
@@ -412,7 +412,7 @@ class LazySequence(Sequence[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self.item(each) for each in range(*index.indices(len(self)))]
+            return [self.item(position) for position in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"trajectory {index} of {len(self)}")
         return self.item(index % len(self))
