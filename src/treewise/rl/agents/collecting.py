@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit
@@ -141,7 +142,8 @@ class AgentCollector:
             for number, item in enumerate(items)
             if number % ranks.count() == ranks.own()
         ]
-        limits = replace(self.limits, temperature=self.settings.eval_temperature, top_p=1.0, top_k=0)
+        rules = {"temperature": self.settings.eval_temperature, "top_p": 1.0, "top_k": 0, "records_experts": False}
+        limits = replace(self.limits, **rules)
         _, parts = self._run(wanted, moment, limits)
         records = [parts[number % ranks.count()][f"{seed}/{number}"] for number in range(len(items))]
         found = Collected([])
@@ -180,7 +182,7 @@ class AgentCollector:
     def question(self, wanted: Wanted, limits: EndpointSettings) -> list[Any]:
         """All that decides an episode, but weights and code."""
         names = ("max_length", "max_new_tokens", "temperature", "top_p", "top_k", "models", "keeps_thinking")
-        facts = {name: getattr(limits, name) for name in names}
+        facts = {name: getattr(limits, name) for name in (*names, "records_experts")}
         plain = json.loads(json.dumps([wanted.item.extra, facts, self.settings.chat_template], default=str))
         return [self.agent, list(wanted.seed), *plain]
 
@@ -203,7 +205,7 @@ class AgentCollector:
         return Group(
             request=request,
             prompt_ids=self.prompt_ids(request.item) if first is None else _prompt_of(first),
-            rows=_trajectories(request.key, records, moment.where),
+            rows=self._rows(request.key, records, moment.where),
             rewards=rewards,
             lengths=lengths,
             success=float(np.mean(known)) if known else None,
@@ -213,6 +215,10 @@ class AgentCollector:
             counts=counts,
             means={"calls_per_episode": [float(record["account"]["calls"]) for record in records]},
         )
+
+    def _rows(self, key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
+        rows = _trajectories(key, records, where)
+        return feature("routes").by_tokens(rows) if self.settings.routing_replay == "by_tokens" else rows
 
     def _texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
         """The first prompt of an episode, and what its longest row holds behind it."""
@@ -449,6 +455,7 @@ def _trajectories(key: str, records: Sequence[Mapping[str, Any]], where: str) ->
                     draws=np.where(draws >= 0, draws + first_draw, -1),
                     policy_versions=row.get("policy_versions"),
                     token_rewards=row.get("token_rewards"),
+                    routed_experts=_experts_of(row, where),
                     group=key,
                     reward=record["reward"],
                     rollout=number,
@@ -457,6 +464,12 @@ def _trajectories(key: str, records: Sequence[Mapping[str, Any]], where: str) ->
             )
         first_draw += highest + 1
     return rows
+
+
+def _experts_of(row: Mapping[str, Any], where: str) -> Any:
+    if "routed_experts" not in row:
+        return None
+    return feature("encoded_arrays").decoded(row["routed_experts"], "routed_experts", where)
 
 
 def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:
