@@ -142,8 +142,8 @@ class AgentCollector:
             for number, item in enumerate(items)
             if number % ranks.count() == ranks.own()
         ]
-        rules = {"temperature": self.settings.eval_temperature, "top_p": 1.0, "top_k": 0, "records_experts": False}
-        limits = replace(self.limits, **rules)
+        temperature = self.settings.eval_temperature
+        limits = replace(self.limits, temperature=temperature, top_p=1.0, top_k=0, records_experts=False)
         _, parts = self._run(wanted, moment, limits)
         records = [parts[number % ranks.count()][f"{seed}/{number}"] for number in range(len(items))]
         found = Collected([])
