@@ -98,6 +98,7 @@ class TreeEngine:
         choose(attention, self.lm.device.type)  # raises for an unknown name
         self._implementations: dict[Any, str] = {}  # by type of device and dtype
         warn_of_untested_torch()
+        self.replay: Any = None
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
             rule_of = feature("router_loss").router_loss_rule
@@ -358,12 +359,15 @@ class TreeEngine:
     def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: Any = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
-        pixels_of: maps an image to its tensors; None: the engine's processor makes them.
+        pixels_of: maps an image to its tensors; None: the engine's processor makes them. Afterwards `replay` is that of
+        a `StepOutput`.
         """
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
         values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
+        add_up = (lambda tensor: tensor) if self._context is None else self._context.add_up
+        self.replay = next((found for guest in guests if (found := guest.replayed(add_up)) is not None), None)
         return values
 
     # -- walks --------------------------------------------------------------------------------------------------------

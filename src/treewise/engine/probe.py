@@ -240,17 +240,18 @@ def _on_tree(
     """
     tree, guests = plan.forest, list[Guest]([feature("host_memory").HostMemory()] if offload else [])
     loss = StepLoss(tree, SFT(), None)
+    loss.denominator /= _TREE_SCALE
     hidden: list[tuple[np.ndarray, Tensor]] = []
     logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
 
     def minus_half(output: MicroBatchOutput) -> Tensor | None:
         hidden.append((output.positions, output.hidden.detach()))
-        entries = loss.score(output)
-        if entries is None:
+        scored = loss.scored(output)
+        if scored is None:
             return None
-        at = loss.terms.positions[entries[0]]
-        logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
-        return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
+        part, (entries, values) = scored
+        logprobs[torch.from_numpy(loss.terms.positions[entries])] = values["log_probs"].double().cpu()
+        return part
 
     with _failing_as(lm, f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):

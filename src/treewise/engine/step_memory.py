@@ -22,8 +22,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treewise.engine.step import LossOf, Walk
-from treewise.engine.values import token_reader
+from treewise.engine.step import EdgeScorer, LossOf, Walk
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import sized_as
@@ -172,13 +171,14 @@ class _CountedRouters(Guest):
 
 def _loss(forest: Forest, outputs: tuple[str, ...], measured: tuple[str, ...]) -> LossOf:
     """A loss on the values of trained tokens."""
-    reader = token_reader(forest, forest.token_weights() > 0, outputs)
+    score = EdgeScorer(forest, np.flatnonzero((forest.parent >= 0) & (forest.token_weights() > 0)), outputs=outputs)
+
+    def of_part(values: dict[str, torch.Tensor], *_: object) -> torch.Tensor:
+        return torch.stack([each.sum() for name, each in values.items() if name not in measured]).sum()
 
     def of_outputs(output: MicroBatchOutput) -> torch.Tensor | None:
-        entries = reader.read(output)
-        if entries is None:
-            return None
-        return torch.stack([each.sum() for name, each in entries[1].items() if name not in measured]).sum()
+        found = score.loss(output, of_part)
+        return None if found is None else found[0]
 
     return of_outputs
 

@@ -1,13 +1,13 @@
 """FLOPs of one training step, flat and on the tree: the ceiling of a measured speed-up.
 
-Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward and one for each gradient (of its
-input, and of its weight where that is trained). An expert counts by the fraction of experts that a token visits.
-Attention costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5
-times that, as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per
-projected row, which is a row with a trained target; rows beyond the chunk of logits that is kept for the backward are
-projected once more there, which is not counted. The tower runs once for each distinct image of a forest, and flat once
-for each image of each trajectory. Embeddings, norms, activations, the scans of recurrent layers and the optimizer are
-left out, on both sides.
+Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward and one for each gradient (of its input,
+and of its weight where that is trained). An expert counts by the fraction of experts that a token visits. Attention
+costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5 times that,
+as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per projected row,
+which is a row with a trained target; where a loss reads whole trajectories, rows beyond the chunk of logits that is
+kept for the backward are projected once more there, which is not counted. The tower runs once for each distinct image
+of a forest, and flat once for each image of each trajectory. Embeddings, norms, activations, the scans of recurrent
+layers and the optimizer are left out, on both sides.
 
 Letters: T tree tokens, N trajectories, S segments.
 """

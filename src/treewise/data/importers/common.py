@@ -181,7 +181,7 @@ def token_row(
             context.leave_out(f"{location}: token {missing[0]}", f"a sampled token without its {name}")
             return
         else:
-            fields[name] = [0.0 if math.isnan(each) else each for each in values]
+            fields[name] = [0.0 if math.isnan(value) else value for value in values]
     short = [int(weight) if weight.is_integer() else weight for weight in weights]  # almost all are 0 and 1
     yield text_row(location, token_ids=list(token_ids), loss_weights=short, **fields)
 

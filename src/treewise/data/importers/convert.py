@@ -142,7 +142,7 @@ class RolloutImport:
                     raise DataError(f"{result.drift[0]} (--strict)")
                 report.drifts += result.drift if len(report.drifts) < MAX_SHOWN_DRIFTS else []
             group = location if (own := result.rows[0].group) is None else own
-            report.num_tokens += sum(each.num_tokens for each in result.rows)
+            report.num_tokens += sum(row.num_tokens for row in result.rows)
         if has_ids:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
             report.num_without_sampler_logprobs += "sampler_logprobs" not in row

@@ -54,7 +54,7 @@ def read(reader: RecordReader, result: RecordResult, form: str, item: Placed, gr
             result.is_grouped_by_prompt, result.rollout = True, item.value.get("rollout")
             result.belongs_to(row.group, item.location)
         compare(reader, result, item)
-    result.counted |= Counter(each for row in result.rows for each in doubled_tokens(row, reader.tokenizer))
+    result.counted |= Counter(doubled for row in result.rows for doubled in doubled_tokens(row, reader.tokenizer))
     result.warnings += [line for row in result.rows for line in unlikely_logprobs(row, item.location)]
 
 

@@ -238,7 +238,7 @@ class OnlineTrainer:
         if settings.max_staleness and self._ahead is None:
             self._ahead = self._start_ahead(iteration)
         drawn = self._collected_now(iteration) if self._ahead is None else self._ahead.take(iteration)
-        groups, rows = drawn.groups, [each.rows for each in drawn.groups]
+        groups, rows = drawn.groups, [group.rows for group in drawn.groups]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.
@@ -289,7 +289,7 @@ class OnlineTrainer:
             moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
             drawn = self._collect(iteration, moment)
         if self.items.curriculum.measures_angles:
-            prompts = [each.prompt_ids for each in drawn.groups]
+            prompts = [group.prompt_ids for group in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
         return drawn
 
@@ -438,7 +438,7 @@ class OnlineTrainer:
             items = (self.task.item("held_out", index) for index in range(count))
             held_out, tally = self.collector.evaluate([*items], moment, self.args.seed + _EVALUATION)
             check_failures(tally, settings.max_failed, moment.where, recorded)
-        samples = [records.Sample(each.key, each.prompt, each.completion, each.reward) for each in held_out]
+        samples = [records.Sample(held.key, held.prompt, held.completion, held.reward) for held in held_out]
         if self.args.should_save:
             records.write_evaluation(self.folder, iteration, samples)
         return report.held_out_figures(held_out, settings.success_at), samples[: records.NUM_SHOWN]
@@ -459,8 +459,8 @@ class OnlineTrainer:
             return
         found, groups = self.check_items(settings.check_items, settings.check_rollouts)
         told(found, items.curriculum, self.folder if self.args.should_save else None)
-        for each in groups:
-            self.loop.book.observe(each.request.key, each.success, each.trials)
+        for group in groups:
+            self.loop.book.observe(group.request.key, group.success, group.trials)
         self.loop.num_sampled += found.num_tokens
         self._log({"check_tokens": float(found.num_tokens)})
 
