@@ -18,8 +18,9 @@ from treewise.base.shapes import Float
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
+from treewise.engine.edge_scorer import Values
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
-from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
+from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.attention.needs import asked_by

@@ -3,7 +3,7 @@
     take_step     a forest is planned, walked, reported; the same again with less memory where it ran out
     Walk.train    the passes over its micro-batches, depth first
     Walk.forward  one micro-batch: its mask, what it reads of those above it, the model
-    StepLoss      log-probs of edges, the objective's losses of tokens, their sum
+    StepLoss      log-probs of edges (`edge_scorer`), the objective's losses of tokens, their sum
 
 A token's log-prob is an edge from its parent, so a shared token is computed once and stands in the losses of all its
 trajectories: gradients add up at it, which is the *gradient restoration* of Tree Training (arXiv 2511.00413). A tree
@@ -24,7 +24,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol, TypeVar
 
@@ -36,25 +35,22 @@ from treewise.base.features import feature
 from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
+from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
-from treewise.nn.lm_head import AnyHead, edge_loss, edge_values
+from treewise.nn.lm_head import AnyHead
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
-from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, lay_out
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import concatenated_ranges
 
 logger = logging.getLogger("treewise")
 
 LossOf = Callable[[MicroBatchOutput], Tensor | None]
-Values = dict[str, Tensor]
-Entries = tuple[np.ndarray, Values]  # [E] indices of terms, and by name the [E] values of these
-LossOfEntries = Callable[[Values, np.ndarray, slice], Tensor]  # of some terms of a micro-batch, see `EdgeScorer.loss`
 T = TypeVar("T")
 
 
@@ -316,92 +312,7 @@ class Walk:
         return tensor
 
 
-# -- the loss: log-probs of edges, losses of tokens, their sum ------------------------------------------------------
-
-
-class EdgeScorer:
-    """Scores the tokens that each micro-batch predicts. Called on its output; None where it predicts none of them.
-
-    positions: [P] int64 tree positions of the scored tokens, ascending, none of them a first token; each is predicted
-    from the path to its parent. tokens: [P] token ids that are scored there; None: the tree's own, and then each
-    position is projected once however often it is listed. outputs: names out of `lm_head.OUTPUTS`.
-    """
-
-    def __init__(
-        self,
-        forest: Forest,
-        positions: Int[np.ndarray, " P"],
-        tokens: Int[np.ndarray, " P"] | None = None,
-        outputs: tuple[str, ...] = ("log_probs",),
-    ) -> None:
-        self.forest, self.positions, self.tokens, self.outputs = forest, positions, tokens, outputs
-        self._is_needed = np.zeros(forest.num_tokens, dtype=bool)
-        self._is_needed[positions] = True
-
-    def __call__(self, output: MicroBatchOutput) -> Entries | None:
-        """[E] indices of scored tokens, and their [E] values by name."""
-        asked = self._asked(output)
-        if asked is None:
-            return None
-        values = edge_values(output.hidden, output.head(), asked.source, asked.tokens, self.outputs)
-        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))
-
-    def loss(self, output: MicroBatchOutput, loss_of: LossOfEntries) -> tuple[Float[Tensor, ""], Entries] | None:
-        """A loss that is a sum over tokens, a scalar whose gradients are taken on the way, for a backward that starts
-        from it (`lm_head.edge_loss`), and what was scored, detached.
-
-        loss_of: of some of the scored tokens, from their values, all indices and which of them these are.
-        """
-        asked = self._asked(output)
-        if asked is None:
-            return None
-
-        def of_edges(values: Values, edges: slice) -> Tensor:
-            return loss_of(asked.of_entries(values, edges), asked.entry, asked.entries(edges))
-
-        loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.tokens, of_edges, self.outputs)
-        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source))))
-
-    def _asked(self, output: MicroBatchOutput) -> "_Asked | None":
-        edges = edges_of(self.forest, output.positions, self._is_needed)
-        if len(edges.target) == 0:
-            return None
-        first = np.searchsorted(self.positions, edges.target, side="left")
-        count = np.searchsorted(self.positions, edges.target, side="right") - first
-        edge, entry = np.repeat(np.arange(len(edges.target)), count), concatenated_ranges(first, count)
-        device = output.hidden.device
-        if self.tokens is not None:
-            tokens = to_device(self.tokens[entry], device, torch.long)
-            return _Asked(entry, edges.source[edge], tokens)
-        tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
-        if len(entry) == len(edges.target):
-            return _Asked(entry, edges.source, tokens)
-        return _Asked(entry, edges.source, tokens, np.concatenate([[0], np.cumsum(count)]), to_device(edge, device))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What a micro-batch is asked for: its edges ([E] hidden rows and tokens) and the indices of what each scores.
-
-    first, edge: where an edge scores several, the [E + 1] bounds of its entries, and the edge of each entry.
-    """
-
-    entry: np.ndarray
-    source: np.ndarray
-    tokens: Tensor
-    first: np.ndarray | None = None
-    edge: Tensor | None = None
-
-    def entries(self, edges: slice) -> slice:
-        """The entries of some edges."""
-        return edges if self.first is None else slice(int(self.first[edges.start]), int(self.first[edges.stop]))
-
-    def of_entries(self, values: Values, edges: slice) -> Values:
-        """The values of entries, from those of their edges."""
-        if self.edge is None:
-            return values
-        index = self.edge[self.entries(edges)] - edges.start
-        return {name: value[index] for name, value in values.items()}
+# -- the loss: losses of tokens, from the log-probs of edges, and their sum ------------------------------------------
 
 
 class Loss(Protocol):

@@ -21,16 +21,9 @@ from torch import Tensor
 from treewise.base.progress import tell_progress
 from treewise.base.shapes import Bool, Context, Float, Int
 from treewise.engine.carried import refuse_no_gradient
+from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import StepOutput
-from treewise.engine.step import (
-    EdgeScorer,
-    Entries,
-    LossOf,
-    StepLoss,
-    Values,
-    Walk,
-    step_output,
-)
+from treewise.engine.step import LossOf, StepLoss, Walk, step_output
 from treewise.errors import ConfigError
 from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
