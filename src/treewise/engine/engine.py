@@ -23,7 +23,6 @@ from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest,
 from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.attention.needs import asked_by
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
 from treewise.nn.model import split_model
@@ -137,7 +136,7 @@ class TreeEngine:
         kind = self.lm.device.type
         key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
         if key not in self._implementations:
-            self._implementations[key] = choose(self.attention, *key, asked_by(self.lm.decoder))
+            self._implementations[key] = choose(self.attention, *key, self.lm.decoder)
         return self._implementations[key]
 
     @property
