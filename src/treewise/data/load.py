@@ -66,7 +66,7 @@ def load_trees(
     read_only: bool = False,
     **unknown: object,
 ) -> "Trees":
-    """Reads records of any form (`treewise.data.forms`) from any source, and groups them into training trees.
+    """Reads records of any form (`treewise.data.io.forms`) from any source, and groups them into training trees.
 
     Parameters:
         data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that

@@ -11,6 +11,9 @@ beyond memory is walked depth first (AReaL-DTA, arXiv 2602.00482); a micro-batch
 *gateway*, the keys and values that they read and the gradients that they send back, so each token below is computed
 forward and backward once, in full micro-batches.
 
+`examples/tiny_treewise.py` is the same in one file without transformers: its `tree_backward` is `take_step` with the
+passes of `Walk`, its `run` a micro-batch of `Walk.forward`, its `partition` the plan.
+
 Left out on purpose: images, recurrent layers, router losses, other ranks and host memory, which join as guests
 (`nn.guest`); losses that need all log-probs at once, which walk twice (`engine.values`).
 
@@ -19,8 +22,9 @@ Letters: T tokens of a micro-batch, M model width, E edges or terms of a micro-b
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol, TypeVar
 
@@ -32,14 +36,14 @@ from treewise.base.features import feature
 from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
-from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
+from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput, step_output
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
-from treewise.nn.lm_head import AnyHead, edge_values
-from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.lm_head import AnyHead, edge_loss, edge_values
+from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
 from treewise.tree.forest import Forest
@@ -49,8 +53,9 @@ logger = logging.getLogger("treewise")
 
 LossOf = Callable[[MicroBatchOutput], Tensor | None]
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
-Entries = tuple[np.ndarray, dict[str, Tensor]]  # [E] indices of terms, and by name the [E] values of these
 Values = dict[str, Tensor]
+Entries = tuple[np.ndarray, Values]  # [E] indices of terms, and by name the [E] values of these
+LossOfEntries = Callable[[Values, np.ndarray, slice], Tensor]  # of some terms of a micro-batch, see `EdgeScorer.loss`
 T = TypeVar("T")
 
 
@@ -340,6 +345,29 @@ class EdgeScorer:
 
     def __call__(self, output: MicroBatchOutput) -> Entries | None:
         """[E] indices of scored tokens, and their [E] values by name."""
+        asked = self._asked(output)
+        if asked is None:
+            return None
+        values = edge_values(output.hidden, output.head(), asked.source, asked.tokens, self.outputs)
+        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))
+
+    def loss(self, output: MicroBatchOutput, loss_of: LossOfEntries) -> tuple[Float[Tensor, ""], Entries] | None:
+        """A loss that is a sum over tokens, a scalar whose gradients are taken on the way, for a backward that starts
+        from it (`lm_head.edge_loss`), and what was scored, detached.
+
+        loss_of: of some of the scored tokens, from their values, all indices and which of them these are.
+        """
+        asked = self._asked(output)
+        if asked is None:
+            return None
+
+        def of_edges(values: Values, edges: slice) -> Tensor:
+            return loss_of(asked.of_entries(values, edges), asked.entry, asked.entries(edges))
+
+        loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.tokens, of_edges, self.outputs)
+        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source))))
+
+    def _asked(self, output: MicroBatchOutput) -> "_Asked | None":
         edges = edges_of(self.forest, output.positions, self._is_needed)
         if len(edges.target) == 0:
             return None
@@ -349,13 +377,36 @@ class EdgeScorer:
         device = output.hidden.device
         if self.tokens is not None:
             tokens = to_device(self.tokens[entry], device, torch.long)
-            return entry, edge_values(output.hidden, output.head(), edges.source[edge], tokens, self.outputs)
+            return _Asked(entry, edges.source[edge], tokens)
         tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
-        values = edge_values(output.hidden, output.head(), edges.source, tokens, self.outputs)
-        if len(entry) != len(edges.target):
-            index = to_device(edge, device)
-            values = {name: value[index] for name, value in values.items()}
-        return entry, values
+        if len(entry) == len(edges.target):
+            return _Asked(entry, edges.source, tokens)
+        return _Asked(entry, edges.source, tokens, np.concatenate([[0], np.cumsum(count)]), to_device(edge, device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What a micro-batch is asked for: its edges ([E] hidden rows and tokens) and the indices of what each scores.
+
+    first, edge: where an edge scores several, the [E + 1] bounds of its entries, and the edge of each entry.
+    """
+
+    entry: np.ndarray
+    source: np.ndarray
+    tokens: Tensor
+    first: np.ndarray | None = None
+    edge: Tensor | None = None
+
+    def entries(self, edges: slice) -> slice:
+        """The entries of some edges."""
+        return edges if self.first is None else slice(int(self.first[edges.start]), int(self.first[edges.stop]))
+
+    def of_entries(self, values: Values, edges: slice) -> Values:
+        """The values of entries, from those of their edges."""
+        if self.edge is None:
+            return values
+        index = self.edge[self.entries(edges)] - edges.start
+        return {name: value[index] for name, value in values.items()}
 
 
 class Loss(Protocol):
@@ -404,23 +455,45 @@ class StepLoss:
         walk.visit(self.of_micro_batch)
 
     def of_micro_batch(self, output: MicroBatchOutput) -> Float[Tensor, ""] | None:
-        """The part of one micro-batch, a scalar; None without a trained token."""
-        entries = self.score(output)
-        return None if entries is None else self.of_terms(entries[1], entries[0])
+        """The part of one micro-batch, a scalar from which a backward starts; None without a trained token."""
+        found = self.scored(output)
+        return None if found is None else found[0]
 
-    def of_terms(self, values: Values, entries: Int[np.ndarray, " E"] | None = None) -> Float[Tensor, ""]:
-        """The loss of some terms ([E] int64 `entries`), or of all, a scalar, from their [E] values by name."""
-        like = values["log_probs"]
+    def scored(self, output: MicroBatchOutput) -> tuple[Float[Tensor, ""], Entries] | None:
+        """The part of one micro-batch, and the values of its terms, detached; None without a trained token."""
+        streams: Values = {}
+
+        def of_part(values: Values, entries: np.ndarray, part: slice) -> Tensor:
+            streams.update({} if streams else self._streams(values["log_probs"], entries))
+            return self._loss(values, {name: stream[part] for name, stream in streams.items()})
+
+        found = self.score.loss(output, of_part)
+        if found is None:
+            return None
+        self._report(found[0], found[1][1], streams)
+        return found
+
+    def of_terms(self, values: Values) -> Float[Tensor, ""]:
+        """The loss of all terms, a scalar, from their [P] values by name."""
+        streams = self._streams(values["log_probs"])
+        loss = self._loss(values, streams)
+        self._report(loss, {name: value.detach() for name, value in values.items()}, streams)
+        return loss
+
+    def _streams(self, like: Tensor, entries: Int[np.ndarray, " E"] | None = None) -> Values:
         streams = {}
         for name, stream in self.terms.streams.items():
             dtype = like.dtype if stream.dtype.kind == "f" else torch.long
             streams[name] = to_device(stream if entries is None else stream[entries], like.device, dtype)
-        loss = self.objective.token_losses(values, streams).sum() / self.denominator
-        with torch.no_grad():
-            constants = {name: value.detach() for name, value in values.items()}
-            metrics = self.objective.token_metrics(constants, streams)
+        return streams
+
+    def _loss(self, values: Values, streams: Values) -> Float[Tensor, ""]:
+        return self.objective.token_losses(values, streams).sum() / self.denominator
+
+    @torch.no_grad()
+    def _report(self, loss: Tensor, values: Values, streams: Values) -> None:
+        metrics = self.objective.token_metrics(values, streams)
         self._reported.append({"": loss.detach()} | {name: value.sum() for name, value in metrics.items()})
-        return loss
 
     def output(self, walk: Walk, *, is_part: bool = True) -> StepOutput:
         """What the step reports, after its walk; the only wait for a device. is_part: other ranks have other terms."""
@@ -433,26 +506,3 @@ class StepLoss:
             totals = guest.add_up_by_name(totals)
         metrics = {name: total / self.terms.weight for name, total in totals.items() if name}
         return step_output(walk, totals[""], len(np.unique(self.terms.positions)), metrics, self.terms.weight)
-
-
-# -- what a step reports ----------------------------------------------------------------------------------------------
-
-
-def step_output(
-    walk: Walk, loss: float, num_trained_tokens: int, metrics: Mapping[str, float] | None = None, weight: float = 0.0
-) -> StepOutput:
-    """The output of a step or an evaluation. loss: without what guests add. weight: of the metrics."""
-    plan, forest = walk.plan, walk.plan.forest
-    routing = next((report for guest in walk.guests if (report := guest.report()) is not None), None)
-    return StepOutput(
-        loss=loss + sum(guest.added_loss() for guest in walk.guests),
-        num_trained_tokens=num_trained_tokens,
-        num_tree_tokens=forest.num_tokens,
-        num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=plan.num_computed_tokens + (0 if plan.is_whole else walk.num_visits * forest.num_tokens),
-        num_micro_batches=plan.num_micro_batches,
-        metrics=metrics or {},
-        weight=weight,
-        routing=routing,
-        replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
-    )

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.forms import Record
 from treewise.data.importers.common import Context, first_of
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}

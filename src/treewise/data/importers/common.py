@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import UnusableError
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS

@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treewise.data.formats import FORMATS, detect_format
-from treewise.data.forms import Record, parse
 from treewise.data.importers.common import MISSHAPEN, Context, kept, unjoined
 from treewise.data.io.files import PathLike, Placed, RawRecord, find_files
+from treewise.data.io.formats import FORMATS, detect_format
+from treewise.data.io.forms import Record, parse
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import clean_conversation

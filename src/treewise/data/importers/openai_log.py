@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from treewise.data.forms import Record
 from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
 from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
 from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 

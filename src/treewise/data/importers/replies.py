@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from treewise.data.forms import Record
 from treewise.data.importers.common import Context, text_row
 from treewise.data.io.endings import ending_of, is_known, why_unusable, with_reason
 from treewise.data.io.field_checks import shown
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS
 from treewise.data.render.tools import arguments_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from treewise.data.forms import Record
+from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.forms import Record
 from treewise.data.importers.common import (
     Context,
     integers,
@@ -26,6 +25,7 @@ from treewise.data.importers.replies import Call, pooled, text_pair, trainable, 
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 

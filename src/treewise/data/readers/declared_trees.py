@@ -251,7 +251,8 @@ def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
 
 def _routes(node: Placed, name: str, num_tokens: int) -> np.ndarray:
     values: Any = feature("encoded_arrays").decoded(node.value[name], name, node.location)
-    return checks.experts(values, name, num_tokens, node.location)
+    experts: np.ndarray = feature("routes").checked_experts(values, name, num_tokens, node.location)
+    return experts
 
 
 def _check_paths(nodes: Sequence[Placed], parents: Sequence[int], rows: Sequence[Row], max_length: int | None) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.rows import RecordResult
 from treewise.data.readers.texts import prompt_group, rendered
 from treewise.data.records import Label, RecordReader

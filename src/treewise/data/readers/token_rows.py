@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import flat_list, number_list, shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.rows import RecordResult, Row, row_from_trajectory
 from treewise.data.other_names import OTHER_MASKS, check_names
 from treewise.data.records import Label, RecordReader, rollout_of

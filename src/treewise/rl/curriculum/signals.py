@@ -28,7 +28,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import DataError
 from treewise.nn.gradients import clear_gradients, gradients_restored
 from treewise.nn.guest import MicroBatchOutput
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.objectives import Objective
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import common_prefix

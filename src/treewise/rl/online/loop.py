@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from treewise.base.progress import busy_with
-from treewise.distributed import ranks
+from treewise.distributed import groups, ranks
 from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.engine.engine import TreeEngine
@@ -54,7 +54,7 @@ from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.batches import collate
-from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.checkpoint import contents, resume, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.run_context import entered_run, stopped_error
@@ -307,9 +307,9 @@ class OnlineTrainer:
             drawn.state = deepcopy(loop)
             return drawn
 
-        ranks.go_through(ranks.new_group())
+        ranks.go_through(groups.new_group())
         hand_over, last = partial(begin_hand_over, self.sampler, self.model, self._whole), self.settings.iterations
-        ahead = Ahead(collect, hand_over, first, last, self.settings.max_staleness, ranks.new_group())
+        ahead = Ahead(collect, hand_over, first, last, self.settings.max_staleness, groups.new_group())
         ahead.start()
         return ahead
 
@@ -516,8 +516,8 @@ class OnlineTrainer:
             trainer.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
             load_weights(self.model, found.folder)
-            contents.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
-            contents.load_random_state(found.folder)
+            resume.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
+            resume.load_random_state(found.folder)
             self.items.load_state_dict(self.loop.curriculum)
         ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
         begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
