@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import DataError
+from treewise.nn.gradients import zeros_of
 from treewise.nn.wrapped import base_model
 from treewise.planning.plans import Plan
 from treewise.tree.trajectory import update_with_content
@@ -73,7 +74,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: distributed.Process
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zeros_of(parameter)
             parameter.grad = placed_like(parameter.grad, parameter)
             distributed.all_reduce(local_part(parameter.grad), group=group)
 
