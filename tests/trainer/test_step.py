@@ -203,11 +203,11 @@ def test_layers_are_compiled_by_themselves_on_a_gpu_alone(make_trainer, trees, m
         {"compile_layers": "never"},
         {"compile_layers": "always"},
         {"torch_compile": True},
-        {"tp_size": 2},
-        {"sharded": True},
     ):
         assert not replace_settings(args, **settings).compiles_by_itself
     assert replace_settings(args, compile_layers="always").torch_compile
+    for settings in ({"tp_size": 2}, {"sharded": True}, {"context_size": 2}):
+        assert replace_settings(args, **settings).compiles_by_itself
 
 
 def replace_settings(args, **changes):

@@ -306,13 +306,6 @@ class TreeTrainingArguments(TrainingArguments):
         own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
         known = {each.value.lower() for each in DynamoBackend}
         compilation.check_compilation(own.torch_compile_backend, mode, known=known)
-        if names := ", ".join(self._uncompiled_meshes()):
-            raise ConfigError(f"torch_compile cannot be combined with {names}; leave one of them out.")
-
-    def _uncompiled_meshes(self) -> list[str]:
-        """Settings with which layers are not compiled."""
-        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
-        return [name for name, is_set in spread.items() if is_set]
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""
@@ -328,7 +321,7 @@ class TreeTrainingArguments(TrainingArguments):
     def compiles_by_itself(self) -> bool:
         """Whether layers are compiled that nobody asked to compile."""
         is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel
-        return not is_decided and self.device.type == "cuda" and not self._uncompiled_meshes()
+        return not is_decided and self.device.type == "cuda"
 
     def shard_settings(self) -> Any:
         """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""

@@ -122,19 +122,23 @@ class StepRunner:
 
     def _try_compiled(self) -> None:
         """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
-        compiled run as before, which is a warning."""
+        compiled, on any rank, run as before on all, which is a warning."""
         if not self._is_untried:
             return
-        self._is_untried, first = False, self._first_tree()
+        self._is_untried, first, reason = False, self._first_tree(), ""
         with self._autocast():
             try:
                 self.engine.check(first)
             except UnsupportedModelError as error:
                 if not is_compiled(self.model):
                     raise
+                reason = str(error)
+            reason = next(filter(None, ranks.gather_texts(reason)), "")
+            if reason:
                 feature("compilation").uncompile_layers(self.engine.lm)
                 self.engine.check(first)  # raises again where compilation is not why
-                logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
+                if ranks.own() == 0:
+                    logger.warning("compile_layers=auto: layers run uncompiled: %s", reason)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
