@@ -49,6 +49,7 @@ from treewise.tree.prefix_merge import concatenated_ranges
 logger = logging.getLogger("treewise")
 
 LossOf = Callable[[MicroBatchOutput], Tensor | None]
+LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
 Values = dict[str, Tensor]
 Entries = tuple[np.ndarray, Values]  # [E] indices of terms, and by name the [E] values of these
 LossOfEntries = Callable[[Values, np.ndarray, slice], Tensor]  # of some terms of a micro-batch, see `EdgeScorer.loss`
@@ -412,6 +413,10 @@ class Loss(Protocol):
         """Adds the gradients, by one walk or two; returns the last."""
         ...
 
+    def evaluate(self, walk: Walk) -> None:
+        """The loss alone, by one walk without a graph."""
+        ...
+
     def output(self, walk: Walk) -> StepOutput:
         """What the step reports, after its walks."""
         ...
@@ -442,6 +447,9 @@ class StepLoss:
         walk = new_walk()
         walk.train(self.of_micro_batch)
         return walk
+
+    def evaluate(self, walk: Walk) -> None:
+        walk.visit(self.of_micro_batch)
 
     def of_micro_batch(self, output: MicroBatchOutput) -> Float[Tensor, ""] | None:
         """The part of one micro-batch, a scalar from which a backward starts; None without a trained token."""
