@@ -327,7 +327,7 @@ def test_the_counts_in_the_documents_are_those_of_a_step(workload: str) -> None:
 def test_a_measured_budget_fits_the_memory_of_the_device(pretend: PretendCuda, rollouts: list[Trajectory]) -> None:
     model = tiny_model(num_hidden_layers=1).cuda()
     engine = TreeEngine(model, "auto", check=False)
-    assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 65536  # the most on a GPU; 64 GiB are free
+    assert engine.plan(Forest.from_trajectories(rollouts)).max_tokens == 2**20  # the most on a GPU; 64 GiB are free
 
 
 def test_fragments_of_reserved_memory_lower_a_measured_budget(
