@@ -44,7 +44,7 @@ from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.needs import CAPS, CHUNKS, SINKS, WINDOWS, Asked, place_of
 from treewise.nn.attention.reference import visible
 from treewise.nn.device import synchronized_clock
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 from treewise.planning.planner import plan
 from treewise.planning.plans import lay_out
 from treewise.tree.forest import Forest

@@ -385,8 +385,7 @@ def _libraries() -> dict[str, str]:
 @contextmanager
 def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     """A GPU as `PretendCuda` has it, with the answers of torch.cuda for one; FlexAttention runs uncompiled."""
-    from treewise.nn.attention import flex, gateway, mask_audit
-    from treewise.nn.attention.side_copies import SideCopies
+    from treewise.nn.attention import flex, mask_audit, side_copies
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -403,7 +402,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pretend.streams.current)
         told = pretend.streams.told
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told(_storage(tensor), stream))
-        monkeypatch.setattr(gateway, "side_copies", cache(SideCopies))
+        monkeypatch.setattr(side_copies, "side_copies", cache(side_copies.SideCopies))
         hooks = lambda self, pack, unpack: make(self, pretend.again(pack), pretend.again(unpack))  # noqa: E731
         monkeypatch.setattr(saved_tensors_hooks, "__init__", hooks)
         monkeypatch.setattr(mask_audit, "_on_host", pretend.on_host)

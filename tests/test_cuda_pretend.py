@@ -13,7 +13,7 @@ from tests.cuda_pretend import CUDA, PretendCuda, pretend_cuda
 from treewise import GRPO, GSPO, SFT, Distillation, Forest, Trajectory, TreeEngine
 from treewise.engine import step
 from treewise.errors import ConfigError
-from treewise.nn.tensors import on_host, to_device
+from treewise.nn.platform.tensors import on_host, to_device
 from treewise.planning.planner import plan
 from treewise.planning.plans import FORWARD, lay_out
 from treewise.testing.families import tiny_model

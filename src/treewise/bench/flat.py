@@ -24,7 +24,7 @@ from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import LayerReach
 from treewise.nn.lm_head import edge_loss
 from treewise.nn.model_flops import flop_model
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.vision import flat_images
 from treewise.nn.wrapped import base_model
 from treewise.planning.bin_packing import best_fit

@@ -116,7 +116,7 @@ class TreeDataset(LazySequence[TrainingTree]):
         is_declared = rows["parent"][0] is not None
         trajectories = None if is_declared else trajectories_of(rows)
         if trajectories is not None and self._routing_replay == "off":
-            trajectories = [replace(each, routed_experts=None) for each in trajectories]
+            trajectories = [replace(trajectory, routed_experts=None) for trajectory in trajectories]
         if trajectories is not None and self._routing_replay == "by_tokens":
             trajectories = feature("routes").by_tokens(trajectories)
         return TrainingTree(

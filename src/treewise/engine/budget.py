@@ -14,10 +14,10 @@ from treewise.engine.probed_rows import text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import bytes_as_text
 from treewise.nn.decoder import DecoderAndHead
-from treewise.nn.device import free_bytes
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import gradients_restored
 from treewise.nn.model_flops import gateway_values
+from treewise.nn.platform.memory import free_bytes
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan

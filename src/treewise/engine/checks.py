@@ -20,7 +20,7 @@ from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import warn_of_slow_precision
-from treewise.nn.tensors import autocast_dtype
+from treewise.nn.platform.tensors import autocast_dtype
 from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 

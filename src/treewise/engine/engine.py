@@ -16,19 +16,19 @@ from torch import Tensor, distributed, nn
 from treewise.base.features import feature
 from treewise.base.shapes import Float
 from treewise.distributed import ranks
-from treewise.distributed.parts import check_same_plan, mesh_of
+from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
 from treewise.engine.step import LossFunction, StepLoss, Values, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.attention.needs import asked_by
-from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
-from treewise.nn.tensors import autocast_dtype
+from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.platform.versions import warn_of_untested_torch
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import fastest_plan
@@ -98,6 +98,7 @@ class TreeEngine:
         choose(attention, self.lm.device.type)  # raises for an unknown name
         self._implementations: dict[Any, str] = {}  # by type of device and dtype
         warn_of_untested_torch()
+        self.replay: Any = None
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
             rule_of = feature("router_loss").router_loss_rule
@@ -166,7 +167,7 @@ class TreeEngine:
         plan = ready.plan if is_current else self._planned(ready.joined, settings)
         assert plan is not None
         if self._batch_group is not None:
-            check_same_plan(self._batch_group[0], plan, self._batch_group[1])
+            feature("same_plan").check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:
@@ -365,12 +366,15 @@ class TreeEngine:
     def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: Any = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
-        pixels_of: maps an image to its tensors; None: the engine's processor makes them.
+        pixels_of: maps an image to its tensors; None: the engine's processor makes them. Afterwards `replay` is that of
+        a `StepOutput`.
         """
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
         values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
+        add_up = (lambda tensor: tensor) if self._context is None else self._context.add_up
+        self.replay = next((found for guest in guests if (found := guest.replayed(add_up)) is not None), None)
         return values
 
     # -- walks --------------------------------------------------------------------------------------------------------

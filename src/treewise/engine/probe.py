@@ -35,11 +35,10 @@ from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
-from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.nn.wrapped import adapter_parameters, stirred, uncompiled
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
@@ -224,7 +223,8 @@ def _failing_as(lm: DecoderAndHead, what: str) -> Iterator[None]:
         name, dtype = type(lm.decoder).__name__, str(lm.decoder.dtype).removeprefix("torch.")
         size = getattr(lm.decoder.config, "head_dim", None)
         heads = "" if size is None else f", heads of {size}"
-        if failure := compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device):
+        failure = feature("compiler_errors").compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device)
+        if failure is not None:
             raise failure from error
         if not isinstance(error, AttributeError | RuntimeError | TypeError | ValueError):
             raise

@@ -11,6 +11,9 @@ beyond memory is walked depth first (AReaL-DTA, arXiv 2602.00482); a micro-batch
 *gateway*, the keys and values that they read and the gradients that they send back, so each token below is computed
 forward and backward once, in full micro-batches.
 
+`examples/tiny_treewise.py` is the same in one file without transformers: its `tree_backward` is `take_step` with the
+passes of `Walk`, its `run` a micro-batch of `Walk.forward`, its `partition` the plan.
+
 Left out on purpose: images, recurrent layers, router losses, other ranks and host memory, which join as guests
 (`nn.guest`); losses that need all log-probs at once, which walk twice (`engine.values`).
 
@@ -19,7 +22,7 @@ Letters: T tokens of a micro-batch, M model width, E edges or terms of a micro-b
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -33,14 +36,14 @@ from treewise.base.features import feature
 from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
-from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
+from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput, step_output
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
 from treewise.nn.lm_head import AnyHead, edge_loss, edge_values
-from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
 from treewise.tree.forest import Forest
@@ -503,26 +506,3 @@ class StepLoss:
             totals = guest.add_up_by_name(totals)
         metrics = {name: total / self.terms.weight for name, total in totals.items() if name}
         return step_output(walk, totals[""], len(np.unique(self.terms.positions)), metrics, self.terms.weight)
-
-
-# -- what a step reports ----------------------------------------------------------------------------------------------
-
-
-def step_output(
-    walk: Walk, loss: float, num_trained_tokens: int, metrics: Mapping[str, float] | None = None, weight: float = 0.0
-) -> StepOutput:
-    """The output of a step or an evaluation. loss: without what guests add. weight: of the metrics."""
-    plan, forest = walk.plan, walk.plan.forest
-    routing = next((report for guest in walk.guests if (report := guest.report()) is not None), None)
-    return StepOutput(
-        loss=loss + sum(guest.added_loss() for guest in walk.guests),
-        num_trained_tokens=num_trained_tokens,
-        num_tree_tokens=forest.num_tokens,
-        num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=plan.num_computed_tokens + (0 if plan.is_whole else walk.num_visits * forest.num_tokens),
-        num_micro_batches=plan.num_micro_batches,
-        metrics=metrics or {},
-        weight=weight,
-        routing=routing,
-        replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
-    )

@@ -23,14 +23,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from treewise.engine.step import EdgeScorer, LossOf, Walk
-from treewise.nn.device import part_of_torch
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import sized_as
 from treewise.nn.model import mixes_in_order, split_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.platform.tensors import has_data
+from treewise.nn.platform.versions import part_of_torch
 from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
-from treewise.nn.tensors import has_data
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN, Plan
 from treewise.tree.forest import Forest
 
@@ -53,7 +53,7 @@ INSIDE_KERNELS = 1.03
 # heap, as a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so none
 # fits the hole that another of its size left. Pages of libraries and buffers of MKL that a larger step is the first to
 # touch. Kernels that oneDNN compiles for each size of a micro-batch in half precision, with their work space, as long
-# as it keeps them (`nn.device.keep_few_kernels`).
+# as it keeps them (`nn.platform.memory.keep_few_kernels`).
 HOLES, LIBRARIES, KERNELS, KEPT_KERNELS = 1 / 3, 44 * 2**20, 14 * 2**20, 56 * 2**20
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from treewise.base.progress import tell_progress
-from treewise.base.shapes import Bool, Float, Int
+from treewise.base.shapes import Bool, Context, Float, Int
 from treewise.engine.carried import refuse_no_gradient
-from treewise.engine.prepared import StepOutput
+from treewise.engine.prepared import StepOutput, step_output
 from treewise.engine.step import (
     EdgeScorer,
     Entries,
@@ -30,12 +30,11 @@ from treewise.engine.step import (
     StepLoss,
     Values,
     Walk,
-    step_output,
 )
 from treewise.errors import ConfigError
-from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
+from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
-from treewise.nn.tensors import Autocast, to_device
+from treewise.nn.platform.tensors import Autocast, to_device
 from treewise.objectives.sft import described
 from treewise.tree.forest import Forest
 
@@ -262,7 +261,7 @@ class _FirstOrder(torch.autograd.Function):
 class _TreeValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: BackwardContext,
+        ctx: Context,
         _: Tensor,
         new_walk: Callable[[], Walk],
         readers: tuple[Reader, ...],
@@ -286,7 +285,7 @@ class _TreeValues(torch.autograd.Function):
         return tuple(tensor for tensor, _ in tensors)
 
     @staticmethod
-    def backward(ctx: BackwardContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the walk, which starts with none; autograd adds them to those that are there."""
         _refuse_second_order()
         if any(_version(each) != version for each, version in ctx.versions):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
-from treewise.nn.tensors import autocast_dtype, to_device
+from treewise.nn.platform.tensors import autocast_dtype, to_device
 
 if TYPE_CHECKING:
     from treewise.nn.tensor_parallel import VocabularyShard

@@ -37,7 +37,6 @@ from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import nonfinite_trajectories, sources, write_rows
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
@@ -218,7 +217,7 @@ class StepRunner:
         if fixed is None:
             (fixed,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
             if not fixed > 0:
-                names = ", ".join(sources(self._forests)) or "unnamed"
+                names = ", ".join(feature("nonfinite").sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
         self._step_objective, self._router_counts = self.objective, None
@@ -302,7 +301,8 @@ class StepRunner:
         if self.ranks is not None and (ranks.count() > 1 or self.ranks.is_sharded):
             return []
         with torch.no_grad(), self._autocast():
-            return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
+            of_forest = feature("nonfinite").nonfinite_trajectories
+            return [name for forest in forests for name in of_forest(forest, self.engine.logprobs)]
 
     def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
         """What is measured of each batch with trained tokens, without a graph."""
@@ -351,13 +351,14 @@ class NonFiniteGuard:
             self._num_consecutive = 0
             median = statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else 0.0
             if self.spike_factor and norm > self.spike_factor * median > 0:
-                trees = ", ".join(sources(forests)) or "unnamed trees"
+                trees = ", ".join(feature("nonfinite").sources(forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
             self._norms.append(norm)
             return True
-        write_rows(self.path, forests, {"step": step})
+        files = feature("nonfinite")
+        files.write_rows(self.path, forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
-        named = list(nonfinite) or sources(forests)
+        named = list(nonfinite) or files.sources(forests)
         trees = f" {'Not finite by themselves' if nonfinite else 'Its trees'}: {', '.join(named)}." if named else ""
         message = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
         self.num_skipped += 1

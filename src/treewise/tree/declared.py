@@ -269,7 +269,7 @@ def _routes(items: Sequence[Any], name: str, lengths: np.ndarray, location: str)
     if len(items) != len(lengths):
         raise DataError(f"{location}: {len(items)} {name} for {len(lengths)} nodes.")
     parts = [
-        None if item is None else checks.experts(item, name, int(length), f"{location}: node {node}")
+        None if item is None else feature("routes").checked_experts(item, name, int(length), f"{location}: node {node}")
         for node, (item, length) in enumerate(zip(items, lengths, strict=True))
     ]
     shapes = {part.shape[1:]: node for node, part in enumerate(parts) if part is not None}

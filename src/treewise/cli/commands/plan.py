@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         config, dtype = load_config(args.model, args.gguf_file), getattr(torch, args.dtype)
         processes = report_mesh(config, mesh, dtype, gpu)
     if args.json:
-        extra: dict[str, Any] = {"budgets": [asdict(each) for each in budgets]}
+        extra: dict[str, Any] = {"budgets": [asdict(budget) for budget in budgets]}
         extra |= {} if processes is None else {"mesh": processes.to_dict()}
         extra |= {} if fit is None else {"gpu": asdict(fit)}
         print(json.dumps(report.to_dict() | extra, indent=2))

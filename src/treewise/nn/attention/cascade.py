@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treewise.base.features import feature
-from treewise.base.shapes import Float
+from treewise.base.shapes import Context, Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
-from treewise.nn.device import part_of_torch
-from treewise.nn.gradients import BackwardContext
-from treewise.nn.tensors import has_data
+from treewise.nn.platform.tensors import has_data
+from treewise.nn.platform.versions import part_of_torch
 
 _forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
@@ -80,7 +79,7 @@ def num_key_rows(mask: TreeMask, _: torch.device) -> int:
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: BackwardContext,
+        ctx: Context,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -120,7 +119,7 @@ class _Cascade(torch.autograd.Function):
         return out[..., : value.shape[3]]
 
     @staticmethod
-    def backward(ctx: BackwardContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         sources = _Sources(key, value, ctx.reads, ctx.call, query.shape[3])
         gradients = _KeyGradients(sources)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError
 from treewise.nn.attention.needs import CAPS, SINKS, Asked, Heads, Needs, Place, place_of
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

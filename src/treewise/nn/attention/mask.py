@@ -17,7 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import numpy as np
 import torch
 
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.planning.plans import Layout
 
 _Result = TypeVar("_Result")
@@ -26,7 +26,7 @@ _Arguments = TypeVarTuple("_Arguments")
 # Cost of a kernel call beyond its pairs, and the rows below which a call is not cheaper (measured on two CPU cores).
 PAIRS_PER_CALL = 4096
 MIN_ROWS = 48
-# Blocks of layers with windows stay below this many rows, and joined chains below so many: of a tile about half is hidden,
+# Blocks of layers with windows stay below this many rows, joined chains below so many: of a tile about half is hidden,
 # and computed (measured on a CPU: 64 and 96 are alike, 256 takes 1.04 to 1.27 times as long).
 MAX_TILE_ROWS = 256
 MAX_JOINED_ROWS = 96
@@ -206,7 +206,7 @@ class _Planner:
             if stack:
                 above = stack[-1]
                 # Subtree ends shrink down a chain, so the rows above `start` are its first ones.
-                num_above = bisect_left(range(above.start, above.end), -start, key=self._minus_end)
+                num_above = bisect_left(range(above.start, above.end), -start, key=lambda row: -int(self.own_hi[row]))
                 path = above.path_to(above.start + num_above)
             else:
                 gateway = slice(0, self.num_gateway)
@@ -219,9 +219,6 @@ class _Planner:
                 continue
             for first, last in self._pieces(start, end):
                 yield first, last, path if first == start else chain.path_to(first)
-
-    def _minus_end(self, row: int) -> int:
-        return -int(self.own_hi[row])
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """A chain in parts: images by themselves and whole, the rest in ranges that a tile may have, if need be."""
@@ -259,7 +256,7 @@ class _Planner:
         if len(keys) == 0:
             return [], []
         top, seen, first = int(self.depth[keys[0]]), 0, 0
-        last = _first_true(0, len(keys), lambda at: bool(self.hi[keys[at]] < end))
+        last = bisect_left(range(len(keys)), 1, key=lambda at: self.hi[keys[at]] < end)  # the first that ends before
         if self.window is not None:
             seen, first = shallow - self.window + 1 - top, deep - self.window + 1 - top
         if self.chunk is not None:
@@ -331,11 +328,6 @@ class _Chain:
             own = np.arange(self.start, self.end, dtype=np.int64) + self.num_gateway
             self._down_to_leaf = np.concatenate([self.path.keys, own])
         return _Path(self._down_to_leaf[: len(self.path.keys) + row - self.start], self.path.gateway)
-
-
-def _first_true(start: int, end: int, holds: Callable[[int], bool]) -> int:
-    """The first index in [start, end) from which a monotone condition holds; `end` where it never does."""
-    return start + bisect_left(range(start, end), 1, key=holds)
 
 
 def _ranges(keys: np.ndarray) -> Ranges:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from treewise.errors import ConfigError, TreewiseError, UnsupportedModelError
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 
 if TYPE_CHECKING:
     import torch
