@@ -203,11 +203,18 @@ class TreeEngine:
             return Plan.whole(forest, most)
         if settings.costs is not None:
             return settings.costs.plan(forest, most, hold=settings.hold)
-        return (fastest_plan if settings.is_measured else make_plan)(forest, most, hold=settings.hold)
+        if settings.is_measured or settings.least_tokens:
+            return fastest_plan(forest, most, hold=settings.hold, least_tokens=settings.least_tokens)
+        return make_plan(forest, most, hold=settings.hold)
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        costs = self.images.costs_of(forest) if forest.has_images else None
-        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
+        most, is_measured = self.budget.tokens, self.budget.setting == AUTO
+        if forest.has_images:
+            return PlanSettings(most, is_measured, self.hold, self.images.costs_of(forest))
+        if most is None or forest.num_tokens <= most or self.lm.device.type == "cpu":
+            return PlanSettings(most, is_measured, self.hold)
+        least = feature("launching").least_tokens(self.lm, forest)
+        return PlanSettings(most, is_measured, self.hold, least_tokens=least)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
