@@ -31,6 +31,7 @@ FEATURES = {
     "images": ("treewise.nn.vision", "trajectories with images"),
     "importers": ("treewise.data.importers", "dumps of other libraries"),
     "kept_reasoning": ("treewise.data.render.kept_reasoning", "conversations whose reasoning is kept (thinking)"),
+    "launching": ("treewise.nn.launching", "plans by the time of a GPU"),
     "legacy_layers": ("treewise.nn.attention.legacy_layers", "models from before the attention interface (GPT-Neo)"),
     "liger": ("treewise.nn.liger", "kernels of liger-kernel (use_liger_kernel)"),
     "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),

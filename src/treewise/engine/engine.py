@@ -8,7 +8,7 @@ log-probs or hidden states are asked for).
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -63,6 +63,8 @@ class TreeEngine:
         router_aux_loss: whether steps add the load-balancing loss of a mixture of experts, with the model's factor
             (`router_aux_loss_coef`); None: as its configuration says (`output_router_logits`).
         router_z_coefficient: the factor of a z-loss on router logits; 0: none.
+        router_loss_choices: what the load-balancing loss counts where recorded experts are replayed: `live`, what the
+            routers would choose now, or `replayed`, what they are made to choose.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
         context: the ranks that compute each batch together, a part of the tokens of every micro-batch each
             (`treewise.distributed.mesh.context_group`). Gradients are then this rank's part of a sum over them.
@@ -85,6 +87,7 @@ class TreeEngine:
         reserve_bytes: int = 0,
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
+        router_loss_choices: Literal["live", "replayed"] = "live",
         processor: object = None,
         context: Any = None,
     ) -> None:
@@ -99,10 +102,16 @@ class TreeEngine:
         self._implementations: dict[Any, str] = {}  # by type of device and dtype
         warn_of_untested_torch()
         self.replay: Any = None
+        check_choice("router_loss_choices", router_loss_choices, ("live", "replayed"))
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
             rule_of = feature("router_loss").router_loss_rule
-            self.router_loss_rule = rule_of(self.lm.base, wants_aux=router_aux_loss, z_coefficient=router_z_coefficient)
+            self.router_loss_rule = rule_of(
+                self.lm.base,
+                wants_aux=router_aux_loss,
+                z_coefficient=router_z_coefficient,
+                choices=router_loss_choices,
+            )
         self._checks = StepChecks(model, has_probes=check)
         self._images: Any = None
         # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
@@ -194,11 +203,18 @@ class TreeEngine:
             return Plan.whole(forest, most)
         if settings.costs is not None:
             return settings.costs.plan(forest, most, hold=settings.hold)
-        return (fastest_plan if settings.is_measured else make_plan)(forest, most, hold=settings.hold)
+        if settings.is_measured or settings.least_tokens:
+            return fastest_plan(forest, most, hold=settings.hold, least_tokens=settings.least_tokens)
+        return make_plan(forest, most, hold=settings.hold)
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        costs = self.images.costs_of(forest) if forest.has_images else None
-        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
+        most, is_measured = self.budget.tokens, self.budget.setting == AUTO
+        if forest.has_images:
+            return PlanSettings(most, is_measured, self.hold, self.images.costs_of(forest))
+        if most is None or forest.num_tokens <= most or self.lm.device.type == "cpu":
+            return PlanSettings(most, is_measured, self.hold)
+        least = feature("launching").least_tokens(self.lm, forest)
+        return PlanSettings(most, is_measured, self.hold, least_tokens=least)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -269,7 +285,10 @@ class TreeEngine:
 
     def _router_losses(self, plan: Plan, counts: Any = None) -> Any:
         add_up = None if self._context is None else self._context.add_up
-        return feature("router_loss").RouterLosses(self.router_loss_rule, plan.forest.multiplicity, counts, add_up)
+        rule, forest = self.router_loss_rule, plan.forest
+        takes_recorded = rule.counts_recorded and forest.has_routes
+        experts = feature("routing").recorded_choices(self.lm, forest) if takes_recorded else None
+        return feature("router_loss").RouterLosses(rule, forest.multiplicity, counts, add_up, experts)
 
     @torch.no_grad()
     def evaluate(
