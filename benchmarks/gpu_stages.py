@@ -20,7 +20,7 @@ from treewise.cli.main import main as treewise
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import profile_step
 from treewise.nn.device import matmul_flops
-from treewise.nn.gradients import zero_gradients
+from treewise.nn.whole_gradients import zero_gradients
 from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
 from treewise.report.analysis.machine_facts import machine_facts
 from treewise.tree.forest import Forest
