@@ -241,7 +241,7 @@ def _append(rows: list[_SampledRow], logits: torch.Tensor) -> torch.Tensor:
 def _completion(row: _SampledRow) -> Completion:
     request, num_top = row.request, row.request.num_top
     asked = ["logprobs", *["entropies"] * request.want_entropy, *["top_ids", "top_logprobs"] * bool(num_top)]
-    routes = [each for each in row.routes if len(each)]
+    routes = [route for route in row.routes if len(route)]
     arrays: dict[str, Any] = {name: np.array(row.streams[name], dtype=_STREAMS[name]) for name in asked}
     return Completion(
         token_ids=np.array(row.token_ids, dtype=np.int32),
