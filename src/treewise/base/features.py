@@ -15,6 +15,7 @@ from treewise.errors import ConfigError
 FEATURES = {
     "adapted_head": ("treewise.nn.adapted_head", "heads with adapters"),
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
+    "attention_needs": ("treewise.nn.attention.needs", "kernels of attention beyond Triton's (flash, cudnn)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
     "compiler_errors": ("treewise.nn.platform.compiler_errors", "errors of compilers"),
@@ -30,6 +31,7 @@ FEATURES = {
     "images": ("treewise.nn.vision", "trajectories with images"),
     "importers": ("treewise.data.importers", "dumps of other libraries"),
     "kept_reasoning": ("treewise.data.render.kept_reasoning", "conversations whose reasoning is kept (thinking)"),
+    "launching": ("treewise.nn.launching", "plans by the time of a GPU"),
     "legacy_layers": ("treewise.nn.attention.legacy_layers", "models from before the attention interface (GPT-Neo)"),
     "liger": ("treewise.nn.liger", "kernels of liger-kernel (use_liger_kernel)"),
     "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),
