@@ -70,6 +70,10 @@ class TreeTrainingArguments(TrainingArguments):
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
+        router_loss_choices: what the load-balancing loss counts where recorded experts are replayed: `live`, what the
+            routers would choose now, or `replayed`.
+        float32_gradients: add the gradients of micro-batches, batches and processes up in float32 where weights are
+            narrower, which takes 2 bytes more for each trained parameter of 2 bytes. Not with sharded parameters.
         weighting: how often a shared trained token counts: `per_trajectory` (once for each trajectory, as in flat
             training), `per_rollout` (once for each rollout) or `once`.
         normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
@@ -108,6 +112,8 @@ class TreeTrainingArguments(TrainingArguments):
     temperature: Annotated[float, Gt(0), Lt(math.inf)] = 1.0
     offload: bool = False
     router_z_coefficient: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
+    router_loss_choices: Literal["live", "replayed"] = "live"
+    float32_gradients: bool = False
     weighting: str = "per_trajectory"
     normalization: str = "token_mean"
     constant: float | None = None
@@ -179,7 +185,7 @@ class TreeTrainingArguments(TrainingArguments):
         Budget(self.max_tokens)
         choose(self.attention, "cpu")  # an unknown name is an error now
         check_fields(self)
-        self.objective()
+        self.sft_objective()
         self._take_over_fsdp()
         if self.shard_config and not self.sharded:
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
@@ -236,6 +242,11 @@ class TreeTrainingArguments(TrainingArguments):
     def local_process_index(self) -> int:
         """Its rank on this machine."""
         return 0 if self._is_settling else int(super().local_process_index if self.device else 0)
+
+    @property
+    def optimizer_name(self) -> str:
+        """As it is given (`optim`)."""
+        return str(getattr(self.optim, "value", self.optim))
 
     # -- what other settings mean here --------------------------------------------------------------------------------
 
@@ -326,7 +337,7 @@ class TreeTrainingArguments(TrainingArguments):
         """One per process: `nn.DataParallel` splits tensors, not trees. Use torchrun for several GPUs."""
         return min(1, super().n_gpu)
 
-    def objective(self) -> SFT:
+    def sft_objective(self) -> SFT:
         """The loss that these settings name."""
         return SFT(self.weighting, self.normalization, self.constant)
 
