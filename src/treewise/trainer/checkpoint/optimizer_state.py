@@ -3,8 +3,13 @@
 `optimizer.json` lists every tensor and holds all else. Before a tensor is made, that list is compared with what this
 run's optimizer keeps, because an entry that is missing, misshapen or not finite would give wrong weights silently. What
 belongs there follows from the optimizer itself: a new one of its class takes one step on a parameter without values.
+
+Optimizers of 8 bits keep several tensors for one: codes, scales, and tables that all parameters share. torchao has them
+in a tensor of a class of its own (`exp_avg`), which is saved as its parts (`exp_avg.codes`) and what it is
+(`exp_avg.is`); bitsandbytes in a dict below the parameter's entries, which is saved as entries.
 """
 
+import importlib
 import inspect
 import json
 import math
@@ -34,6 +39,12 @@ SETTINGS = {
 }
 # Means or sums of squares, of which optimizers take roots, and counts.
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "step")
+# Tensors made of others: modules of torchao by the name of a class.
+_COMPOSED = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
 _WAY_OUT = "Use an earlier checkpoint, or start a new run from the weights."
 
 
@@ -74,7 +85,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     state, names = optimizer.state_dict(), _names(optimizer, model)
     return OptimizerState(
         kind=type(_inner(optimizer)).__name__,
-        entries={names[index]: dict(entries) for index, entries in state["state"].items()},
+        entries={names[index]: _in_parts(entries) for index, entries in state["state"].items()},
         groups=[{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]],
         rest={key: value for key, value in state.items() if key not in ("state", "param_groups")},
     )
@@ -89,7 +100,7 @@ def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = Fa
     tensors: dict[str, torch.Tensor] = {}
     entries = to_plain(state.entries, tensors)
     if not is_sharded:
-        tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+        tensors = _apart({name: each.detach().cpu().contiguous() for name, each in tensors.items()})
         save_file(tensors, folder / f"{OPTIMIZER}.safetensors")
     members = [name for group in state.groups for name in group["params"]]
     content = {
@@ -123,7 +134,7 @@ def load_optimizer(folder: Path, optimizer: Optimizer, model: nn.Module) -> None
     # And those of its groups: on a mesh transformers makes one for each mesh that parameters are on.
     then = {name: group for group in listed.groups for name in group["params"]}
     groups = [_settled_group([then[names[index]] for index in group["params"]], group) for group in now]
-    state = {index: read.entries[name] for index, name in names.items() if name in read.entries}
+    state = {index: _whole(read.entries[name]) for index, name in names.items() if name in read.entries}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -131,6 +142,59 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of accelerate's."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
+
+
+# -- tensors made of others -------------------------------------------------------------------------------------------
+
+
+def _in_parts(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's entries without tensors that are made of others, and dicts."""
+    found: dict[str, Any] = {}
+    for entry, value in entries.items():
+        if type(value).__name__ in _COMPOSED:
+            parts, facts = value.__tensor_flatten__()
+            found |= {f"{entry}.{part}": getattr(value, part) for part in parts}
+            plain = [str(each) if isinstance(each, torch.dtype) else each for each in facts]
+            found[f"{entry}.is"] = [
+                type(value).__name__,
+                *(tuple(each) if isinstance(each, torch.Size) else each for each in plain),
+            ]
+        elif isinstance(value, dict):
+            found |= value
+        else:
+            found[entry] = value
+    return found
+
+
+def _whole(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_in_parts`; optimizers take what was in a dict without it, too.
+
+    Raises:
+        CheckpointError: parts of a class that is not known.
+    """
+    found = {entry: value for entry, value in entries.items() if "." not in entry}
+    for entry in [each.removesuffix(".is") for each in entries if each.endswith(".is")]:
+        name, *facts = entries[f"{entry}.is"]
+        if name not in _COMPOSED:
+            raise CheckpointError(f"{OPTIMIZER}.json: {entry} is a {name}, which no optimizer of this version keeps.")
+        kind = getattr(importlib.import_module(_COMPOSED[name]), name)
+        parts = {
+            each.removeprefix(f"{entry}."): value for each, value in entries.items() if each.startswith(f"{entry}.")
+        }
+        facts = [getattr(torch, each.removeprefix("torch.")) if isinstance(each, str) else each for each in facts]
+        found[entry] = kind.__tensor_unflatten__(parts, facts)
+    return found
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of which none lies where another one does: a table of codes is one for all parameters."""
+    seen: set[int] = set()
+    found = {}
+    for name, each in tensors.items():
+        place = each.untyped_storage().data_ptr()
+        found[name] = each.clone() if place in seen else each
+        seen.add(place)
+    return found
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
@@ -245,7 +309,7 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
     """Raises `CheckpointError` for the first entry that the optimizer's own steps would not make: missing, unknown, or
     of another shape or dtype. Of a class that takes no step without values, parameters of a group are compared.
     """
-    index, first_of = 0, dict[tuple[int, int], set[str]]()
+    index, first_of = 0, dict[tuple[int, int, bool], set[str]]()
     for number, group in enumerate(_inner(optimizer).param_groups):
         for parameter in group["params"]:
             name, index = names[index], index + 1
@@ -253,7 +317,9 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
                 continue
             found = {entry: _kind(value) for entry, value in listed.entries[name].items()}
             expected = _kinds_after_a_step(_inner(optimizer), group, parameter)
-            wanted = first_of.setdefault((number, parameter.dim()), set(found)) if expected is None else set(expected)
+            is_coded = any(kind.endswith("uint8") for kind in found.values())  # of 8 bits; small parameters are not
+            like = number, parameter.dim(), is_coded
+            wanted = first_of.setdefault(like, set(found)) if expected is None else set(expected)
             if set(found) != wanted:
                 raise CheckpointError(
                     f"the optimizer's state of {name} has {', '.join(sorted(found)) or 'no entries'}; this run's keeps "
@@ -268,7 +334,10 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
 
 
 def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, str] | None:
-    """Kinds of a parameter's entries once it was trained; None for classes that take no step without values."""
+    """Kinds of a parameter's entries once it was trained; None for classes that take no step without values, or keep
+    another number of bits for some parameters (bitsandbytes' manager)."""
+    if hasattr(optimizer, "mng"):
+        return None
     kind, settings = type(optimizer), {**group, "fused": None, "foreach": None}
     del settings["params"]
     empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
@@ -280,7 +349,7 @@ def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: 
         twin.step()
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    return {entry: _kind(value) for entry, value in twin.state[empty].items()}
+    return {entry: _kind(value) for entry, value in _in_parts(twin.state[empty]).items()}
 
 
 def _kind(value: object) -> str:
