@@ -584,6 +584,16 @@ STAGES = (
     Stage("memory", "budgets that are measured or too large", tests("-k", MEMORY), 25, 60, TESTING, of_tests, True),
     Stage("speed", "steps of Qwen3-1.7B beside packed flat rows", ours("speed"), 40, 150, CORE, of_bench),
     Stage("profile", "where the time of a step goes, by part and kernel", ours("profile"), 25, 60, CORE, of_profile),
+    Stage(
+        *(
+            "mixture",
+            "as many layers of Qwen3-30B-A3B as fit beside packed flat rows",
+            ours("mixture"),
+            40,
+            120,
+        ),
+        *(CORE, of_bench),
+    ),
     Stage("trl", "TRL's tree rows beside ours on tau2", ours("trl"), 30, 90, (*CORE, "trl"), of_bench),
 )
 

@@ -27,6 +27,7 @@ from treewise.tree.forest import Forest
 
 MODEL = {"full": "qwen3-1.7b", "tiny": "qwen3-tiny"}
 SMALL_MODEL = {"full": "qwen3-0.6b", "tiny": "qwen3-tiny"}
+MIXTURE = {"full": "qwen3-30b-a3b", "tiny": "mixture-tiny"}
 BUDGET = {"full": 5000, "tiny": 20}
 NUM_KERNELS = 20  # that are named, by their time
 
@@ -82,6 +83,11 @@ def speed(args: argparse.Namespace) -> int:
     return bench(args, MODEL[args.size], ("ratio-6.5", "tau2"), ("flat",))
 
 
+def mixture(args: argparse.Namespace) -> int:
+    """A mixture of experts, as many layers as fit: whole trees and a budget beside packed flat rows."""
+    return bench(args, MIXTURE[args.size], ("ratio-6.5",), ("flat",))
+
+
 def trl(args: argparse.Namespace) -> int:
     """TRL's tree rows."""
     return bench(args, SMALL_MODEL[args.size], ("tau2",), ("flat", "trl"))
@@ -130,7 +136,7 @@ def _kernels(engine: TreeEngine, forest: Forest, device: torch.device) -> dict[s
     }
 
 
-STAGES = {"found": found, "kernels": kernels, "speed": speed, "profile": profiled, "trl": trl}
+STAGES = {"found": found, "kernels": kernels, "speed": speed, "profile": profiled, "mixture": mixture, "trl": trl}
 
 
 def main() -> int:
