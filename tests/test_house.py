@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ MAX_FUNCTION_LINES_P90 = 30
 # Tests of several modules at once: what they hold, by path below tests/. All others bear the name of a module.
 CROSS_CUTTING = {
     "test_cuda_first": "everything that runs on a GPU, for the first machine that has one",
+    "test_count_code": "what `benchmarks/count_code.py` counts",
     "test_gpu_script": "the stages of `make gpu`",
     "test_attention_kernels": "the stage of `make gpu` that compares attention's kernels",
     "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
@@ -121,6 +123,29 @@ def test_a_reader_can_keep_the_top_in_the_head() -> None:
     assert len(rooms) <= MAX_ROOMS, sorted(rooms)
 
 
+def test_no_folder_imports_what_imports_it() -> None:
+    """At any depth; what is imported for types alone, and the modules at the top, count for none."""
+    imports: dict[str, set[str]] = {}
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in MODULES}
+    folders = {name.removesuffix(".__init__"): name.rpartition(".")[0] for name in names.values()}
+    for path, name in names.items():
+        tree = ast.parse(path.read_text())
+        for_types = {
+            id(each)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for each in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or id(node) in for_types:
+                continue
+            for found in (f"{node.module}.{each.name}" for each in node.names):
+                folder = folders.get(found, folders.get(str(node.module), "treewise"))
+                if "treewise" not in (folder, own := name.rpartition(".")[0]) and folder != own:
+                    imports.setdefault(own, set()).add(folder)
+    tuple(TopologicalSorter(imports).static_order())  # raises `CycleError` with the folders of a circle
+
+
 def test_imports_and_loggers_stand_at_the_top() -> None:
     for path in MODULES:
         is_below = False
@@ -192,3 +217,14 @@ def test_the_lists_of_cross_cutting_tests_are_current() -> None:
         assert (ROOT / "tests" / f"{name}.py").is_file(), name
     for name in CROSS_CUTTING_FOLDERS:
         assert (ROOT / "tests" / name).is_dir(), name
+
+
+def test_a_docstring_says_more_than_the_name() -> None:
+    """Words of the name alone, in whatever order, tell a reader nothing."""
+    filling = {"a", "an", "the", "of", "its", "it", "itself", "and", "in", "to", "is", "this"}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                known = {word.rstrip("s").lower() for word in re.findall(r"[A-Z]?[a-z]+", node.name)} | filling
+                words = {word.rstrip("s").lower() for word in re.findall(r"\w+", ast.get_docstring(node) or "")}
+                assert words - known - {word.rstrip("s") for word in filling}, f"{own_name(path)}:{node.lineno}"

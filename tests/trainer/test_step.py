@@ -31,7 +31,7 @@ def forests(trees):
 def make_runner(tmp_path, forests):
     def make(model, **settings):
         args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **settings)
-        return StepRunner(model, args.objective(), args, lambda: forests[0])
+        return StepRunner(model, args.sft_objective(), args, lambda: forests[0])
 
     return make
 
@@ -203,11 +203,11 @@ def test_layers_are_compiled_by_themselves_on_a_gpu_alone(make_trainer, trees, m
         {"compile_layers": "never"},
         {"compile_layers": "always"},
         {"torch_compile": True},
-        {"tp_size": 2},
-        {"sharded": True},
     ):
         assert not replace_settings(args, **settings).compiles_by_itself
     assert replace_settings(args, compile_layers="always").torch_compile
+    for settings in ({"tp_size": 2}, {"sharded": True}, {"context_size": 2}):
+        assert replace_settings(args, **settings).compiles_by_itself
 
 
 def replace_settings(args, **changes):

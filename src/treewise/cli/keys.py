@@ -184,7 +184,7 @@ def schema(more: Keys | None = None) -> dict[str, Any]:
 
 def key_names(more: Iterable[str] = ()) -> list[str]:
     """The keys of `schema` without their types, and without the seconds that torch and transformers take."""
-    training = [name for each in TRAINING for name in declared(*each) if name not in ELSEWHERE]
+    training = [name for heading in TRAINING for name in declared(*heading) if name not in ELSEWHERE]
     return list(dict.fromkeys([*OWN, *declared(*RENDERING), *training, *more]))
 
 

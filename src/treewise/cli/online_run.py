@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from treewise.objectives import Objective
     from treewise.rl.online import OnlineSettings
     from treewise.rl.tasks.protocol import Task
+    from treewise.trainer import TreeTrainingArguments
 
 REQUIRED = ("model", "tasks", "output_dir")
 _NO_DATA = "with tasks no recorded data is read; leave it out"
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     from treewise.rl.samplers import SAMPLERS, sampler_named
 
     recorded: list[Any] = [config.data, config.eval_data]
-    if any(each is not None for each in recorded):
+    if any(data is not None for data in recorded):
         raise ConfigError(
             "tasks and data are both given: a run samples its rollouts or trains on recorded ones, not both."
         )
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     if agent is not None:
         agent_run.collector_of(config, settings, task, tokenizer, model, arguments).close()  # the agent loads
     elif args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
-        _check_first_prompt(task, tokenizer, settings, model)
+        _check_first_prompt(task, tokenizer, settings, arguments, model)
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
@@ -121,24 +122,29 @@ def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
     from treewise.rl.online.settings import OnlineSettings
     from treewise.rl.update import method_of
 
-    names = {each.name for each in fields(OnlineSettings)}
+    names = {field.name for field in fields(OnlineSettings)}
     values = {name: value for name, value in config.more.items() if name in names and value is not None}
     values["advantages"] = method_of(objective, values.get("advantages"))
     return OnlineSettings(**values)
 
 
-def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettings", model: "PreTrainedModel") -> None:
+def _check_first_prompt(
+    task: "Task",
+    tokenizer: object,
+    settings: "OnlineSettings",
+    arguments: "TreeTrainingArguments",
+    model: "PreTrainedModel",
+) -> None:
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools, of
     its length.
     """
-    from treewise.rl.online.trees import started
-    from treewise.rl.tasks import Calls, ChatTokens
+    from treewise.rl.online.trees import tree_collector
 
-    calls = Calls(settings.reward_timeout, settings.reward_workers)
+    collector = tree_collector(task, tokenizer, settings, arguments, model)
     try:
-        started(task, [task.item("train", 0)], ChatTokens(tokenizer, settings.chat_template), calls, settings, model)
+        collector.prompt_ids(task.item("train", 0))
     finally:
-        calls.close()
+        collector.close()
 
 
 def _reference(config: RunConfig) -> "PreTrainedModel | None":
@@ -166,6 +172,6 @@ def _summary(config: RunConfig, settings: "OnlineSettings", task: "Task") -> str
         ("sampler", config.more.get("sampler", "transformers")),
     ]
     if config.more.get("agent"):
-        lines = [each for each in lines if each[0] not in ("branching", "budget")]
+        lines = [line for line in lines if line[0] not in ("branching", "budget")]
         lines += agent_run.summary(config, settings)
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

@@ -14,7 +14,7 @@ from treewise.data.io.field_checks import shown
 from treewise.data.io.options import LoadReport
 from treewise.data.raw import is_part
 from treewise.errors import ConfigError, DataError, num
-from treewise.tree.declared import LazySequence
+from treewise.tree.forest import LazySequence
 
 MAX_MIXED = 100_000_000  # trees of a part of a mixture
 

@@ -1,13 +1,14 @@
 """The engine: losses and gradients of a forest, equal to training each trajectory alone.
 
 A separable objective takes one walk over the plan (`step`). Any other loss takes two: values of all its tokens first,
-then the loss, then the walk with the loss's gradients on these values (`values`).
+then the loss, then the walk with the loss's gradients on these values (`values`, loaded for such a loss, or where
+log-probs or hidden states are asked for).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,30 +16,19 @@ from torch import Tensor, distributed, nn
 from treewise.base.features import feature
 from treewise.base.shapes import Float
 from treewise.distributed import ranks
-from treewise.distributed.parts import check_same_plan, mesh_of
+from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
+from treewise.engine.edge_scorer import Values
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
-from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
-from treewise.engine.values import (
-    FunctionLoss,
-    JointLoss,
-    LossFunction,
-    Reader,
-    logprob_reader,
-    restore,
-    restored_logprobs,
-    token_reader,
-    tree_values,
-)
+from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.attention.needs import asked_by
-from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
-from treewise.nn.tensors import autocast_dtype
+from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.platform.versions import warn_of_untested_torch
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import fastest_plan
@@ -46,6 +36,9 @@ from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.engine.values import LossFunction, Reader
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
@@ -152,7 +145,7 @@ class TreeEngine:
         kind = self.lm.device.type
         key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
         if key not in self._implementations:
-            self._implementations[key] = choose(self.attention, *key, asked_by(self.lm.decoder))
+            self._implementations[key] = choose(self.attention, *key, self.lm.decoder)
         return self._implementations[key]
 
     @property
@@ -183,7 +176,7 @@ class TreeEngine:
         plan = ready.plan if is_current else self._planned(ready.joined, settings)
         assert plan is not None
         if self._batch_group is not None:
-            check_same_plan(self._batch_group[0], plan, self._batch_group[1])
+            feature("same_plan").check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:
@@ -210,18 +203,25 @@ class TreeEngine:
             return Plan.whole(forest, most)
         if settings.costs is not None:
             return settings.costs.plan(forest, most, hold=settings.hold)
-        return (fastest_plan if settings.is_measured else make_plan)(forest, most, hold=settings.hold)
+        if settings.is_measured or settings.least_tokens:
+            return fastest_plan(forest, most, hold=settings.hold, least_tokens=settings.least_tokens)
+        return make_plan(forest, most, hold=settings.hold)
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        costs = self.images.costs_of(forest) if forest.has_images else None
-        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
+        most, is_measured = self.budget.tokens, self.budget.setting == AUTO
+        if forest.has_images:
+            return PlanSettings(most, is_measured, self.hold, self.images.costs_of(forest))
+        if most is None or forest.num_tokens <= most or self.lm.device.type == "cpu":
+            return PlanSettings(most, is_measured, self.hold)
+        least = feature("launching").least_tokens(self.lm, forest)
+        return PlanSettings(most, is_measured, self.hold, least_tokens=least)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(
         self,
         forests: Forests,
-        objective: Objective | LossFunction | None = None,
+        objective: "Objective | LossFunction | None" = None,
         *,
         denominator: float | None = None,
         router_counts: Any = None,
@@ -249,8 +249,6 @@ class TreeEngine:
             loss = checked_objective(loss)
         if isinstance(loss, Objective) and trained_only:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
-        if not isinstance(loss, Objective) and denominator is not None:
-            raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
         ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
@@ -269,8 +267,10 @@ class TreeEngine:
         trained_only: bool = False,
     ) -> Any:
         if not isinstance(loss, Objective):
-            return FunctionLoss(forest, loss, trained_only=trained_only)
-        kind = StepLoss if loss.is_separable(forest) else JointLoss
+            if denominator is not None:
+                raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
+            return feature("values").FunctionLoss(forest, loss, trained_only=trained_only)
+        kind = StepLoss if loss.is_separable(forest) else feature("values").JointLoss
         own = kind(forest, loss, denominator, ready.terms if loss is ready.objective else None)
         if own.terms.tokens is not None:
             refuse_candidates(self.lm, own.terms.tokens)
@@ -292,19 +292,17 @@ class TreeEngine:
 
     @torch.no_grad()
     def evaluate(
-        self, forests: Forests, objective: Objective | None = None, *, denominator: float | None = None
+        self, forests: Forests, objective: "Objective | LossFunction | None" = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
-        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         objective = checked_objective(objective)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         self.check(ready.joined)
         plan = self.plan(ready)
         loss, walk = self._new_loss(objective, ready, denominator, plan.forest), self._new_walks(plan)()
-        if isinstance(loss, JointLoss):
-            loss.of_terms(tree_values(lambda: walk, [loss.reader])[0])
-        else:
-            walk.visit(loss.of_micro_batch)
-        return loss.output(walk)
+        loss.evaluate(walk)
+        output: StepOutput = loss.output(walk)
+        return output
 
     def count_experts(self, forests: Forests) -> Any:
         """How often the routers choose each expert on some trees (`nn.router_loss.RouterCounts`), for a step that is
@@ -332,9 +330,10 @@ class TreeEngine:
 
         float32 (float64 for float64 models), on the model's device, differentiable at any budget.
         """
-        plan = self.plan(forests)
-        values = self.values(plan, [logprob_reader(plan.forest, trained_only=trained_only)])[0]
-        return restored_logprobs(values, plan.forest, trained_only=trained_only)
+        plan, on_tree = self.plan(forests), feature("values")
+        values = self.values(plan, [on_tree.logprob_reader(plan.forest, trained_only=trained_only)])[0]
+        restored: list[Tensor] = on_tree.restored_logprobs(values, plan.forest, trained_only=trained_only)
+        return restored
 
     def hidden_states(self, forests: Forests) -> list[Float[Tensor, "_ M"]]:
         """Final hidden states of every trajectory: `result[i][j]` ([M], the model's dtype) depends on its tokens 0..j.
@@ -342,10 +341,10 @@ class TreeEngine:
         They are taken after the decoder's last norm, as a value head or a reward head reads them; differentiable at any
         budget. A shared token has one row in memory, to which the gradients of all its trajectories add up.
         """
-        plan = self.plan(forests)
-        num_tokens = plan.forest.num_tokens
-        reader = Reader(lambda output: (output.positions, {"hidden": output.hidden}), ("hidden",), num_tokens)
-        return restore(self.values(plan, [reader])[0]["hidden"], plan.forest)
+        plan, on_tree = self.plan(forests), feature("values")
+        values = self.values(plan, [on_tree.hidden_reader(plan.forest)])[0]
+        restored: list[Tensor] = on_tree.restore(values["hidden"], plan.forest)
+        return restored
 
     @torch.no_grad()
     def scored(
@@ -371,20 +370,21 @@ class TreeEngine:
         items = list(trajectories)
         plan = self.plan(Forest.from_trajectories(items, tree_of=tree_of))
         is_needed = None if all_tokens else plan.forest.token_weights() > 0
-        values_T = self.values(plan, [token_reader(plan.forest, is_needed)])[0]["log_probs"].float().cpu().numpy()
+        reader = feature("values").token_reader(plan.forest, is_needed)
+        values_T = self.values(plan, [reader])[0]["log_probs"].float().cpu().numpy()
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
         return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
 
-    def values(self, plan: Plan, readers: Sequence[Reader], pixels_of: Any = None) -> list[Values]:
+    def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: Any = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
         pixels_of: maps an image to its tensors; None: the engine's processor makes them. Afterwards `replay` is that of
         a `StepOutput`.
         """
         self.check(plan.forest)
-        guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
+        guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
-        values = tree_values(partial(walk, reads_routers=reads_routers), readers)
+        values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
         add_up = (lambda tensor: tensor) if self._context is None else self._context.add_up
         self.replay = next((found for guest in guests if (found := guest.replayed(add_up)) is not None), None)
         return values
@@ -409,7 +409,7 @@ class TreeEngine:
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        guests = [guest for guest in (self._context, self._lockstep, self._host_memory) if guest is not None]
         if plan.forest.has_routes:
             guests.append(feature("routing").Replay(self.lm, plan.forest))
         if images is not None:

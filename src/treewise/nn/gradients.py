@@ -7,28 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from treewise.errors import ConfigError
-
-if TYPE_CHECKING:
-
-    class BackwardContext(FunctionCtx):
-        """torch's context of an autograd function: its backward finds what its forward has set."""
-
-        saved_tensors: tuple[torch.Tensor, ...]
-        needs_input_grad: tuple[bool, ...]
-
-        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: object) -> None: ...
-else:
-    BackwardContext = FunctionCtx
-
 
 Gradients = dict[str, torch.Tensor]  # by the name of the parameter
 

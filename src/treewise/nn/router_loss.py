@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 
 
 @dataclass(frozen=True, slots=True)

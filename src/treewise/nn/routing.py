@@ -29,7 +29,7 @@ from treewise.errors import DataError, UnsupportedModelError, num
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

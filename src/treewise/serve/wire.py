@@ -11,11 +11,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 
+from treewise.base.features import feature
 from treewise.errors import DataError
 from treewise.rl.samplers.protocol import Completion
 from treewise.serve.rows_loss import LossRow, RowsLoss, make_row
 from treewise.serve.weights import ServedModel
-from treewise.tree.checks import experts as checked_experts
 from treewise.tree.images import ImageSpan
 
 PROTOBUF = "application/x-protobuf"
@@ -67,8 +67,9 @@ def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
             check_ids(row.token_ids, model.vocabulary, "target_tokens")
             check_ids(row.targets[row.targets >= 0], model.vocabulary, "target_tokens")
             if experts is not None:
-                row = replace(row, routed_experts=checked_experts(experts, "routed_experts", len(ids) + 1, "the datum"))
-                model.check_experts(row.routed_experts)
+                experts = feature("routes").checked_experts(experts, "routed_experts", len(ids) + 1, "the datum")
+                model.check_experts(experts)
+                row = replace(row, routed_experts=experts)
         except ValueError as error:
             raise DataError(f"data[{index}]: {error}") from None
         if row.token_ids[-1] == model.image_token:  # a target, of which no image is there

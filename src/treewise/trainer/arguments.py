@@ -185,7 +185,7 @@ class TreeTrainingArguments(TrainingArguments):
         Budget(self.max_tokens)
         choose(self.attention, "cpu")  # an unknown name is an error now
         check_fields(self)
-        self.objective()
+        self.sft_objective()
         self._take_over_fsdp()
         if self.shard_config and not self.sharded:
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
@@ -312,13 +312,6 @@ class TreeTrainingArguments(TrainingArguments):
         own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
         known = {each.value.lower() for each in DynamoBackend}
         compilation.check_compilation(own.torch_compile_backend, mode, known=known)
-        if names := ", ".join(self._uncompiled_meshes()):
-            raise ConfigError(f"torch_compile cannot be combined with {names}; leave one of them out.")
-
-    def _uncompiled_meshes(self) -> list[str]:
-        """Settings with which layers are not compiled."""
-        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
-        return [name for name, is_set in spread.items() if is_set]
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""
@@ -334,7 +327,7 @@ class TreeTrainingArguments(TrainingArguments):
     def compiles_by_itself(self) -> bool:
         """Whether layers are compiled that nobody asked to compile."""
         is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel
-        return not is_decided and self.device.type == "cuda" and not self._uncompiled_meshes()
+        return not is_decided and self.device.type == "cuda"
 
     def shard_settings(self) -> Any:
         """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""
@@ -350,7 +343,7 @@ class TreeTrainingArguments(TrainingArguments):
         """One per process: `nn.DataParallel` splits tensors, not trees. Use torchrun for several GPUs."""
         return min(1, super().n_gpu)
 
-    def objective(self) -> SFT:
+    def sft_objective(self) -> SFT:
         """The loss that these settings name."""
         return SFT(self.weighting, self.normalization, self.constant)
 

@@ -38,7 +38,6 @@ from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import nonfinite_trajectories, sources, write_rows
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
@@ -123,19 +122,23 @@ class StepRunner:
 
     def _try_compiled(self) -> None:
         """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
-        compiled run as before, which is a warning."""
+        compiled, on any rank, run as before on all, which is a warning."""
         if not self._is_untried:
             return
-        self._is_untried, first = False, self._first_tree()
+        self._is_untried, first, reason = False, self._first_tree(), ""
         with self._autocast():
             try:
                 self.engine.check(first)
             except UnsupportedModelError as error:
                 if not is_compiled(self.model):
                     raise
+                reason = str(error)
+            reason = next(filter(None, ranks.gather_texts(reason)), "")
+            if reason:
                 feature("compilation").uncompile_layers(self.engine.lm)
                 self.engine.check(first)  # raises again where compilation is not why
-                logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
+                if ranks.own() == 0:
+                    logger.warning("compile_layers=auto: layers run uncompiled: %s", reason)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
@@ -221,14 +224,14 @@ class StepRunner:
             sum_in_float32(self.model.parameters())
         self._step, self._is_finite = step, True
         if listeners:
-            num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)
+            num_tokens = sum(batch.ready.joined.num_tokens for batch in batches if batch.ready is not None)
             begin_work(f"step {step:,}", num_tokens)
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:
-            (fixed,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
+            (fixed,) = self.sum_over_batches(math.fsum(own for batch in batches for own in batch.denominators))
             if not fixed > 0:
-                names = ", ".join(sources(self._forests)) or "unnamed"
+                names = ", ".join(feature("nonfinite").sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
         self._step_objective, self._router_counts = self.objective, None
@@ -314,7 +317,8 @@ class StepRunner:
         if self.ranks is not None and (ranks.count() > 1 or self.ranks.is_sharded):
             return []
         with torch.no_grad(), self._autocast():
-            return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
+            of_forest = feature("nonfinite").nonfinite_trajectories
+            return [name for forest in forests for name in of_forest(forest, self.engine.logprobs)]
 
     def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
         """What is measured of each batch with trained tokens, without a graph."""
@@ -363,13 +367,14 @@ class NonFiniteGuard:
             self._num_consecutive = 0
             median = statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else 0.0
             if self.spike_factor and norm > self.spike_factor * median > 0:
-                trees = ", ".join(sources(forests)) or "unnamed trees"
+                trees = ", ".join(feature("nonfinite").sources(forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
             self._norms.append(norm)
             return True
-        write_rows(self.path, forests, {"step": step})
+        files = feature("nonfinite")
+        files.write_rows(self.path, forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
-        named = list(nonfinite) or sources(forests)
+        named = list(nonfinite) or files.sources(forests)
         trees = f" {'Not finite by themselves' if nonfinite else 'Its trees'}: {', '.join(named)}." if named else ""
         message = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
         self.num_skipped += 1
@@ -386,8 +391,8 @@ def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, n
     run."""
     if getattr(optimizer, "state", None):
         return 0
-    trained = (each for each in model.parameters() if each.requires_grad)
-    return round(sum(each.numel() * state_bytes(name, each.element_size()) for each in trained))
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return round(sum(tensor.numel() * state_bytes(name, tensor.element_size()) for tensor in trained))
 
 
 def _refuse_shards(args: TreeTrainingArguments, model: nn.Module) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.rl.tasks.test_episode import byte_tokenizer
-from treewise.rl.agents.asked import Asked
 from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episodes
+from treewise.rl.agents.wire.asked import Asked
 from treewise.rl.agents.writing import Writer
 from treewise.rl.samplers.protocol import Completion
 

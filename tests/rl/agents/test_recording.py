@@ -21,8 +21,8 @@ from tests.rl.agents.helpers import (
     say,
 )
 from treewise.data.io.encoded_arrays import decoded
-from treewise.rl.agents.asked import Asked, RefusedError
 from treewise.rl.agents.forks import FORKS
+from treewise.rl.agents.wire.asked import Asked, RefusedError
 
 SYSTEM, USER = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+2?"}
 START = [SYSTEM, USER]

@@ -14,10 +14,10 @@ from treewise.data.load import load_trees
 from treewise.errors import CheckpointError, ConfigError, TaskError
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.journal import Journal
 from treewise.rl.samplers import TransformersSampler
+from treewise.rl.tasks.agent_task import AgentTask
 
 TASK = AgentTask([{"question": f"{number}+2?"} for number in range(10)], held_out=0.2)
 pytestmark = pytest.mark.xdist_group("test_agents_running")

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         config, dtype = load_config(args.model, args.gguf_file), getattr(torch, args.dtype)
         processes = report_mesh(config, mesh, dtype, gpu, sizes["optim"])
     if args.json:
-        extra: dict[str, Any] = {"budgets": [asdict(each) for each in budgets]}
+        extra: dict[str, Any] = {"budgets": [asdict(budget) for budget in budgets]}
         extra |= {} if processes is None else {"mesh": processes.to_dict()}
         extra |= {} if fit is None else {"gpu": asdict(fit)}
         print(json.dumps(report.to_dict() | extra, indent=2))
@@ -149,9 +149,9 @@ def _memory(args: argparse.Namespace, config: RunConfig | None, *, on_gpu: bool)
     model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
     settings: dict[str, Any] = {}
     if config is not None and config.more.get("objective") not in (None, "sft", *PREFERENCES):
-        from treewise.cli.commands.rl import objective_of_rollouts
+        from treewise.cli.commands.rl import rollout_objective
 
-        objective = objective_of_rollouts(config)
+        objective = rollout_objective(config)
         settings["outputs"] = objective.outputs
         settings["measured"] = () if getattr(objective, "entropy_coefficient", 0.0) else ("entropy",)
     z_coefficient = training.get("router_z_coefficient", 0.0)

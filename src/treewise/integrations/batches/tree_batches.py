@@ -18,16 +18,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
+from treewise.engine.edge_scorer import Entries
 from treewise.engine.engine import TreeEngine
-from treewise.engine.step import Entries
 from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.integrations.batches.batch_forest import NotShareable, Rows
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import refuse_dropout
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
-from treewise.nn.tensors import to_device
 from treewise.planning.plans import Plan
 
 logger = logging.getLogger("treewise")

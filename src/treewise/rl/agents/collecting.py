@@ -28,14 +28,15 @@ from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
+from treewise.rl.agents.rows import trajectories_of
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
 from treewise.rl.agents.stop_ids import stop_ids_of
-from treewise.rl.agents.tasks import AgentTask, request_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
+from treewise.rl.tasks.agent_task import AgentTask, request_of
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
@@ -142,8 +143,8 @@ class AgentCollector:
             for number, item in enumerate(items)
             if number % ranks.count() == ranks.own()
         ]
-        rules = {"temperature": self.settings.eval_temperature, "top_p": 1.0, "top_k": 0, "records_experts": False}
-        limits = replace(self.limits, **rules)
+        temperature = self.settings.eval_temperature
+        limits = replace(self.limits, temperature=temperature, top_p=1.0, top_k=0, records_experts=False)
         _, parts = self._run(wanted, moment, limits)
         records = [parts[number % ranks.count()][f"{seed}/{number}"] for number in range(len(items))]
         found = Collected([])
@@ -217,7 +218,7 @@ class AgentCollector:
         )
 
     def _rows(self, key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
-        rows = _trajectories(key, records, where)
+        rows = trajectories_of(key, records, where)
         return feature("routes").by_tokens(rows) if self.settings.routing_replay == "by_tokens" else rows
 
     def _texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
@@ -349,8 +350,12 @@ class _InProgress:
                 missing.append((each, _question_of_reward(record)))
             else:
                 self._keep(each, {**record, **answer})
-        runner = RewardRunner(collector.calls, collector.settings.on_reward_error, collector.extras)
-        runner.begin(self.moment.trainer_state)
+        runner = RewardRunner(
+            calls=collector.calls,
+            on_reward_error=collector.settings.on_reward_error,
+            extras=collector.extras,
+            trainer_state=self.moment.trainer_state,
+        )
         requests = [request_of(each.item, self.found[each.name]["talk"], question[1]) for each, question in missing]
         outcomes, logged = runner.rewards(collector.task, requests)
         answers = []
@@ -432,40 +437,6 @@ def _prompt_of(row: Mapping[str, Any]) -> list[int]:
     draws = np.array(row["draws"])
     ids: list[int] = row["token_ids"][: int(np.argmax(draws >= 0))]
     return ids
-
-
-def _trajectories(key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
-    """The rows of the episodes that have a reward, the draws of each numbered behind those of the one before."""
-    rows, first_draw = [], 0
-    for number, record in enumerate(records):
-        highest = -1
-        for row in record["rows"] if record["reward"] is not None else ():
-            draws = np.array(row["draws"])
-            highest = max(highest, int(draws.max()))
-            weights = np.array(row["loss_weights"], dtype=np.float32)
-            rows.append(
-                Trajectory(
-                    row["token_ids"],
-                    weights,
-                    sampler_logprobs=row["sampler_logprobs"],
-                    draws=np.where(draws >= 0, draws + first_draw, -1),
-                    policy_versions=row.get("policy_versions"),
-                    token_rewards=row.get("token_rewards"),
-                    routed_experts=_experts_of(row, where),
-                    group=key,
-                    reward=record["reward"],
-                    rollout=number,
-                    source=f"{where}, {key}",
-                )
-            )
-        first_draw += highest + 1
-    return rows
-
-
-def _experts_of(row: Mapping[str, Any], where: str) -> Any:
-    if "routed_experts" not in row:
-        return None
-    return feature("encoded_arrays").decoded(row["routed_experts"], "routed_experts", where)
 
 
 def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt
 
 from treewise.errors import ConfigError, check_fields
-from treewise.rl.agents.asked import RefusedError
+from treewise.rl.agents.wire.asked import RefusedError
 
 Count = Annotated[int, Ge(1)]
 TRAIN, CONTEXT = "train", "context"

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, Call, Choice, Recording
 from treewise.rl.agents.replies import Parts
+from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.samplers.protocol import Completion
@@ -194,7 +194,7 @@ class Episode:
         return replies
 
     def _choice(self, opened: OpenCall, index: int, completion: Completion) -> Choice:
-        """What was sampled, read."""
+        """A sampled completion as an answer: text, calls and tokens."""
         call, asked = opened.call, opened.call.asked
         sampled = completion.token_ids.astype(np.int32)
         ids = np.concatenate([call.forced_ids, sampled])

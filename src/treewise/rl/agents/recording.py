@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.rl.agents.asked import Asked, RefusedError, Reply
 from treewise.rl.agents.canonical import canonical, canonical_all, chain, root_of
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
 from treewise.rl.agents.replies import Reader
+from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
 from treewise.rl.agents.writing import Turn, Writer, Written
 
 _NO_IDS = np.zeros(0, dtype=np.int32)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from treewise.rl.agents.asked import RefusedError, Reply
 from treewise.rl.agents.episodes import OpenCall
 from treewise.rl.agents.replies import held_back
+from treewise.rl.agents.wire.asked import RefusedError, Reply
 from treewise.rl.agents.wire.common import Delta
 from treewise.rl.agents.writing import Writer
 
@@ -17,7 +17,7 @@ class Spoken:
         self.reasoning = self.content = ""
 
     def more(self, reasoning: str, content: str) -> tuple[str, str]:
-        """What is new."""
+        """What a longer reasoning and content add to those before."""
         new = []
         for name, text in (("reasoning", reasoning), ("content", content)):
             known = getattr(self, name)

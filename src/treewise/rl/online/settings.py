@@ -35,7 +35,7 @@ def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> N
         )
 
 
-def checked_objective(
+def online_objective(
     objective: "Objective | str",
     settings: "OnlineSettings",
     args: "TreeTrainingArguments",
@@ -199,7 +199,7 @@ class OnlineSettings:
             )
 
     def policy(self) -> Branching:
-        """The branching policy."""
+        """The policy that `branching` and `branching_settings` choose."""
         return branching_named(self.branching, **self.branching_settings)
 
     def chosen_curriculum(self) -> Curriculum:
@@ -207,9 +207,9 @@ class OnlineSettings:
         return curriculum_named(self.curriculum, **self.curriculum_settings)
 
     def settings_of_book(self) -> BookSettings:
-        """The book's settings."""
+        """Settings of the book of successes: `book_settings` and `success_at`."""
         given = dict(self.book_settings)
-        known = {each.name: each.type for each in fields(BookSettings) if each.name != "success_at"}
+        known = {setting.name: setting.type for setting in fields(BookSettings) if setting.name != "success_at"}
         check_setting_types("book_settings", given, known)
         return BookSettings(**given, success_at=self.success_at)
 
@@ -237,5 +237,5 @@ class OnlineSettings:
         """What decides which rollouts a run samples; a resumed run must agree."""
         free = {"iterations", "eval_every", "eval_items", "eval_temperature", "show_every", "save_every"}
         free |= {"reward_timeout", "max_failed", "reward_workers", "episodes_at_once", "gather_seconds"}
-        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in free}
+        facts = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

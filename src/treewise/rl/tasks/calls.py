@@ -73,7 +73,7 @@ def found_by_name(name: str, what: str) -> object:
 
 
 def _load_files(paths: Sequence[str]) -> None:
-    """In a worker process."""
+    """Imports the user's files where a worker process begins, so that what is sent to it can be unpickled."""
     for path in paths:
         _module_of_file(path)
 
@@ -346,7 +346,7 @@ def _is_below(filename: str, folders: tuple[str, ...]) -> bool:
 
 def _least(timeout: float | None, end: float | None) -> float | None:
     left = None if end is None else end - time.monotonic()
-    limits = [each for each in (timeout, left) if each is not None]
+    limits = [seconds for seconds in (timeout, left) if seconds is not None]
     return min(limits, default=None)
 
 
