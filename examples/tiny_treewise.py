@@ -180,7 +180,7 @@ def partition(tree: Tree, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
 
 def run(model: Transformer, tree: Tree, rows: np.ndarray, trunk: np.ndarray, gateway: KeysValues | None):
     """One micro-batch, `Walk.forward` of treewise.engine.step: tokens that its edges lead to ([E]), their log-probs
-    ([E], `EdgeScorer` of treewise.engine.step), and its keys and values."""
+    ([E], `EdgeScorer` of treewise.engine.edge_scorer), and its keys and values."""
     mask_TK = visible(tree, rows, np.concatenate([trunk, rows]) if gateway else rows)
     hidden_TM, keys_values = model(tree.token_ids[rows], tree.depth[rows], mask_TK, gateway)
     edges = np.flatnonzero(np.isin(tree.parent, rows))  # a child may stand in another micro-batch

@@ -121,6 +121,7 @@ def test_it_and_the_step_name_each_others_parts(tiny: ModuleType) -> None:
     assert len(named) >= 6
     for name, module in named:
         assert resolve_name(f"{module}:{name}")
-    of_the_example = re.findall(r"\bits `(\w+)`", str(step.__doc__).partition("tiny_treewise.py")[2])
+    paragraph = str(step.__doc__).partition("tiny_treewise.py")[2].partition("\n\n")[0]
+    of_the_example = re.findall(r"`(\w+)`", paragraph)
     assert of_the_example == ["tree_backward", "run", "partition"]
     assert all(callable(getattr(tiny, name)) for name in of_the_example)

@@ -15,6 +15,7 @@ from treewise.errors import ConfigError
 FEATURES = {
     "adapted_head": ("treewise.nn.adapted_head", "heads with adapters"),
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
+    "attention_needs": ("treewise.nn.attention.needs", "kernels of attention beyond Triton's (flash, cudnn)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
     "compiler_errors": ("treewise.nn.platform.compiler_errors", "errors of compilers"),

@@ -134,12 +134,12 @@ _GROUPS = {
         "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
-        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient weighting "
-        "normalization constant"
+        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient "
+        "router_loss_choices weighting normalization constant"
     ),
     "Steps": (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "
-        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 "
+        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 float32_gradients "
         "activation_checkpointing prepare_ahead use_cpu seed data_seed full_determinism"
     ),
     "Evaluation, checkpoints, logs": (

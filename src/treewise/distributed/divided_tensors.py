@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from treewise.distributed import ranks
+from treewise.nn.gradients import zeros_of
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: distributed.Process
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zeros_of(parameter)
             parameter.grad = placed_like(parameter.grad, parameter)
             distributed.all_reduce(local_part(parameter.grad), group=group)
 

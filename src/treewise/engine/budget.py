@@ -15,7 +15,7 @@ from treewise.engine.step import StepLoss, Walk
 from treewise.errors import bytes_as_text
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import gateway_bytes
-from treewise.nn.gradients import gradients_restored
+from treewise.nn.gradients import gradient_bytes, gradients_restored
 from treewise.nn.model_flops import gateway_values
 from treewise.nn.platform.memory import free_bytes
 from treewise.objectives.sft import SFT
@@ -138,8 +138,7 @@ def measure(
     least = max(1, forest.images.largest)  # an image is never cut
     with busy_with("measuring the budget"), gradients_restored(lm.model):
         token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size, lm.device.type)
-    missing = (each for each in lm.model.parameters() if each.requires_grad and each.grad is None)
-    free = free_bytes(lm.device) - sum(each.numel() * each.element_size() for each in missing) - reserve_bytes
+    free = free_bytes(lm.device) - gradient_bytes(lm.model.parameters()) - reserve_bytes
     budget.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)
     budget.is_measured = True
     logger.info(

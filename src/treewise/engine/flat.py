@@ -163,7 +163,7 @@ class FlatLoss:
         if isinstance(self.objective, Objective) and "entropy" in self.objective.outputs:
             probabilities = torch.exp(logits_LV - lse_L[:, None])
             values["entropy"] = (lse_L - (probabilities * logits_LV).sum(-1))[row]
-        return values, logprobs, None if routers is None else routers.part(router_logits)
+        return values, logprobs, None if routers is None else routers.part(model, self.items[index], router_logits)
 
     def _own_slopes(self, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         """[L - 1] gradients by a trajectory's own log-probs; None where the loss depends on more than these.

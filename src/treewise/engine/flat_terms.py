@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from treewise.base.features import feature
 from treewise.engine.flat import FlatTerms, every_token
 from treewise.errors import ConfigError
+from treewise.nn.model import split_model
 from treewise.nn.router_loss import RouterLossRule
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
@@ -152,13 +155,18 @@ class FlatRouters:
         self._choices: torch.Tensor | float = 0.0  # [E]
         self._num_rows = 0
 
-    def part(self, router_logits: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def part(self, model: nn.Module, item: Trajectory, router_logits: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Counts the rows of one trajectory ([.., E] of each layer); once all are counted, its part of the losses."""
         logits_RE = torch.cat([each.reshape(-1, each.shape[-1]) for each in router_logits])
         logits_RE = logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32))
         probability_RE = logits_RE.softmax(-1)
         if not self.is_counted:
             chosen = probability_RE.topk(self.rule.num_chosen, dim=-1).indices
+            if self.rule.counts_recorded and item.routed_experts is not None:
+                forest = Forest.from_trajectories([item])
+                recorded = feature("routing").recorded_choices(split_model(model), forest).swapaxes(0, 1)
+                of_rows = torch.from_numpy(recorded.reshape(chosen.shape)).to(chosen.device)
+                chosen = torch.where(of_rows >= 0, of_rows, chosen)
             self._choices = self._choices + chosen.reshape(-1).bincount(minlength=logits_RE.shape[-1])
             self._num_rows += len(logits_RE)
             return None

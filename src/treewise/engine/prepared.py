@@ -16,7 +16,6 @@ from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 
 if TYPE_CHECKING:
-    from treewise.engine.step import Walk
     from treewise.nn.flops import FlopModel
 
 AUTO = "auto"
@@ -113,23 +112,3 @@ class StepOutput:
         counts += num(self.num_flat_tokens, "flat token"), num(self.num_micro_batches, "micro-batch", "micro-batches")
         metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return f"StepOutput(loss {self.loss:.6g}, {', '.join(counts)}{metrics})"
-
-
-def step_output(
-    walk: "Walk", loss: float, num_trained_tokens: int, metrics: Mapping[str, float] | None = None, weight: float = 0.0
-) -> StepOutput:
-    """The output of a step or an evaluation. loss: without what guests add. weight: of the metrics."""
-    plan, forest = walk.plan, walk.plan.forest
-    routing = next((report for guest in walk.guests if (report := guest.report()) is not None), None)
-    return StepOutput(
-        loss=loss + sum(guest.added_loss() for guest in walk.guests),
-        num_trained_tokens=num_trained_tokens,
-        num_tree_tokens=forest.num_tokens,
-        num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=plan.num_computed_tokens + (0 if plan.is_whole else walk.num_visits * forest.num_tokens),
-        num_micro_batches=plan.num_micro_batches,
-        metrics=metrics or {},
-        weight=weight,
-        routing=routing,
-        replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
-    )

@@ -22,7 +22,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treewise.engine.step import EdgeScorer, LossOf, Walk
+from treewise.engine.edge_scorer import EdgeScorer
+from treewise.engine.step import LossOf, Walk
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import sized_as

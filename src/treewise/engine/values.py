@@ -21,22 +21,17 @@ from torch import Tensor
 from treewise.base.progress import tell_progress
 from treewise.base.shapes import Bool, Context, Float, Int
 from treewise.engine.carried import refuse_no_gradient
-from treewise.engine.prepared import StepOutput, step_output
-from treewise.engine.step import (
-    EdgeScorer,
-    Entries,
-    LossFunction,
-    LossOf,
-    StepLoss,
-    Values,
-    Walk,
-)
+from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
+from treewise.engine.prepared import StepOutput
+from treewise.engine.step import LossOf, StepLoss, Walk, step_output
 from treewise.errors import ConfigError
 from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.platform.tensors import Autocast, to_device
 from treewise.objectives.sft import described
 from treewise.tree.forest import Forest
+
+LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
 
 
 @dataclass(frozen=True, slots=True, eq=False)

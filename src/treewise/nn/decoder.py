@@ -54,8 +54,8 @@ class DecoderAndHead:
 
         A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
         """
-        names = [each._attn_implementation for each in self.configs]
-        return self.base.get_output_embeddings() is self.output and all(type(each) is AttentionName for each in names)
+        names = [config._attn_implementation for config in self.configs]
+        return self.base.get_output_embeddings() is self.output and all(type(name) is AttentionName for name in names)
 
     @property
     def num_embeddings(self) -> int:
@@ -155,7 +155,7 @@ def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
 
 def _router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = getattr(output, "router_logits", None) or ()
-    logits = tuple(each.reshape(-1, each.shape[-1]) for each in layers if isinstance(each, torch.Tensor))
+    logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in layers if isinstance(layer, torch.Tensor))
     if not logits:
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
@@ -172,8 +172,8 @@ def _router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor
 
 
 def _has_reentrant_checkpoints(lm: DecoderAndHead) -> bool:
-    functions = (vars(each).get("_gradient_checkpointing_func") for each in lm.decoder.modules())
-    return any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions)
+    functions = (vars(module).get("_gradient_checkpointing_func") for module in lm.decoder.modules())
+    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
 def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:

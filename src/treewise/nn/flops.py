@@ -188,6 +188,17 @@ def gateway_bytes(num_values: int, itemsize: int) -> int:
     return num_values * (itemsize + max(itemsize, 4))
 
 
+ADAMW_VALUES = 2  # moments kept per trained parameter
+# Bytes of an optimizer's state per trained parameter, by a part of its name (transformers' `optim`); others keep none
+# that counts (`sgd`), or two values of the parameter's dtype, as AdamW does.
+_STATE_BYTES = {"8bit": 2.0, "4bit": 1.0, "sgd": 0.0}
+
+
+def state_bytes(optim: str | None, itemsize: int) -> float:
+    """Of the optimizer of a name, per trained parameter of `itemsize` bytes; None: AdamW."""
+    return next((size for part, size in _STATE_BYTES.items() if part in (optim or "")), float(ADAMW_VALUES * itemsize))
+
+
 # -- tokens and rows of a forest --------------------------------------------------------------------------------------
 
 

@@ -362,6 +362,13 @@ class Replay(Guest):
         return ReplayReport(int(is_known.any(1).sum()), otherwise[0], int(is_known.sum()), otherwise[1])
 
 
+def recorded_choices(lm: DecoderAndHead, forest: Forest) -> np.ndarray:
+    """[tree tokens, L, k] int64, what was recorded of each router, -1 where nothing was. Raises as `Replay` does."""
+    layers = [each.layer for each in install(lm.decoder)]
+    experts = forest.routed_experts
+    return experts[:, _columns(layers, experts, forest.source_of(0))].astype(np.int64)
+
+
 def _columns(columns: list[int], experts: np.ndarray, location: str) -> list[int]:
     """The layer of a record ([n, L, k]) that each router's experts stand in: records have a layer for each router, or
     for each layer of the model. columns: the layer of each router."""

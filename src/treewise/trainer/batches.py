@@ -121,9 +121,9 @@ def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
     """The forests of a batch; a single one if `merges` and their trajectories can be merged. May be empty."""
     if merges and len(items) > 1:
         trajectories = [_trajectories(item) for item in items]
-        if all(each is not None for each in trajectories):
-            tree_of = [tree for tree, each in enumerate(trajectories) for _ in each or ()]
-            return [Forest.from_trajectories([item for each in trajectories for item in each or ()], tree_of=tree_of)]
+        if all(own is not None for own in trajectories):
+            tree_of = [tree for tree, own in enumerate(trajectories) for _ in own or ()]
+            return [Forest.from_trajectories([item for own in trajectories for item in own or ()], tree_of=tree_of)]
     return [forest_of(item) for item in items]
 
 

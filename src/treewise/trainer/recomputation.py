@@ -13,6 +13,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, Budget
 from treewise.engine.step_memory import step_memory
 from treewise.errors import bytes_as_text
+from treewise.nn.gradients import gradient_bytes
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import autocast_dtype
 from treewise.objectives.protocol import Objective
@@ -60,8 +61,7 @@ def choose_recomputation(
         wanted = _faster(engine, forest, settings)
     else:
         plan = engine.plan(forest)
-        missing = sum(each.numel() * each.element_size() for each in parameters if each.grad is None)
-        free = free_bytes(engine.lm.device) - missing - reserve_bytes
+        free = free_bytes(engine.lm.device) - gradient_bytes(parameters) - reserve_bytes
         peak = _peak(engine, plan, objective)
         wanted = peak > USABLE * free
         logger.info(

@@ -173,7 +173,7 @@ class TreeTrainer(Trainer):
             self.args,
             lambda: forest_of(self.train_dataset[0]),
             autocast=self.accelerator.autocast,
-            reserve_bytes=optimizer_bytes(self.model, self.optimizer),
+            reserve_bytes=optimizer_bytes(self.model, self.optimizer, self.args.optimizer_name),
             processor=self.processing_class,
         )
         runner.resume_budget(self._resumed.max_tokens if self._resumed else None)

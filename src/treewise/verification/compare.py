@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ def verify(
     offload: bool = False,
     router_aux_loss: bool | None = None,
     router_z_coefficient: float = 0.0,
+    router_loss_choices: Literal["live", "replayed"] = "live",
     autocast: torch.dtype | None = None,
 ) -> VerificationReport:
     """Compares loss, log-probs and gradients of every trajectory alone with those of all of them as trees.
@@ -86,7 +88,8 @@ def verify(
         tolerance: relative error allowed in the whole gradient, in place of that for the model's dtype. Low-precision
             models are then compared with flat training in their own dtype.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
-        temperature, offload, router_aux_loss, router_z_coefficient: of the run's engine, as in `TreeEngine`.
+        temperature, offload, router_aux_loss, router_z_coefficient, router_loss_choices: of the run's engine, as in
+            `TreeEngine`.
         autocast: the dtype of that around the run's steps.
 
     Raises:
@@ -112,6 +115,7 @@ def verify(
             offload=offload,
             router_aux_loss=router_aux_loss,
             router_z_coefficient=router_z_coefficient,
+            router_loss_choices=router_loss_choices,
             processor=processor,
         )
 

@@ -18,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
+from treewise.engine.edge_scorer import Entries
 from treewise.engine.engine import TreeEngine
-from treewise.engine.step import Entries
 from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.integrations.batches.batch_forest import NotShareable, Rows

@@ -23,8 +23,8 @@ from torch import Tensor
 from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
-from treewise.nn.attention.implementations import require_of_call
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.attention.needs import require_of_call
 from treewise.nn.platform.tensors import to_device
 from treewise.nn.platform.versions import installed_version
 from treewise.tree.prefix_merge import concatenated_ranges

@@ -263,7 +263,7 @@ class _Planner:
             seen = max(seen, shallow // self.chunk * self.chunk - top)
             first = max(first, deep // self.chunk * self.chunk - top)
             last = min(last, (shallow // self.chunk + 1) * self.chunk - top)
-        seen, first, last = (min(max(each, 0), len(keys)) for each in (seen, first, last))
+        seen, first, last = (min(max(bound, 0), len(keys)) for bound in (seen, first, last))
         if first >= last:
             return [], [keys[seen:]]
         return [keys[first:last]], [keys[seen:first], keys[last:]]

@@ -34,7 +34,7 @@ JOURNAL = "journal"  # the folder
 _OF_UPDATES = (  # arguments of training that decide by how much an update changes the weights
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("router_z_coefficient", "temperature", "nonfinite", "bf16", "fp16"),
+    *("router_z_coefficient", "router_loss_choices", "float32_gradients", "temperature", "nonfinite", "bf16", "fp16"),
 )
 
 _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")
