@@ -383,6 +383,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {})
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)

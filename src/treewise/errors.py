@@ -172,9 +172,12 @@ def check_fields(settings: object) -> None:
     own = [item for owner in type(settings).__mro__ for item in inspect.get_annotations(owner).items()]
     for name, annotation in own:  # of other libraries, they may be text; it holds none of these
         value = getattr(settings, name, None)
-        for kind, declared in parts_of(annotation) if value is not None else ():
-            if typing.get_origin(kind) is Literal:
-                check_choice(name, value, typing.get_args(kind))
+        parts = list(parts_of(annotation)) if value is not None else []
+        is_flag = isinstance(value, bool) and any(kind is bool for kind, _ in parts)  # beside choices
+        for kind, declared in parts:
+            if typing.get_origin(kind) is Literal and not is_flag:
+                flags = (True, False) if any(other is bool for other, _ in parts) else ()
+                check_choice(name, value, (*typing.get_args(kind), *flags))
             if wanted := beyond_limits(value, declared):
                 advice = "".join(f"; {each}" for each in declared if isinstance(each, str))
                 shown = f"{value:g}" if isinstance(value, float) else repr(value)

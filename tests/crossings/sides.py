@@ -345,7 +345,7 @@ def trainer_of(
         attention=draw["attention"],
         temperature=draw["temperature"],
         offload=draw["offload"],
-        gradient_checkpointing=draw["checkpoints"] != "none",
+        gradient_checkpointing={"none": False, "auto": "auto"}.get(draw["checkpoints"], True),
         gradient_checkpointing_kwargs={"use_reentrant": draw["checkpoints"] == "reentrant"},
         torch_compile=draw["compiled"],
         torch_compile_backend="eager" if draw["compiled"] else None,
@@ -407,7 +407,7 @@ def prepare_layers(model: torch.nn.Module, draw: Draw) -> None:
 
 def prepare_checkpoints(model: Any, draw: Draw) -> None:
     """Activation checkpoints, as transformers has them."""
-    if draw["checkpoints"] != "none":
+    if draw["checkpoints"] not in ("none", "auto"):
         model.gradient_checkpointing_enable({"use_reentrant": draw["checkpoints"] == "reentrant"})
 
 

@@ -134,7 +134,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "autocast": (False, True),
     "temperature": (1.0, 0.7),
     "accumulation": (1, 2),
-    "checkpoints": ("none", "on", "reentrant"),
+    "checkpoints": ("none", "on", "reentrant", "auto"),
     "compiled": (False, True),
     "clip": (0.0, 0.05),
     "optimizer": ("sgd", "adamw"),
@@ -195,6 +195,8 @@ RULES = (
     Rule(("interface", "resumed"), lambda way, resumed: way == "trainer" or not resumed),
     # Not every family reads every field of its configuration, which only the probe sees.
     Rule(("variant", "probe"), lambda variant, probe: probe or variant in ("plain", "tied", "untied")),
+    Rule(("checkpoints", "interface"), lambda checkpoints, way: checkpoints != "auto" or way == "trainer"),
+    Rule(("checkpoints", "processes"), lambda checkpoints, processes: checkpoints != "auto" or processes == "one"),
     Rule(("interface", "processes"), lambda way, processes: way == "trainer" or processes == "one"),
     Rule(("compiled", "processes"), lambda compiled, processes: not compiled or processes == "one"),
     Rule(("trained", "processes"), lambda trained, processes: trained in TRAINED or processes not in LOADED),

@@ -48,6 +48,7 @@ TWO = {
     "routers": ({**SGD, **ROUTERS}, {}, {}),
     "routers sharded": ({**SGD, **ROUTERS}, {"sharded": True}, {}),
     "tied": ({**SGD, **TIED}, {"sharded": True, "shard_config": {"reshard_after_forward": False}}, {}),
+    "recomputation": (SGD, {RECOMPUTE: "auto", "max_tokens": "auto"}, {"max_tokens": None}),
     "uneven": ({**SGD, **UNEVEN}, {"fsdp": "full_shard"}, {}),
     "bfloat16": ({**SGD, **CUT, "bf16": True}, {"sharded": True}, {}),
     "offloaded": ({**SGD, **CUT}, {"sharded": True, "shard_config": {"cpu_offload": True}}, {}),
@@ -134,7 +135,7 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (["Tensor"] if name in ("ddp", "small", "routers") else ["DTensor"])
+    assert first["kinds"] == (["Tensor"] if name in ("ddp", "small", "routers", "recomputation") else ["DTensor"])
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------

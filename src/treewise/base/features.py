@@ -52,6 +52,7 @@ FEATURES = {
     "preference": ("treewise.objectives.preference", "preference objectives (dpo, ipo, kto)"),
     "preference_records": ("treewise.data.readers.preference_records", "preference pairs and labelled completions"),
     "progress_bar": ("treewise.data.progress_bar", "bars of what is read (progress=True)"),
+    "recomputation": ("treewise.trainer.recomputation", "layers that are computed again (activation_checkpointing)"),
     "recurrent": ("treewise.nn.recurrent", "models with recurrent layers or short convolutions"),
     "references": ("treewise.trainer.references", "preference objectives (dpo, ipo, kto)"),
     "resume": ("treewise.trainer.checkpoint.resume", "runs that go on (resume_from_checkpoint)"),

@@ -150,6 +150,7 @@ def coerce(key: str, value: object, annotation: object) -> Any:
     if _fits(value, kinds):
         names = choices_of(annotation)
         if names and isinstance(value, str) and value not in names:
+            names += ["true", "false"] if bool in kinds else []
             raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(names)}.{did_you_mean(value, names)}")
         items = [kind for kind, _ in parts_of(annotation) if typing.get_origin(kind) is list]
         if not isinstance(value, list) or not items:

@@ -374,7 +374,7 @@ class _EdgeLoss(torch.autograd.Function):
         ctx.of_head = gradients.of_head()
         ctx.mark_non_differentiable(*values_E)
         ctx.set_materialize_grads(False)
-        return torch.stack(losses).sum(), *values_E
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), *values_E
 
     @staticmethod
     def backward(ctx: Context, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from treewise.base.features import feature
 from treewise.base.paths import path_of
-from treewise.engine.prepared import Budget
+from treewise.engine.prepared import AUTO, Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
 from treewise.objectives.sft import SFT
@@ -57,7 +57,9 @@ class TreeTrainingArguments(TrainingArguments):
 
     `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place,
     as `compile_layers: always` does. `use_liger_kernel` takes norms, rotary positions and MLPs of the installed
-    liger-kernel, and none of its losses.
+    liger-kernel, and none of its losses. `activation_checkpointing: auto` (`gradient_checkpointing` before transformers
+    5.23) computes layers again in the backward where the first step is predicted not to fit into the free memory; with
+    `max_tokens: auto` where that is predicted to be faster than a smaller budget.
 
     Parameters:
         max_tokens: the budget: how many tokens may hold activations at a time. `auto`: as many as fit in the free
@@ -130,6 +132,12 @@ class TreeTrainingArguments(TrainingArguments):
     balance_ranks: bool = True
     merge_across_trees: bool = True
 
+    # transformers' own, under the name of 5.23 and the one before: also `auto`.
+    if "activation_checkpointing" in TrainingArguments.__dataclass_fields__:
+        activation_checkpointing: bool | Literal["auto"] | None = TrainingArguments.activation_checkpointing
+    if "gradient_checkpointing" in TrainingArguments.__dataclass_fields__:
+        gradient_checkpointing: bool | Literal["auto"] | None = TrainingArguments.gradient_checkpointing
+
     # transformers' own: other defaults, and limits.
     logging_steps: Annotated[float, Gt(0), "logging_strategy=no for never"] = 1  # steps of trees are few and long
     logging_nan_inf_filter: bool = False  # a loss that is not finite stops the run
@@ -197,6 +205,11 @@ class TreeTrainingArguments(TrainingArguments):
                 "(sharded, tp_size, ep_size) yet; take adamw_torch, or processes with whole models."
             )
         self._take_over_compilation()
+        if self.recomputation == AUTO and (names := ", ".join(self._spread_over_ranks())):
+            raise ConfigError(
+                f"activation_checkpointing=auto (gradient_checkpointing) predicts the memory of a process that has the "
+                f"whole model, not with {names}; give true or false."
+            )
         is_for_several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
         if is_for_several and "WORLD_SIZE" not in os.environ:
             raise ConfigError(  # steps would have fewer trees than requested
@@ -312,6 +325,17 @@ class TreeTrainingArguments(TrainingArguments):
         own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
         known = {each.value.lower() for each in DynamoBackend}
         compilation.check_compilation(own.torch_compile_backend, mode, known=known)
+
+    @property
+    def recomputation(self) -> bool | str:
+        """Whether layers are computed again in the backward: yes, no or `auto`."""
+        given = [getattr(self, name, None) for name in ("activation_checkpointing", "gradient_checkpointing")]
+        return AUTO if AUTO in given else any(given)
+
+    def _spread_over_ranks(self) -> list[str]:
+        """Settings that spread a model or a batch over ranks."""
+        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
+        return [name for name, is_set in spread.items() if is_set]
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""

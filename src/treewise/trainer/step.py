@@ -89,6 +89,7 @@ class StepRunner:
         self._forests: list[Forest] = []
         self._router_counts: Any = None
         self._is_untried = args.compiles_by_itself  # of compiled layers
+        self._is_chosen = args.recomputation is False  # whether layers are computed again in the backward
         if args.float32_gradients:
             _refuse_shards(args, model)
             sum_in_float32(model.parameters())  # counted where a budget is measured
@@ -195,6 +196,30 @@ class StepRunner:
                 self.engine.plan((first_tree or self._first_tree)())
             self.ranks.take_least_budget(self.engine)
 
+    def _choose_recomputation(self, ready: PreparedForest | None) -> None:
+        """Before the first batch that has trained tokens: switches layers that are computed again in the backward on,
+        as the settings say. One process looks at its first batch, several at the tree that budgets are measured with.
+        """
+        is_alone = self.ranks is None or ranks.count() == 1
+        if self._is_chosen or (is_alone and ready is None):
+            return
+        self._is_chosen, args = True, self.args
+        recomputation, names = feature("recomputation"), ("activation", "gradient")
+        given = [getattr(args, f"{name}_checkpointing_kwargs", None) for name in names]
+        settings = next((each for each in given if each), None)
+        if args.recomputation is True:
+            recomputation.set_recomputation(self.model, wanted=True, settings=settings)
+            return
+        forest = self._first_tree() if ready is None or not is_alone else ready.joined
+        with self._autocast():
+            wanted = recomputation.choose_recomputation(
+                self.engine, forest, self.objective, settings, reserve_bytes=self._reserve_bytes
+            )
+        if not is_alone and any(ranks.on_every_rank(lambda: wanted)):
+            recomputation.set_recomputation(self.model, wanted=True, settings=settings)
+        if not is_alone and self.engine.budget.setting == AUTO:
+            self.ranks.take_least_budget(self.engine)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def prepare(self, forests: Sequence[Forest], flops: tuple[float, float] | None = None) -> PreparedBatch:
@@ -265,6 +290,7 @@ class StepRunner:
                 "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
             )
         self.model.train()
+        self._choose_recomputation(batch.ready)
         self.measure_budget()
         with self._batch(trains=True):
             if batch.ready is None:

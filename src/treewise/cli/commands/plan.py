@@ -144,7 +144,8 @@ def _memory(args: argparse.Namespace, config: RunConfig | None, *, on_gpu: bool)
     from treewise.objectives.registry import PREFERENCES
 
     training = {} if config is None else config.training
-    checkpointing = any(training.get(name) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    # `auto` leaves layers alone while this prediction fits.
+    checkpointing = any(training.get(name) is True for name in ("activation_checkpointing", "gradient_checkpointing"))
     lora = None if config is None else config.lora
     model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
     settings: dict[str, Any] = {}

@@ -1,0 +1,108 @@
+"""Layers that are computed again in the backward (gradient checkpointing): switched on or off, or chosen for a run.
+
+`auto` leaves them alone while the predicted peak of the first step fits into the free memory. With a measured budget it
+measures both ways, and takes the faster one by the planner's costs: larger micro-batches whose layers run twice, or
+smaller ones that cut more trees. The gradients are the same either way.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from treewise.engine.engine import TreeEngine
+from treewise.engine.prepared import AUTO, Budget
+from treewise.engine.step_memory import step_memory
+from treewise.errors import bytes_as_text
+from treewise.nn.gradients import gradient_bytes
+from treewise.nn.platform.memory import free_bytes
+from treewise.nn.platform.tensors import autocast_dtype
+from treewise.objectives.protocol import Objective
+from treewise.planning.partition import FORWARD_FRACTION
+from treewise.planning.plans import Plan
+from treewise.tree.forest import Forest
+
+logger = logging.getLogger("treewise")
+
+USABLE = 0.9  # of the free memory; the rest is for workspaces and fragmentation
+
+
+def set_recomputation(model: Any, wanted: bool, settings: Mapping[str, Any] | None = None) -> None:
+    """Switches layers that are computed again on or off. settings: transformers' `activation_checkpointing_kwargs`."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # before transformers 5.23
+    is_on = any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules())
+    if not wanted or is_on:
+        if not wanted and is_on:
+            getattr(model, f"{name}_checkpointing_disable")()
+        return
+    given = dict(settings or {})
+    beside = {key: given.pop(key) for key in ("every_n_layers", "offload") if key in given}
+    getattr(model, f"{name}_checkpointing_enable")(given or None, **beside)
+
+
+def choose_recomputation(
+    engine: TreeEngine,
+    forest: Forest,
+    objective: Objective,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    reserve_bytes: int = 0,
+) -> bool:
+    """Whether layers are computed again, for steps on forests like this one; they are switched so.
+
+    The engine's budget is measured then, if it is to be. reserve_bytes: memory that the optimizer is still going to
+    take.
+    """
+    model: Any = engine.model
+    set_recomputation(model, wanted=False)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    if not parameters or not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+    if engine.budget.setting == AUTO and not engine.budget.is_measured:
+        wanted = _faster(engine, forest, settings)
+    else:
+        plan = engine.plan(forest)
+        free = free_bytes(engine.lm.device) - gradient_bytes(parameters) - reserve_bytes
+        peak = _peak(engine, plan, objective)
+        wanted = peak > USABLE * free
+        logger.info(
+            "activation_checkpointing=auto: %s; a step is predicted to take %s, and %s are free",
+            "layers are computed again" if wanted else "nothing is computed again",
+            bytes_as_text(peak),
+            bytes_as_text(max(0, free)),
+        )
+    set_recomputation(model, wanted, settings)
+    return wanted
+
+
+def _peak(engine: TreeEngine, plan: Plan, objective: Objective) -> int:
+    kind = engine.lm.device.type
+    return step_memory(
+        engine.model,
+        plan,
+        kind,
+        autocast=autocast_dtype(kind),
+        router_loss=engine.router_loss_rule,
+        outputs=objective.outputs,
+    ).total
+
+
+def _faster(engine: TreeEngine, forest: Forest, settings: Mapping[str, Any] | None) -> bool:
+    """Measures the budget without and with layers that are computed again; keeps that of the faster plan."""
+    recovers, tried = engine.budget.recovers, list[tuple[float, bool, Budget]]()
+    for wanted in (False, True):
+        set_recomputation(engine.model, wanted, settings)
+        engine.budget = budget = Budget(AUTO)
+        budget.recovers = recovers
+        plan = engine.plan(forest)
+        again = FORWARD_FRACTION * forest.num_tokens if wanted else 0.0
+        tried.append((plan.relative_cost + again, wanted, budget))
+        if plan.is_whole:  # nothing is computed twice, or nothing more by a larger budget
+            break
+    cost, wanted, engine.budget = min(tried, key=lambda each: each[:2])
+    logger.info(
+        "activation_checkpointing=auto: %s, with %s tokens at a time (%s)",
+        "layers are computed again" if wanted else "nothing is computed again",
+        engine.budget.tokens,
+        ", ".join(f"{each[2].tokens}: {each[0] / cost:.2f} of its time" for each in tried),
+    )
+    return wanted
