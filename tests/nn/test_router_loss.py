@@ -19,6 +19,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
 from treewise.nn.support_table import CapabilityTable
+from treewise.objectives import GSPO
 from treewise.testing.families import causal_families, tiny_model
 from treewise.testing.oracle import FlatGradients, gradient_error, gradients_of, wide_copy
 from treewise.testing.strategies import forests_and_budgets
@@ -165,6 +166,17 @@ def test_replayed_choices_are_counted_where_that_is_asked_for(max_tokens, choice
     np.testing.assert_allclose(out.routing.expert_load.sum(0) / 3, counts.double() / counts.sum(), atol=1e-12)
     found = FlatLoss(filled, zero, routers=engine.router_loss_rule).run(model, torch.device("cpu"))
     assert found.loss == pytest.approx(0.1 * float(loss.detach()), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_a_loss_of_whole_rollouts_is_evaluated_with_its_router_losses(max_tokens):
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    items = [
+        dataclasses.replace(each, advantages=np.ones(len(each)), old_logprobs=np.full(len(each), -4.0), rollout=number)
+        for number, each in enumerate(sample_trajectories())
+    ]
+    engine = TreeEngine(model, max_tokens)
+    assert engine.evaluate(items, GSPO()).loss == pytest.approx(engine.step(items, GSPO()).loss, rel=TOLERANCE)
 
 
 @given(forests_and_budgets(), st.integers(0, 2**32 - 1))

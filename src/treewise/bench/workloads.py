@@ -223,7 +223,7 @@ CUT_TO_FIT = {"qwen3-30b-a3b": 0.6}  # of such a shape as many layers as take th
 
 def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
     """A model of a shape with random weights, in training mode; the same at every call. Of a shape in `CUT_TO_FIT` as
-    many layers as fit; a line names their number.
+    many layers as fit; a line on stderr names them.
 
     Raises:
         ConfigError: an unknown shape.

@@ -70,10 +70,10 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
             "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
             "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
         )
+    if not torch.is_grad_enabled():
+        return _visited(walk, readers)  # by which guests count, too
     if walk.is_one_graph:
         return _in_one_graph(_only_forward(walk), readers)
-    if not torch.is_grad_enabled():
-        return _visited(walk, readers)
     # Has autograd call the backward also where no parameter is trained, which is an error there.
     anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
     trained = [each for each in walk.lm.model.parameters() if each.requires_grad]
@@ -226,11 +226,10 @@ def restore(
 
 def _only_forward(walk: Walk) -> MicroBatchOutput:
     """The only micro-batch of a forest. Its backward, two thirds of the work, is the caller's."""
-    num_tokens, has_backward = walk.plan.forest.num_tokens, torch.is_grad_enabled()
-    what = "forward and backward" if has_backward else "forward"
+    num_tokens, what = walk.plan.forest.num_tokens, "forward and backward"
     tell_progress(what, 0, num_tokens)
     output = walk.forward(0)
-    tell_progress(what, num_tokens // 3 if has_backward else num_tokens, num_tokens)
+    tell_progress(what, num_tokens // 3, num_tokens)
     return output
 
 
