@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 
 from treewise.bench import Settings, make, random_model
-from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
+from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.nn import compilation
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -120,3 +121,21 @@ def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pyte
     monkeypatch.setattr("treewise.nn.platform.memory.free_bytes", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match="weights and gradients take"):
         random_model("qwen3-tiny", torch.float32, CPU)
+
+
+def test_layers_of_all_contestants_are_fused_alike(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of treewise's model and of the twin that flat rows run on."""
+    fused: list[torch.nn.Module] = []
+    monkeypatch.setattr(compilation, "compile_layers", lambda lm: fused.append(lm.decoder))
+    items = make("tau2", "tiny", 64).trajectories
+    made = builders(twin(model), items, Settings(["flat"], layers="compiled"))
+    ours, plain = fused
+    assert ours is not plain
+    assert next(ours.parameters()) is next(plain.parameters())
+    flat, tree = (prepare(made[name]) for name in ("flat", "tree"))
+    assert isinstance(flat, Contestant)
+    assert isinstance(tree, Contestant)
+    assert flat.flops > tree.flops > 0
+    with pytest.raises(ConfigError, match="--layers 'fast' is unknown; choose one of auto, plain, compiled, liger"):
+        builders(twin(model), items, Settings(layers="fast"))
+    assert [layers_of("auto", torch.device(kind)) for kind in ("cpu", "cuda")] == ["plain", "compiled"]
