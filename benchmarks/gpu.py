@@ -605,6 +605,10 @@ STAGES = (
     Stage("memory", "budgets that are measured or too large", tests("-k", MEMORY), 25, 60, TESTING, of_tests, True),
     Stage("long", "a tree of 83,003 tokens with long paths", ours("long"), 60, 150, CORE, of_bench),
     Stage("largest", "steps of Qwen3-14B, where the card holds it", ours("largest"), 60, 180, CORE, of_bench),
+    Stage(
+        *("mixture", "as many layers of Qwen3-30B-A3B as fit beside packed flat rows", ours("mixture"), 40, 120),
+        *(CORE, of_bench),
+    ),
     Stage("trl", "TRL's tree rows beside ours on tau2", ours("trl"), 30, 90, (*CORE, "trl"), of_bench),
 )
 

@@ -23,9 +23,9 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import profile_step
 from treewise.errors import TreewiseError
 from treewise.nn.device import matmul_flops, synchronized_clock
-from treewise.nn.gradients import zero_gradients
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.whole_gradients import zero_gradients
 from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
 from treewise.report.analysis.machine_facts import machine_facts
 from treewise.tree.forest import Forest
@@ -34,6 +34,7 @@ MODEL = {"full": "qwen3-1.7b", "tiny": "qwen3-tiny"}
 SMALL_MODEL = {"full": "qwen3-0.6b", "tiny": "qwen3-tiny"}
 LARGE_MODEL = {"full": "qwen3-8b", "tiny": "qwen3-tiny"}
 LARGEST_MODEL = {"full": "qwen3-14b", "tiny": "qwen3-tiny"}
+MIXTURE = {"full": "qwen3-30b-a3b", "tiny": "mixture-tiny"}
 BUDGET = {"full": 5000, "tiny": 20}
 # A third and a tenth of the trees of ratio-6.5 and tau2 (16,920 and 19,820 tokens), and of 164k-83k.
 BUDGETS = {"full": ("6000", "2000"), "tiny": ("20",)}
@@ -113,6 +114,11 @@ def largest(args: argparse.Namespace) -> int:
 def long(args: argparse.Namespace) -> int:
     """A tree of long paths."""
     return bench(args, MODEL[args.size], ("164k-83k",), ("flat",), LONG_BUDGETS[args.size])
+
+
+def mixture(args: argparse.Namespace) -> int:
+    """A mixture of experts, as many layers as fit: whole trees and a budget beside packed flat rows."""
+    return bench(args, MIXTURE[args.size], ("ratio-6.5",), ("flat",), BUDGETS[args.size])
 
 
 def trl(args: argparse.Namespace) -> int:
@@ -213,7 +219,7 @@ def _kernels(engine: TreeEngine, forest: Forest, device: torch.device) -> dict[s
 
 STAGES = {
     **{"found": found, "kernels": kernels, "layers": layers, "speed": speed, "large": large, "profile": profiled},
-    **{"long": long, "largest": largest, "trl": trl},
+    **{"long": long, "largest": largest, "mixture": mixture, "trl": trl},
 }
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise.bench import Settings, make, random_model
+from treewise.bench import Settings, make, random_model, workloads
 from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.nn import compilation
+from treewise.nn import compilation, device
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -139,3 +140,20 @@ def test_layers_of_all_contestants_are_fused_alike(model: torch.nn.Module, monke
     with pytest.raises(ConfigError, match="--layers 'fast' is unknown; choose one of auto, plain, compiled, liger"):
         builders(twin(model), items, Settings(layers="fast"))
     assert [layers_of("auto", torch.device(kind)) for kind in ("cpu", "cuda")] == ["plain", "compiled"]
+
+
+def test_of_a_mixture_as_many_layers_are_made_as_fit(monkeypatch, capsys):
+    """Those of 30B-A3B have 0.6 B parameters each, so here of a small one."""
+    monkeypatch.setattr(workloads, "CUT_TO_FIT", {"mixture-tiny": 0.5})
+    kind, fields = workloads.SHAPES["mixture-tiny"]
+    monkeypatch.setitem(workloads.SHAPES, "mixture-tiny", (kind, {**fields, "num_hidden_layers": 5}))
+    monkeypatch.setattr(device, "free_bytes", lambda _: 2 * 8 * size_of_layers(4, kind, fields))
+    model = random_model("mixture-tiny", torch.float32, CPU)
+    assert model.config.num_hidden_layers == len(model.model.layers) == 4
+    assert "mixture-tiny: 4 of 5 layers fit into" in capsys.readouterr().err
+
+
+def size_of_layers(number, kind, fields):
+    config = AutoConfig.for_model(kind, **{**fields, "num_hidden_layers": number, "pad_token_id": None})
+    with torch.device("meta"):
+        return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
