@@ -12,7 +12,8 @@ from treewise.bench import Settings, make, random_model, workloads
 from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.nn import compilation, device
+from treewise.nn import compilation
+from treewise.nn.platform import memory
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -147,7 +148,7 @@ def test_of_a_mixture_as_many_layers_are_made_as_fit(monkeypatch, capsys):
     monkeypatch.setattr(workloads, "CUT_TO_FIT", {"mixture-tiny": 0.5})
     kind, fields = workloads.SHAPES["mixture-tiny"]
     monkeypatch.setitem(workloads.SHAPES, "mixture-tiny", (kind, {**fields, "num_hidden_layers": 5}))
-    monkeypatch.setattr(device, "free_bytes", lambda _: 2 * 8 * size_of_layers(4, kind, fields))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * 8 * size_of_layers(4, kind, fields))
     model = random_model("mixture-tiny", torch.float32, CPU)
     assert model.config.num_hidden_layers == len(model.model.layers) == 4
     assert "mixture-tiny: 4 of 5 layers fit into" in capsys.readouterr().err
