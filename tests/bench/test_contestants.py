@@ -9,10 +9,11 @@ from hypothesis import given
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treewise.bench import Settings, make, random_model, workloads
-from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
+from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.nn import device
+from treewise.nn import compilation
+from treewise.nn.platform import memory
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -124,12 +125,30 @@ def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pyte
         random_model("qwen3-tiny", torch.float32, CPU)
 
 
+def test_layers_of_all_contestants_are_fused_alike(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of treewise's model and of the twin that flat rows run on."""
+    fused: list[torch.nn.Module] = []
+    monkeypatch.setattr(compilation, "compile_layers", lambda lm: fused.append(lm.decoder))
+    items = make("tau2", "tiny", 64).trajectories
+    made = builders(twin(model), items, Settings(["flat"], layers="compiled"))
+    ours, plain = fused
+    assert ours is not plain
+    assert next(ours.parameters()) is next(plain.parameters())
+    flat, tree = (prepare(made[name]) for name in ("flat", "tree"))
+    assert isinstance(flat, Contestant)
+    assert isinstance(tree, Contestant)
+    assert flat.flops > tree.flops > 0
+    with pytest.raises(ConfigError, match="--layers 'fast' is unknown; choose one of auto, plain, compiled, liger"):
+        builders(twin(model), items, Settings(layers="fast"))
+    assert [layers_of("auto", torch.device(kind)) for kind in ("cpu", "cuda")] == ["plain", "compiled"]
+
+
 def test_of_a_mixture_as_many_layers_are_made_as_fit(monkeypatch, capsys):
     """Those of 30B-A3B have 0.6 B parameters each, so here of a small one."""
     monkeypatch.setattr(workloads, "CUT_TO_FIT", {"mixture-tiny": 0.5})
     kind, fields = workloads.SHAPES["mixture-tiny"]
     monkeypatch.setitem(workloads.SHAPES, "mixture-tiny", (kind, {**fields, "num_hidden_layers": 5}))
-    monkeypatch.setattr(device, "free_bytes", lambda _: 2 * 8 * size_of_layers(4, kind, fields))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * 8 * size_of_layers(4, kind, fields))
     model = random_model("mixture-tiny", torch.float32, CPU)
     assert model.config.num_hidden_layers == len(model.model.layers) == 4
     assert "mixture-tiny: 4 of 5 layers fit into" in capsys.readouterr().err
