@@ -1,0 +1,281 @@
+"""An agent of the OpenAI Agents SDK learns, on two CPU cores, in some five minutes: SmolLM2-135M looks for things.
+
+    make agent-demo
+    python examples/agent_demo.py --python .venv-agents/bin/python [--seed 1] [--kind environment] [--resume]
+
+The agent (box_agent.py) has two tools, one that says whose box has which number and one that looks into a box. First a
+minute of fine-tuning on recorded tries: the agent's own calls, as the endpoint recorded them while a script spoke in
+place of the model, and three words of ten that it gave on were wrong. Then `treewise rl --agent`, whose reward is 1 for
+the right word. `--kind environment` trains the same agent rewritten as an environment (box_environment.py), from the
+same weights on the same tasks.
+
+Every figure that is printed is of the run itself. docs/agents.md explains what happens.
+"""
+
+import argparse
+import json
+import random
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from online_rl import free_folder
+from transformers import PrinterCallback, ProgressCallback
+
+import treewise as tw
+from treewise.cli.main import main as treewise
+from treewise.cli.progress import StepLines
+from treewise.errors import duration
+from treewise.models.load_model import load_model
+from treewise.rl.agents.collecting import AgentCollector
+from treewise.rl.agents.settings import AgentSettings
+from treewise.rl.agents.tasks import AgentTask
+from treewise.rl.online.collector import GroupRequest, Moment
+from treewise.rl.online.journal import Journal, LoopState
+from treewise.rl.samplers import Completion, SampleRequest
+from treewise.rl.success_book import BookSettings, SuccessBook
+
+HERE = Path(__file__).parent
+PEOPLE = ("Anna", "Ben", "Carl", "Dora", "Emma", "Fred", "Gina", "Hans", "Ida", "Jack")
+THINGS = ("ball", "book", "bread", "coin", "cup", "fish", "hat", "key", "lamp", "map", "pen", "ring", "shoe", "stone")
+NUM_TASKS, NUM_BOXES, HELD_OUT = 480, 6, 0.1
+NUM_RECORDED, NUM_TRIES, SLIP = 48, 4, 0.3  # further tasks, of the recorded tries
+WARM_UP_TREES = 6  # of a step
+MAX_NEW_TOKENS = 48
+# What a policy of 135 million parameters needs to see: a tool a line, calls as Hermes and Qwen models write them.
+TEMPLATE = """
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- if message.role == 'system' %}{% for tool in tools or [] -%}
+{{ '\\n' + tool.function.name + '(' + tool.function.parameters.properties | join(', ') + '): ' + tool.function.description }}
+{%- endfor %}{% endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set given = call.function.arguments -%}
+{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (given if given is string else given | tojson) + '}</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
+
+# -- tasks, and recorded tries -----------------------------------------------------------------------------------------
+
+
+def tasks_of(name: str, count: int) -> list[dict[str, Any]]:
+    """Rows: whose box has which number, what lies in it, and a question. name: other rows for each."""
+    rows = []
+    for number in range(count):
+        draw = random.Random(f"{name}/{number}")
+        people = draw.sample(PEOPLE, NUM_BOXES)
+        boxes = dict(zip(people, map(str, draw.sample(range(10, 100), NUM_BOXES)), strict=True))
+        things = dict(zip(boxes.values(), draw.sample(THINGS, NUM_BOXES), strict=True))
+        person = draw.choice(people)
+        question = f"What is in {person}'s box?"
+        rows.append({"question": question, "boxes": boxes, "things": things, "answer": things[boxes[person]]})
+    return rows
+
+
+class Script:
+    """A sampler that does the right thing but for slips: another person, another number, another word."""
+
+    def __init__(self, tokenizer: Any, slip: float = SLIP) -> None:
+        self.tokenizer, self.slip = tokenizer, slip
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        """A turn behind each prefix."""
+        return [(self._turn(each),) for each in requests]
+
+    def update(self, model: object) -> None:
+        """It has no weights."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _turn(self, request: SampleRequest) -> Completion:
+        draw = random.Random(request.seed)
+        talk = self.tokenizer.decode(list(request.prefix_ids))
+        said = [each.removesuffix("<|im_end|>\n").partition("\n") for each in talk.split("<|im_start|>")]
+        results = [text for role, _, text in said if role == "tool"]
+        slips = draw.random() < self.slip
+        if not results:
+            person = draw.choice(PEOPLE) if slips else said[2][2].split()[3].removesuffix("'s")
+            text = called("box_of", person=person)
+        elif len(results) == 1:
+            text = called("look_in", box=str(draw.randrange(10, 100)) if slips else results[0])
+        else:
+            text = draw.choice(THINGS) if slips else results[1]
+        ids = [*self.tokenizer(text).input_ids, self.tokenizer.eos_token_id]
+        return Completion(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), "stop")
+
+
+def called(name: str, **arguments: str) -> str:
+    """A call as the template writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def recorded_tries(tokenizer: Any, model: Any, python: str | None) -> list[list[tw.Trajectory]]:
+    """What the endpoint records of the agent while the script speaks: a tree of each task, its sampled tokens trained."""
+    task = AgentTask(tasks_of("recorded", NUM_RECORDED), held_out=0.0, name="recorded")
+    online = tw.OnlineSettings(max_new_tokens=MAX_NEW_TOKENS, chat_template=TEMPLATE)
+    own = AgentSettings(episodes=NUM_TRIES, python=python)
+    collector = AgentCollector(AGENT, tokenizer, model, task, online, own)
+    try:
+        items = [task.item("train", index) for index in range(NUM_RECORDED)]
+        asked = [GroupRequest(n, item, item.key, 1, (n,)) for n, item in enumerate(items)]
+        state = LoopState(SuccessBook(BookSettings()))
+        found = collector.collect(asked, Moment("recorded", state, Journal(None), Script(tokenizer), 0))
+    finally:
+        collector.close()
+    right = np.mean([reward for group in found.groups for reward in group.known_rewards])
+    print(f"recorded: {NUM_TRIES} tries of each of {NUM_RECORDED} tasks, of which {right:.0%} are right")
+    return [[tw.Trajectory(row.token_ids, row.loss_weights) for row in group.rows] for group in found.groups]
+
+
+def warm_up(name: str, output: Path, python: str | None) -> None:
+    """Fine-tuning on the recorded tries; the model is saved in `output`."""
+    model, tokenizer = load_model(name)
+    trees = recorded_tries(tokenizer, model, python)
+    part = output.with_name(output.name + ".part")
+    args = tw.TreeTrainingArguments(
+        output_dir=str(part),
+        per_device_train_batch_size=WARM_UP_TREES,
+        num_train_epochs=1,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        max_tokens=2048,
+        save_strategy="no",
+        report_to="none",
+    )
+    part.mkdir(parents=True, exist_ok=True)
+    trainer = tw.TreeTrainer(model, args, train_dataset=trees, processing_class=tokenizer, callbacks=[StepLines(part)])
+    for printer in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printer)
+    trainer.train()
+    trainer.save_model()
+    part.rename(output)  # whole, or not there
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def words_of(args: argparse.Namespace, output: Path) -> list[str]:
+    """The command of the run."""
+    rows = str(output / "tasks.jsonl")
+    own: dict[str, object] = {
+        "model": args.start or output / "warm-up",
+        "chat_template": output / "template.jinja",
+        "output_dir": output / "run",
+        "iterations": args.iterations,
+        "trees_per_iteration": args.tasks,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "learning_rate": 2e-5,
+        "max_tokens": 2048,
+        "drop_flat_groups": "true",
+        "eval_every": args.eval_every,
+        "eval_items": int(NUM_TASKS * HELD_OUT),
+        "eval_temperature": 1,
+        "show_every": args.eval_every,
+        "save_every": args.iterations,
+        "seed": args.seed,
+        "report_to": "none",
+        "use_cpu": "true",
+        "tasks_settings.held_out": HELD_OUT,
+    }
+    if args.kind == "agent":
+        settings = {"episodes": args.episodes, "gather_seconds": 2, "python": args.python}
+        own |= {"agent": AGENT, "tasks": rows}
+        own |= {f"agent_settings.{name}": value for name, value in settings.items() if value is not None}
+    else:
+        own |= {"tasks": f"{HERE / 'box_environment.py'}:boxes", "tasks_settings.rows": rows}
+        own |= {"branching_settings.roots": args.episodes}
+        own |= {"tokens_per_iteration": args.tasks * args.episodes * 60, "gather_seconds": "null"}
+    words = ["rl"]
+    for name, value in own.items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
+AGENT = f"{HERE / 'box_agent.py'}:run"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="An agent of the OpenAI Agents SDK learns: tools, then online RL.")
+    parser.add_argument("--model", default="smollm2-demo")
+    parser.add_argument("--output", type=Path, help="folder of the run (runs/agent-demo, or runs/agent-demo-2, ...)")
+    parser.add_argument("--python", help="a Python with openai-agents; without it this one")
+    parser.add_argument("--kind", choices=("agent", "environment"), default="agent")
+    parser.add_argument("--start", type=Path, help="the folder of a model that has warmed up")
+    parser.add_argument("--warm_up_alone", action="store_true", help="ends when the model has warmed up")
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--tasks", type=int, default=6, help="of an iteration")
+    parser.add_argument("--episodes", type=int, default=6, help="of a task")
+    parser.add_argument("--eval_every", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="goes on with the run in the folder")
+    parser.add_argument("--record", type=Path, help="a JSON file for the figures")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    output = args.output or free_folder(Path("runs/agent-demo"), is_resumed=args.resume)
+    print(f"an agent with two tools, on {torch.get_num_threads()} threads, in {output}")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "template.jinja").write_text(TEMPLATE.strip())
+    rows = tasks_of(f"practice {args.seed}", NUM_TASKS)
+    (output / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if args.start is None and not (output / "warm-up").is_dir():
+        warm_up(args.model, output / "warm-up", args.python)
+    if args.warm_up_alone:
+        return
+    seconds_warm_up, began, cpu = time.perf_counter() - started, time.perf_counter(), cpu_seconds()
+    words = words_of(args, output)
+    print("\n$ " + shlex.join(["treewise", *words]) + "\n", flush=True)
+    code = treewise([*words, *["--resume"] * args.resume])
+    if code:
+        sys.exit(code)
+    result = {
+        "seed": args.seed,
+        "kind": args.kind,
+        **figures(output / "run"),
+        "seconds_warm_up": seconds_warm_up,
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": cpu_seconds() - cpu,
+    }
+    show(result, output / "run")
+    if args.record:
+        args.record.write_text(json.dumps(result))
+
+
+def cpu_seconds() -> float:
+    """Of this process, and of those that it started and that have ended: agents are such."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """Held-out success by iteration, and over seconds since the first update began; what the episodes were."""
+    logs = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    held_out = {int(log["iteration"]): log["eval_pass@1"] for log in logs if "eval_pass@1" in log}
+    own = [log for log in logs if "sampled_tokens" in log]
+    names = ("success", "share_ratio", "seconds_iteration", "seconds_sampling", "seconds_update", "sampled_tokens")
+    return {
+        "held_out_success": held_out,
+        **{name: [log.get(name) for log in own] for name in names},
+        **{name: sum(log.get(name, 0) for log in own) for name in ("agent_calls", "agent_forks", "failed_rollouts")},
+    }
+
+
+def show(result: dict[str, Any], run: Path) -> None:
+    """Success of each iteration as bars, and where everything lies."""
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
