@@ -175,7 +175,7 @@ def words_of(args: argparse.Namespace, output: Path) -> list[str]:
         "iterations": args.iterations,
         "trees_per_iteration": args.tasks,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "learning_rate": 2e-5,
+        "learning_rate": args.learning_rate,
         "max_tokens": 2048,
         "drop_flat_groups": "true",
         "eval_every": args.eval_every,
@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--tasks", type=int, default=6, help="of an iteration")
     parser.add_argument("--episodes", type=int, default=6, help="of a task")
+    parser.add_argument("--learning_rate", type=float, default=2e-5)
     parser.add_argument("--eval_every", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="goes on with the run in the folder")

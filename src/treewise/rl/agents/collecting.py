@@ -79,6 +79,11 @@ class AgentCollector:
         folder: Path | None = None,
     ) -> None:
         check_online(settings)
+        if agent_settings.port and ranks.count() > 1:
+            raise ConfigError(
+                f"agent_settings.port={agent_settings.port} is one port, and each of the {ranks.count()} processes of "
+                "this run has an endpoint of its own; leave it out."
+            )
         self.agent, self.task, self.settings, self.own = agent, task, settings, agent_settings
         self.extras = (
             None
