@@ -39,8 +39,8 @@ from treewise.planning.bin_packing import best_fit
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Plan
+from treewise.tree.declared import chain_nodes
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import chain_nodes
 
 # 1.7B parameters, 28 layers of width 2048; forward and backward.
 COST = CostModel.from_flops(flops_per_token=6 * 1.7e9, flops_per_pair=3.5 * 4 * 2048 * 28, flops_per_second=2e14)

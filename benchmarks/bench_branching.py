@@ -263,7 +263,7 @@ def values_of(trees: Sequence[GrowingTree], estimator: str) -> dict[tuple[int, i
 def mean_of_leaves(grown: GrowingTree, node: int, end: int) -> float:
     """The mean reward of all rollouts through a place."""
     tree = grown.tree
-    ends = {leaf: {piece.node: piece.end for piece in tree.pieces(leaf)} for leaf in tree.rewarded_leaves}
+    ends = {leaf: dict(tree.path_parts(leaf)) for leaf in tree.rewarded_leaves}
     below = [leaf for leaf, own in ends.items() if node == PROMPT or own.get(node, 0) >= end]
     return float(np.mean([tree[leaf].reward for leaf in below]))
 

@@ -14,8 +14,8 @@ from common import save
 from tree_shapes import forest_of
 
 from treewise.distributed.placement import assign_ranks, work_of
+from treewise.tree.declared import chain_nodes
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import chain_nodes
 
 NUM_GROUPS, NUM_RANKS = 24, 16
 # Samples of a group, budget, draws.

@@ -28,7 +28,7 @@ from tiny_policy import LETTERS, new_model, new_tokenizer
 
 import treewise as tw
 from treewise.rl.branching import RolloutTree, branching_named
-from treewise.rl.online.collector import Moment
+from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import Journal, LoopState
@@ -99,7 +99,9 @@ def measured(options: argparse.Namespace, model: Any, tokenizer: Any, seconds: f
     budget = (options.rounds - 1) * options.turns * options.length + 1  # the last round passes it
     trees = [
         GrowingTree(
-            *(number, item, item.key, RolloutTree(first.token_ids, item.key), first, budget, (number,)),
+            GroupRequest(number, item, item.key, budget, (number,)),
+            RolloutTree(first.token_ids, item.key),
+            first,
             np.random.default_rng(number),
         )
         for number, (item, first) in enumerate(zip(items, start(task, items, chat, calls), strict=True))

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from treewise.rl.branching import Branching, RolloutTree, Signals
-from treewise.rl.online.collector import Moment
+from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.growing import GrowingTree, Rounds, grow_trees
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.rollout import Limits, OneTurn
@@ -253,9 +253,6 @@ class Play(OneTurn):
 
     game: Game
 
-    task = None
-    item = TaskItem("game", "")
-
     def request(self) -> "Play":
         """What `Rewards` judges."""
         return self
@@ -351,7 +348,8 @@ def grown(
     trees = []
     for number in range(num_trees):
         item, rng = TaskItem(f"{seed}/{number}", ""), np.random.default_rng([seed, 2, number])
-        tree = RolloutTree([PROMPT_ID], group=item.key)
-        trees.append(GrowingTree(number, item, "game", tree, Play([PROMPT_ID], game), budget, (seed, number), rng))
+        asked = GroupRequest(number, item, "game", budget, (seed, number))
+        first = Play([PROMPT_ID], None, TaskItem("game", ""), None, 1, game)  # type: ignore[arg-type]
+        trees.append(GrowingTree(asked, RolloutTree([PROMPT_ID], group=item.key), first, rng))
     grow_trees(trees, rounds)
     return [each.tree for each in trees]

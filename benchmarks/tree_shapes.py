@@ -14,8 +14,9 @@ from common import DATA
 
 from treewise.data import RenderOptions, load_trees
 from treewise.errors import DataError
+from treewise.tree.declared import chain_nodes
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import Segments, chain_nodes
+from treewise.tree.prefix_merge import Segments
 
 SHAPES = DATA / "tree_shapes.json.gz"
 

@@ -7,6 +7,7 @@ one batch.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid, pad
 
+from tests.replayed_rows import Replayer
 from treewise.objectives import DPO, KTO, SFT, Distillation
 from treewise.tree.trajectory import Trajectory
 
@@ -52,13 +54,16 @@ def run_alone(
     *,
     temperature: float = 1.0,
     seen: Callable[[Trajectory], dict[str, torch.Tensor]] | None = None,
+    replayer: Replayer | None = None,
 ) -> Rows:
-    """Every trajectory by itself through the model's own forward; seen: what it takes besides token ids."""
+    """Every trajectory by itself through the model's own forward; seen: what it takes besides token ids; replayer: of
+    recorded experts, which are then taken."""
     length = max(len(item) for item in items)
     rows = []
     for item in items:
         ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
-        logits = model(input_ids=ids, use_cache=False, **(seen(item) if seen else {})).logits[0, :-1]
+        with replayer.row(item) if replayer else nullcontext():
+            logits = model(input_ids=ids, use_cache=False, **(seen(item) if seen else {})).logits[0, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         everything = torch.log_softmax(logits, dim=-1)
         chosen = everything.gather(1, ids[0, 1:, None])[:, 0]
@@ -99,9 +104,10 @@ def rollouts_of(items: Sequence[Trajectory]) -> list[list[int]]:
 
 
 def _path(item: Trajectory, at: int) -> object:
-    """What a token shares with those of other rows: the tokens up to it, and the images among them."""
+    """What a token shares with those of other rows: the tokens up to it, the images among them, and their experts."""
     seen = tuple((image.start, image.digest) for image in item.images if image.start <= at)
-    return tuple(item.token_ids[: at + 1].tolist()), seen
+    experts = b"" if item.routed_experts is None else item.routed_experts[: at + 1].tobytes()
+    return tuple(item.token_ids[: at + 1].tolist()), seen, experts
 
 
 def weights_of(items: Sequence[Trajectory], weighting: str, like: torch.Tensor) -> torch.Tensor:

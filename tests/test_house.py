@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES_P90 = 30
 # Tests of several modules at once: what they hold, by path below tests/. All others bear the name of a module.
 CROSS_CUTTING = {
     "test_cuda_first": "everything that runs on a GPU, for the first machine that has one",
+    "test_count_code": "what `benchmarks/count_code.py` counts",
     "test_gpu_script": "the stages of `make gpu`",
     "test_attention_kernels": "the stage of `make gpu` that compares attention's kernels",
     "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
@@ -192,3 +193,14 @@ def test_the_lists_of_cross_cutting_tests_are_current() -> None:
         assert (ROOT / "tests" / f"{name}.py").is_file(), name
     for name in CROSS_CUTTING_FOLDERS:
         assert (ROOT / "tests" / name).is_dir(), name
+
+
+def test_a_docstring_says_more_than_the_name() -> None:
+    """Words of the name alone, in whatever order, tell a reader nothing."""
+    filling = {"a", "an", "the", "of", "its", "it", "itself", "and", "in", "to", "is", "this"}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                known = {word.rstrip("s").lower() for word in re.findall(r"[A-Z]?[a-z]+", node.name)} | filling
+                words = {word.rstrip("s").lower() for word in re.findall(r"\w+", ast.get_docstring(node) or "")}
+                assert words - known - {word.rstrip("s") for word in filling}, f"{own_name(path)}:{node.lineno}"

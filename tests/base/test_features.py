@@ -125,11 +125,13 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),
     "mesh": lambda path: _arguments(path, tp_size=2),
+    "nodes": lambda path: treewise.Forest.from_nodes([-1], [[1, 2]]),
     "objectives": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).step(TREE, "reinforce"),
     "recurrent": lambda path: treewise.TreeEngine(_of("mamba2", num_heads=4, head_dim=16, state_size=8), max_tokens=64),
     "router_loss": lambda path: treewise.TreeEngine(
         _of("mixtral", num_key_value_heads=4, num_local_experts=4, output_router_logits=True), max_tokens=64
     ).step(TREE),
+    "values": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).logprobs(TREE),
 }
 
 

@@ -9,6 +9,8 @@ in float64, with losses written from their formulas. What is allowed is 8 times 
 training in its own dtype from float64, tensor by tensor. An online run is held against a plain loop on the rollouts
 that it recorded, with credit by comparing prefixes, and each recorded log-prob against the distribution of its draw.
 
+`--settings replay=exact,by_tokens` draws among these values of a setting.
+
 Counted are draws that are equal, refused (by an error of ours), impossible (transformers, PEFT or torch refuse them
 without treewise, or flat training is itself wrong), and wrong: printed, and shrunk to the fewest settings that leave
 them wrong. `make test` judges the same 40 draws each time.

@@ -17,10 +17,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="leave out so many draws at the beginning")
     parser.add_argument("--of", choices=("training", "online", "both"), default="both", help="both: half the time each")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=VALUE,...", help="draw among these values")
     given = parser.parse_args()
     torch.set_num_threads(1)
     spaces = {"training": training(given.seed), "online": online_loop()}
     spaces = spaces if given.of == "both" else {given.of: spaces[given.of]}
+    for wanted in given.settings:
+        spaces = {name: space.among(*wanted.split("=")) for name, space in spaces.items()}
     minutes, num_wrong = None if given.minutes is None else given.minutes / len(spaces), 0
     for name, space in spaces.items():
         report = run(space, given.seed, num_draws=given.draws, minutes=minutes, skip=given.skip)

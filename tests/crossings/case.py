@@ -6,6 +6,7 @@ Letters: L tokens of a trajectory, V vocabulary.
 import copy
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests import image_models as images
+from tests import replayed_rows
 from tests.crossings import space
 from tests.crossings.drawing import Draw, ImpossibleError
 from tests.flat_objectives import run_alone
+from treewise.nn.model import split_model
+from treewise.nn.routing import routers_of
 from treewise.objectives import DPO, KTO, SFT, Distillation, PolicyGradient, with_mismatched
 from treewise.testing.families import tiny_model
+from treewise.tree import routes
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory
 
@@ -28,17 +33,20 @@ PICTURES = (images.png(1), images.png(2, 30, 20))
 # Log-probs of other policies differ from the model's by these, far from every bound of `space.POLICY`.
 OFFSETS = (-0.6, -0.05, 0.02, 0.6)
 LEARNING_RATE = 1e-3
+REPLAYED = ("exact", "by_tokens")
 
 Tree = list[Trajectory]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a draw trains. steps: the trees of each optimizer step. processor: of images; None where there are none."""
+    """What a draw trains. steps: the trees of each optimizer step; flat_steps: the same, each trajectory with the
+    experts that it is trained through. processor: of images; None where there are none."""
 
     draw: Draw
     model: Any
     steps: list[list[Tree]]
+    flat_steps: list[list[Tree]]
     objective: Any
     processor: Any
 
@@ -47,9 +55,9 @@ class Case:
         """Whether the loss of a step is the sum of those of its calls."""
         return self.draw["objective"] in space.FUNCTIONS
 
-    def calls(self, step: int) -> list[list[Tree]]:
+    def calls(self, step: int, steps: list[list[Tree]] | None = None) -> list[list[Tree]]:
         """The trees of each call of a step."""
-        trees, number = self.steps[step], self.draw["accumulation"]
+        trees, number = (self.steps if steps is None else steps)[step], self.draw["accumulation"]
         return [trees[len(trees) * index // number : len(trees) * (index + 1) // number] for index in range(number)]
 
     def fresh_model(self) -> PreTrainedModel:
@@ -68,14 +76,17 @@ def make_case(draw: Draw) -> Case:
         if processor is not None:
             rows = [images.num_rows(model, processor, picture) for picture in PICTURES]
             trees = [with_images(tree, draw["images"], rows) for tree in trees]
+        if draw["replay"] != "none":
+            trees = with_routes(trees, model, draw, rng)
         trees = with_streams(trees, wide(model), processor, draw, rng)
     except ImpossibleError:
         raise
     except Exception as error:
         raise ImpossibleError(f"{type(error).__name__}: {error}") from error
     size = trees_per_step(draw)
-    steps = [trees[step * size : (step + 1) * size] for step in range(NUM_STEPS)]
-    return Case(draw, model, steps, objective_of(draw), processor)
+    sides = [[as_given(tree, draw) for tree in trees], [as_trained(tree, draw) for tree in trees]]
+    steps, flat = ([side[step * size : (step + 1) * size] for step in range(NUM_STEPS)] for side in sides)
+    return Case(draw, model, steps, flat, objective_of(draw), processor)
 
 
 def trees_per_step(draw: Draw) -> int:
@@ -102,8 +113,16 @@ def base_model(draw: Draw) -> PreTrainedModel:
     model = tiny_model(draw["family"], dtype, seed=draw["seed"] % 1000, **changes)
     if dtype == torch.float64:
         run_experts_in_loops(model)
-    elif precision_of(draw) == "bfloat16" and any("experts" in name for name, _ in model.named_modules()):
+    elif (
+        precision_of(draw) == "bfloat16"
+        and draw["replay"] not in REPLAYED
+        and any("experts" in name for name, _ in model.named_modules())
+    ):
         raise ImpossibleError("experts that are chosen in bfloat16 change with its rounding")
+    if draw["replay"] != "none":  # routers are far from indifferent, or all formulas give equal weights
+        for router in routers_of(split_model(model).decoder):
+            for parameter in router.module.parameters():
+                nn.init.normal_(parameter, std=0.5)
     return model
 
 
@@ -252,6 +271,33 @@ def with_images(tree: Tree, where: str, rows: list[int]) -> Tree:
     return result
 
 
+def with_routes(trees: list[Tree], model: nn.Module, draw: Draw, rng: np.random.Generator) -> list[Tree]:
+    """The trees with recorded experts, which part now and then. In bfloat16 all are recorded, because what a router
+    chooses changes with rounding."""
+    sizes = replayed_rows.router_sizes(model)
+    is_whole = precision_of(draw) == "bfloat16"
+    return [
+        replayed_rows.random_routes(
+            sizes, tree, rng, parting=rng.choice([0.0, 0.1, 0.5]), unknown=0.0 if is_whole else rng.choice([0.0, 0.3])
+        )
+        for tree in trees
+    ]
+
+
+def as_given(tree: Tree, draw: Draw) -> Tree:
+    """A tree as treewise gets it, by what is done with its records."""
+    if draw["replay"] == "off":
+        return [replace(item, routed_experts=None) for item in tree]
+    return routes.by_tokens(tree) if draw["replay"] == "by_tokens" else tree
+
+
+def as_trained(tree: Tree, draw: Draw) -> Tree:
+    """A tree with the experts that each trajectory is trained through."""
+    if draw["replay"] == "off":
+        return [replace(item, routed_experts=None) for item in tree]
+    return replayed_rows.filled(replayed_rows.first_by_tokens(tree) if draw["replay"] == "by_tokens" else tree)
+
+
 def with_streams(
     trees: list[Tree], model: nn.Module, processor: Any, draw: Draw, rng: np.random.Generator
 ) -> list[Tree]:
@@ -265,12 +311,18 @@ def with_streams(
         ]
     result = []
     for tree in trees:
-        with torch.no_grad():
-            rows = run_alone(model, tree, temperature=draw["temperature"], seen=seen_by(model, processor))
+        with torch.no_grad(), replayer_of(model, draw) as replayer:
+            alone, seen = as_trained(tree, draw), seen_by(model, processor)
+            rows = run_alone(model, alone, temperature=draw["temperature"], seen=seen, replayer=replayer)
         result.append(
             [_with_streams(item, rows.everything[row].numpy(), objective, rng) for row, item in enumerate(tree)]
         )
     return result
+
+
+def replayer_of(model: nn.Module, draw: Draw) -> AbstractContextManager[replayed_rows.Replayer | None]:
+    """What gives rows their recorded experts, where they have any."""
+    return replayed_rows.replayed(model) if draw["replay"] in REPLAYED else nullcontext()
 
 
 def seen_by(model: nn.Module, processor: Any) -> Callable[[Trajectory], dict[str, torch.Tensor]]:

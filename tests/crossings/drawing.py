@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 from typing import Any
 
@@ -66,6 +66,13 @@ class Crossings:
     @property
     def defaults(self) -> Draw:
         return {name: values[0] for name, values in self.settings.items()}
+
+    def among(self, name: str, values: str) -> "Crossings":
+        """With some values of a setting alone, as they are printed, parted by commas."""
+        kept = tuple(value for value in self.settings[name] if str(value) in values.split(","))
+        if len(kept) < len(values.split(",")):
+            raise SystemExit(f"{name} is one of {', '.join(map(str, self.settings[name]))}, not of {values}.")
+        return replace(self, settings={**self.settings, name: kept})
 
     def allows(self, draw: Mapping[str, Any]) -> bool:
         return all(rule.allows(draw) for rule in self.rules)

@@ -22,6 +22,7 @@ from tests.crossings import ranks, space
 from tests.crossings.case import LEARNING_RATE, NUM_STEPS, Case, Tree
 from tests.crossings.drawing import Draw, ImpossibleError, WrongError
 from tests.flat_objectives import Rows, loss_of_rows, run_alone
+from tests.replayed_rows import Replayer
 from treewise.distributed.mesh import load_on_mesh
 from treewise.engine import TreeEngine
 from treewise.integrations.trl import share_prefixes
@@ -100,11 +101,14 @@ def train_flat(case: Case, model: torch.nn.Module) -> Trained:
     result, before, optimizer = Trained(), weights_of(model), optimizer_of(case.draw, model)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        calls = case.calls(step) if case.is_per_call else [case.steps[step]]
-        with autocast(case.draw):  # nothing in float64 follows it
-            parts = [flat_loss_of(case, model, [item for tree in call for item in tree]) for call in calls]
-        loss = torch.stack([each for each, _ in parts]).sum()
-        loss.backward()
+        calls = case.calls(step, case.flat_steps) if case.is_per_call else [case.flat_steps[step]]
+        with cases.replayer_of(model, case.draw) as replayer:
+            with autocast(case.draw):  # nothing in float64 follows it
+                parts = [
+                    flat_loss_of(case, model, [item for tree in call for item in tree], replayer) for call in calls
+                ]
+            loss = torch.stack([each for each, _ in parts]).sum()
+            loss.backward()
         result.sizes.append(sum(float(each.grad.abs().sum()) for _, each in parts if each.grad is not None))
         finish_step(case.draw, model, result, float(loss.detach()))
         optimizer.step()
@@ -112,14 +116,14 @@ def train_flat(case: Case, model: torch.nn.Module) -> Trained:
     return result
 
 
-def flat_loss_of(case: Case, model: Any, items: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+def flat_loss_of(case: Case, model: Any, items: Tree, replayer: Replayer | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some trajectories, with a graph, and the log-probs that it is of, whose gradient is kept."""
     seen, routers = cases.seen_by(model, case.processor), []
     hook = model.register_forward_hook(lambda _, __, output: routers.append(getattr(output, "router_logits", None)))
     if case.draw["interface"] == "shared":
         rows = rows_of([fused_logprobs(model, [item])[0] for item in items], items)
     else:
-        rows = run_alone(model, items, temperature=case.draw["temperature"], seen=seen)
+        rows = run_alone(model, items, temperature=case.draw["temperature"], seen=seen, replayer=replayer)
     hook.remove()
     rows.logprobs.retain_grad()
     if case.draw["objective"] != "function_of_trained":

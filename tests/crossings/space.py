@@ -10,6 +10,7 @@ from typing import Any
 
 from tests import image_models as images
 from tests.crossings.drawing import Rule
+from tests.replayed_rows import MIXTURES
 from treewise.nn.support_table import SUPPORTED, CapabilityTable
 
 # Fields of the configuration in place of the tiny model's; of the text's part where it has one.
@@ -121,6 +122,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "normalization": ("token_mean", "trajectory_mean", "rollout_mean", "rollout_sum", "constant"),
     "reference": ("none", "k1", "k2", "k3"),
     "images": ("none", "prompt", "branches"),
+    "replay": ("none", "exact", "by_tokens", "off"),  # of recorded experts
     "shape": ("bushy", "chain", "star", "copies", "rows", "apart"),
     "interface": ("step", "logprobs", "trainer", "shared"),
     "budget": ("whole", "tiny", "half"),
@@ -176,7 +178,12 @@ RULES = (
     Rule(("variant", "family"), lambda variant, family: variant != "routed" or family in ROUTED),
     Rule(("variant", "interface"), lambda variant, way: variant != "routed" or way not in OF_LOGPROBS),
     Rule(("autocast", "dtype"), lambda autocast, dtype: not autocast or dtype == "float32"),
-    Rule(("autocast", "family"), lambda autocast, family: not autocast or family not in ROUTED),
+    Rule(
+        ("autocast", "family", "replay"),
+        lambda autocast, family, replay: not autocast or family not in ROUTED or replay in ("exact", "by_tokens"),
+    ),
+    Rule(("family", "replay"), lambda family, replay: replay == "none" or family in MIXTURES),
+    Rule(("interface", "replay"), lambda way, replay: way != "shared" or replay == "none"),  # TRL's rows have no record
     Rule(("accumulation", "hooks"), lambda number, hooks: number == 1 or hooks != "accumulated"),
     Rule(("family", "images"), lambda family, images: images == "none" or family in SEEING),
     Rule(("trained", "images"), lambda trained, images: images != "none" or trained not in OF_IMAGES),
@@ -195,12 +202,13 @@ RULES = (
 )
 
 
-def settings_of(seed: int, num_families: int = 32) -> dict[str, tuple[Any, ...]]:
-    """The table of settings with so many of the supported families: llama, those whose tiny models see, and others by
-    the seed.
+def settings_of(seed: int, num_families: int = 36, num_mixtures: int = 8) -> dict[str, tuple[Any, ...]]:
+    """The table of settings with so many of the supported families: llama, those whose tiny models see, and mixtures
+    and others by the seed.
     """
     fixed = ("llama", *ROUTED, *SEEING)
     rows = [row for row in CapabilityTable.load().rows if row.status == SUPPORTED]
     names = [row.family for row in rows if row.family not in (*fixed, *LARGE)]
     random.Random(seed).shuffle(names)
+    names.sort(key=lambda name: name not in [each for each in names if each in MIXTURES][:num_mixtures])
     return {**SETTINGS, "family": (*fixed, *names[: num_families - len(fixed)])}

@@ -158,6 +158,20 @@ def test_evaluate_gives_the_loss_and_no_gradient(rollouts: list[Trajectory]) -> 
     assert not gradients_of(model)
 
 
+@pytest.mark.parametrize("max_tokens", BUDGETS)
+def test_evaluate_takes_a_function_as_step_does(rollouts: list[Trajectory], max_tokens: int | None) -> None:
+    engine = TreeEngine(tiny_model(), max_tokens)
+
+    def loss(logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([each.exp().sum() for each in logprobs]).square().mean()
+
+    out = engine.evaluate(rollouts, loss)
+    assert not gradients_of(engine.model)
+    assert out.loss == pytest.approx(engine.step(rollouts, loss).loss, rel=TOLERANCE)
+    with pytest.raises(ConfigError, match="denominator= belongs to an objective"):
+        engine.evaluate(rollouts, loss, denominator=2.0)
+
+
 def test_generation_and_plain_forwards_go_on_as_before(rollouts: list[Trajectory]) -> None:
     model = tiny_model().eval()
     ids = torch.tensor([[3, 4, 5, 6]])

@@ -1,8 +1,4 @@
-"""Recorded experts are replayed as in flat training, for every family of mixtures; and what cannot be is named.
-
-The oracle knows nothing of how experts are chosen: on the output of a router it finds the formula that turns logits and
-chosen experts into weights, and applies it to the recorded experts.
-"""
+"""Recorded experts are replayed as in flat training, for every family of mixtures; and what cannot be is named."""
 
 from dataclasses import replace
 
@@ -11,50 +7,23 @@ import pytest
 import torch
 
 import treewise as tw
+from tests import replayed_rows
+from tests.replayed_rows import ELSEWHERE, MIXTURES, filled, replayed, router_sizes
 from treewise.engine.flat import FlatLoss
 from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model import split_model
 from treewise.nn.routing import heard, routers_of
-from treewise.nn.support_table import SUPPORTED, CapabilityTable
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
-MIXTURES = [
-    row.family for row in CapabilityTable.load().rows if row.status == SUPPORTED and "experts" in ", ".join(row.layers)
-]
-# These choose outside of the router, one expert after the other, or among experts of text and of images.
-ELSEWHERE = {"dbrx", "phimoe", "ernie4_5_vl_moe"}
 
-
-def random_routes(model, trajectories, seed=0, share=0.8):
+def random_routes(model, trajectories, share=0.8):
     """The trajectories with experts drawn for some tokens; those that share a prefix often share its routes."""
-    rng = np.random.default_rng(seed)
-    sizes, table = router_sizes(model), {}
-
-    def drawn(prefix):
-        if prefix not in table or rng.random() < 0.1:
-            table[prefix] = np.stack([rng.permutation(experts)[:chosen] for experts, chosen in sizes])
-            if rng.random() > share:
-                table[prefix] = np.full_like(table[prefix], -1)
-        return table[prefix]
-
-    return [
-        replace(item, routed_experts=np.stack([drawn(tuple(item.token_ids[: at + 1])) for at in range(len(item))]))
-        for item in trajectories
-    ]
+    return replayed_rows.random_routes(router_sizes(model), trajectories, np.random.default_rng(0), unknown=1 - share)
 
 
 def ids_of(values):
     return torch.as_tensor(values.astype(np.int64))
-
-
-def router_sizes(model):
-    """Experts, and how many are chosen, of each router."""
-    decoder = split_model(model).decoder
-    with torch.no_grad(), heard(decoder):
-        model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
-    choices = [vars(each.module)["_treewise_choice"] for each in routers_of(decoder)]
-    return [(each.num_experts, each.num_chosen) for each in choices]
 
 
 TREE = [
@@ -65,76 +34,12 @@ TREE = [
 ]
 
 
-def formulas():
-    """Weights [T, k] from logits [T, E] and experts [T, k]."""
-    for act in (
-        lambda z: z.softmax(-1),
-        lambda z: z.sigmoid(),
-        lambda z: torch.nn.functional.softplus(z).sqrt(),
-        lambda z: (z - z.detach().max(-1, keepdim=True).values).exp(),
-        lambda z: z,
-    ):
-        yield lambda z, i, act=act: act(z).gather(-1, i)
-        yield lambda z, i, act=act: (w := act(z).gather(-1, i)) / w.sum(-1, keepdim=True)
-
-
-def with_experts(logits, weights, chosen, experts):
-    """A router's weights where it had chosen other experts."""
-    for formula in formulas():
-        ours = formula(logits.float(), chosen)
-        scale = (weights.float() / ours).detach()
-        if torch.allclose(scale, scale.mean(), rtol=1e-5):
-            return formula(logits.float(), experts).to(weights.dtype) * scale.mean()
-    raise AssertionError(f"no formula gives the weights of the router: {weights} of {logits}")
-
-
-def jetmoe(output, table, num_experts):
-    """Tokens sorted by expert, with the softmax of their chosen logits."""
-    logits = output[-1]
-    own = logits.topk(table.shape[1], dim=1).indices
-    experts = torch.where(table >= 0, table, own)
-    gates = logits.gather(1, experts).softmax(-1).to(output[2].dtype).flatten()
-    order = experts.flatten().sort(stable=True).indices
-    sizes = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
-    return order, order.div(table.shape[1], rounding_mode="trunc"), gates[order], sizes, logits
-
-
 def flat_loss(model, items):
     """The loss of each trajectory alone, its routers' outputs replaced."""
-    routers = routers_of(split_model(model).decoder)
     total, weight = 0, 0
     for item in items:
-        hooks = []
-        for number, router in enumerate(routers):
-            table = (
-                None
-                if item.routed_experts is None
-                else torch.as_tensor(item.routed_experts[:, number].astype(np.int64))
-            )
-
-            def swap(module, _args, output, table=table, router=router):
-                if table is None:
-                    return output
-                if type(module).__name__ == "Llama4Router":  # scores of all experts, 0 where not chosen
-                    logits = output[1]
-                    kept = torch.full_like(logits, float("-inf")).scatter(
-                        1, table.clamp(min=0), logits.gather(1, table.clamp(min=0))
-                    )
-                    return torch.where(table[:, :1] >= 0, kept.float().sigmoid().to(output[0].dtype), output[0]), logits
-                if type(module).__name__ == "JetMoeTopKGating":
-                    return jetmoe(output, table, module.num_experts)
-                logits, weights, chosen, *rest = output
-                experts = torch.where(table >= 0, table, chosen.reshape(table.shape))
-                flat = logits.reshape(len(table), -1)
-                found = with_experts(flat, weights.reshape(table.shape), chosen.reshape(table.shape), experts)
-                return logits, found.reshape(weights.shape), experts.reshape(chosen.shape).to(chosen.dtype), *rest
-
-            hooks.append(router.module.register_forward_hook(swap))
-        try:
+        with replayed(model) as replayer, replayer.row(item):
             logits = model(input_ids=ids_of(item.token_ids)[None], use_cache=False).logits[0].float()
-        finally:
-            for hook in hooks:
-                hook.remove()
         logprobs = (
             logits[:-1].log_softmax(-1).gather(-1, torch.as_tensor(item.token_ids[1:].astype(np.int64))[:, None])[:, 0]
         )
@@ -162,7 +67,7 @@ def difference(ours, theirs):
 
 
 def flat_step(model, items):
-    flat = flat_loss(model, tw.Forest.from_trajectories(items).trajectories)  # with experts taken from one another
+    flat = flat_loss(model, filled(items))
     flat.backward()
     return flat, gradients(model)
 

@@ -23,7 +23,7 @@ class ToySampler:
     def complete(self, tree: RolloutTree, branch: Branch, number: int) -> RolloutNode:
         rng = np.random.default_rng([self.seed, len(tree), number])
         before = sum(
-            int((tree[node].turn_ends <= end).sum()) for node, _, end in tree.pieces(branch.node, branch.position)
+            int((tree[node].turn_ends <= end).sum()) for node, end in tree.path_parts(branch.node, branch.position)
         )
         ids: list[int] = [] if branch.first_token is None else [branch.first_token]
         sampled, ends = [True] * len(ids), []

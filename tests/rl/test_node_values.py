@@ -52,7 +52,7 @@ def test_against_rollouts_by_their_paths(seed: int, name: str) -> None:
     """A recursion over the states on these paths."""
     options = {"segment_tokens": 3, "width": 5, "first": 2} if name == "segments" else {}
     tree, _ = grow(branching_named(name, **options), 60, ToySampler(seed), np.random.default_rng(seed))
-    paths = {leaf: [(n, at) for n, _, end in tree.pieces(leaf) for at in range(end)] for leaf in tree.leaves}
+    paths = {leaf: [(n, at) for n, end in tree.path_parts(leaf) for at in range(end)] for leaf in tree.leaves}
 
     def through(place) -> list[int]:
         return [leaf for leaf, path in paths.items() if place in path]

@@ -19,14 +19,14 @@ def filled(seed: int) -> SuccessBook:
     rng = np.random.default_rng(seed)
     book = SuccessBook(BookSettings(decay=0.9))
     for _ in range(rng.integers(1, 20)):
-        book.observe(f"task {rng.integers(4)}", float(rng.random() * 4), 4)
+        book.observe(f"task {rng.integers(4)}", float(rng.random()), 4)
     return book
 
 
 def test_posterior_by_hand() -> None:
     book = SuccessBook(BookSettings(decay=0.5, prior_successes=1.0, prior_failures=3.0))
     assert book.success("a") == 0.25
-    book.observe("a", 3, 4)
+    book.observe("a", 3 / 4, 4)
     assert book.counts("a") == (1 + 3, 3 + 1)  # the prior does not decay
     book.observe("a", 0, 2)
     assert book.counts("a") == (0.5 * 4 + 0.5 * 1, 0.5 * 4 + 0.5 * 3 + 2)
@@ -42,7 +42,7 @@ def test_state_is_bit_exact(seed: int) -> None:
     again = SuccessBook.from_state(json.loads(text))
     assert json.dumps(again.state_dict(), allow_nan=False) == text
     for each in (book, again):
-        each.observe("task 1", 1, 3)
+        each.observe("task 1", 1 / 4, 4)
     assert json.dumps(again.state_dict()) == json.dumps(book.state_dict())
 
 
@@ -70,7 +70,7 @@ def test_the_score_of_predictions_against_single_outcomes(seed: int) -> None:
         if task in tried:
             seen += [(book.success(task), outcome) for outcome in [1] * successes + [0] * (trials - successes)]
         tried.add(task)
-        book.observe(task, successes, trials)
+        book.observe(task, successes / trials, trials)
     assert book.brier == pytest.approx(np.mean([(p - z) ** 2 for p, z in seen]) if seen else np.nan, nan_ok=True)
 
 
@@ -82,8 +82,8 @@ def test_a_tree_counts_by_children() -> None:
         tree.judge(index, reward)
     book = SuccessBook(BookSettings(decay=1.0))
     prompt = node_values(tree, book.settings.success_at)[0]
-    book.observe_group("a", prompt.value, prompt.num_draws)
-    book.observe_group("a", None, 0)  # no reward, no trial
+    book.observe("a", prompt.value, prompt.num_draws)
+    book.observe("a", None, 0)  # no reward, no trial
     assert book.counts("a") == pytest.approx((1 + 4 / 3, 1 + 2 / 3))
     assert book.signals("a", tree).success == pytest.approx((1 + 4 / 3) / 4)
 
@@ -93,5 +93,5 @@ def test_lcr_takes_the_books_word() -> None:
     ask = branching_named("lcr")
     tree, _ = grow(ask, 1, ToySampler(), rng, book.signals("a", RolloutTree([1])))
     assert ask.next_requests(tree, book.signals("a", tree), 99, rng)[0].node == 0
-    book.observe("a", 99, 100)
+    book.observe("a", 0.99, 100)
     assert ask.next_requests(tree, book.signals("a", tree), 99, rng)[0].node == -1

@@ -88,7 +88,7 @@ def test_every_choice_is_documented_and_accepted(tmp_path, name, choices):
         assert f"`{choice}`" in described
         constant = {"constant": 2.0} if choice in ("rollout_sum", "constant") else {}
         args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **{name: choice}, **constant)
-        assert getattr(args.objective(), name) == choice
+        assert getattr(args.sft_objective(), name) == choice
 
 
 def test_the_backend_of_ranks_is_left_alone_in_one_process(tmp_path):

@@ -30,7 +30,7 @@ def forests(trees):
 def make_runner(tmp_path, forests):
     def make(model, **settings):
         args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **settings)
-        return StepRunner(model, args.objective(), args, lambda: forests[0])
+        return StepRunner(model, args.sft_objective(), args, lambda: forests[0])
 
     return make
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 import treewise.tree.forest
 from treewise.errors import ConfigError, DataError
 from treewise.testing.strategies import declared_nodes
+from treewise.tree.declared import chain_nodes
 from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import path_to
 from treewise.tree.trajectory import Trajectory
 
 STREAMS = ("loss_weights", "advantages", "old_logprobs")
@@ -185,3 +187,22 @@ def test_merged_siblings_must_agree():
     with pytest.raises(DataError, match="nodes 1 and 2 are siblings with equal tokens but different advantages"):
         Forest.from_nodes(**arguments)
     assert Forest.from_nodes(**arguments, merge_siblings=False).num_tokens == 4
+
+
+@given(declared_nodes(), st.data())
+def test_declared_nodes_keep_their_paths(nodes, data):
+    parents, token_ids = nodes
+    lengths = np.array([len(ids) for ids in token_ids])
+    offsets = np.cumsum(lengths) - lengths
+    ends = np.array(data.draw(st.lists(st.integers(0, len(parents) - 1), min_size=1, max_size=5)))
+    segments = chain_nodes(np.array(parents), lengths, ends, offsets)
+    segment_of_node = chain_nodes(np.array(parents), lengths, np.arange(len(parents)), offsets).end_segment
+    assert sorted(segment_of_node.tolist()) == list(range(len(parents)))
+    assert segments.end_segment.tolist() == segment_of_node[ends].tolist()
+    for node in range(len(parents)):
+        path, at = [], node
+        while at >= 0:
+            path = list(range(offsets[at], offsets[at] + lengths[at])) + path
+            at = parents[at]
+        found = segments.token_source[path_to(segments, int(segment_of_node[node]))]
+        assert found.tolist() == path

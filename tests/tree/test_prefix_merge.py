@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from treewise.testing.strategies import declared_nodes, token_lists
+from treewise.testing.strategies import token_lists
 from treewise.tree import prefix_merge
 
 
@@ -77,22 +76,3 @@ def test_segments_are_in_depth_first_order_with_the_heaviest_child_first(sequenc
 def test_large_ids_sort_as_numbers(big):
     sequences = [[big, 1], [1, big], [big, 0], [0, 0], [255, 3], [256, 3]]
     assert prefix_merge.merge_sequences(*flat(sequences)).num_tokens == len(prefixes(sequences))
-
-
-@given(declared_nodes(), st.data())
-def test_declared_nodes_keep_their_paths(nodes, data):
-    parents, token_ids = nodes
-    lengths = np.array([len(ids) for ids in token_ids])
-    offsets = np.cumsum(lengths) - lengths
-    ends = np.array(data.draw(st.lists(st.integers(0, len(parents) - 1), min_size=1, max_size=5)))
-    segments = prefix_merge.chain_nodes(np.array(parents), lengths, ends, offsets)
-    segment_of_node = prefix_merge.chain_nodes(np.array(parents), lengths, np.arange(len(parents)), offsets).end_segment
-    assert sorted(segment_of_node.tolist()) == list(range(len(parents)))
-    assert segments.end_segment.tolist() == segment_of_node[ends].tolist()
-    for node in range(len(parents)):
-        path, at = [], node
-        while at >= 0:
-            path = list(range(offsets[at], offsets[at] + lengths[at])) + path
-            at = parents[at]
-        found = segments.token_source[prefix_merge.path_to(segments, int(segment_of_node[node]))]
-        assert found.tolist() == path

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treewise.advantages.rollout_table import Credited, Rollouts, check_epsilon, compared, credited, read_rollouts
+from treewise.advantages.rollout_table import (
+    Credited,
+    Rollouts,
+    check_epsilon,
+    compared,
+    read_rollouts,
+    with_advantages,
+)
 from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree.trajectory import Trajectory
 
@@ -54,7 +61,7 @@ def leave_one_out(trajectories: Sequence[Trajectory]) -> Credited:
 
 
 def _on_rollouts(rollouts: Rollouts, advantages_R: np.ndarray, method: str) -> Credited:
-    return credited(rollouts, [float(value) for value in advantages_R[rollouts.of_trajectory]], method)
+    return with_advantages(rollouts, [float(value) for value in advantages_R[rollouts.of_trajectory]], method)
 
 
 # -- Advantages of turns: each turn of a rollout is credited with the rewards from it on ------------------------------
@@ -126,7 +133,7 @@ def per_turn(
     num_alone = int(is_compared and (np.bincount(key)[key] == 1).sum())
     method = f"per_turn(discount={discount:g}, baseline={baseline!r}, scale={scale})"
     notes = [f"{num(len(returns), 'turn')}; of them compared with no other and 0: {num_alone:,}."]
-    return credited(rollouts, _on_rows(rollouts, advantages, turn_offsets), method, notes)
+    return with_advantages(rollouts, _on_rows(rollouts, advantages, turn_offsets), method, notes)
 
 
 def _returns(

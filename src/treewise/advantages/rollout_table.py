@@ -136,7 +136,7 @@ def check_epsilon(epsilon: float) -> None:
         raise ConfigError(f"epsilon={epsilon} must not be negative.")
 
 
-def credited(
+def with_advantages(
     rollouts: Rollouts, advantages: Sequence[float | np.ndarray], method: str, notes: Sequence[str] = ()
 ) -> Credited:
     """Puts one number, or one value per token, on each trajectory."""

@@ -9,7 +9,14 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from treewise.advantages.group_tree import GroupTree, exact_mean, group_trees, is_equal, on_segments
-from treewise.advantages.rollout_table import Credited, Rollouts, check_epsilon, compared, credited, read_rollouts
+from treewise.advantages.rollout_table import (
+    Credited,
+    Rollouts,
+    check_epsilon,
+    compared,
+    read_rollouts,
+    with_advantages,
+)
 from treewise.errors import ConfigError, DataError, check_choice, num
 from treewise.tree.trajectory import Trajectory
 
@@ -71,7 +78,7 @@ def sibling_relative(
 
     advantages = on_segments(rollouts, values_of, of_draws=baseline != "fork")
     notes = [f"{num_forks:,} forks at which rollouts part; {num_equal:,} of them with children of equal value."]
-    return credited(rollouts, advantages, f"sibling_relative(scale={scale!r}, baseline={baseline!r})", notes)
+    return with_advantages(rollouts, advantages, f"sibling_relative(scale={scale!r}, baseline={baseline!r})", notes)
 
 
 def _baseline(tree: GroupTree, value: np.ndarray, segment: int, baseline: str) -> float:
@@ -127,7 +134,7 @@ def inter_intra(
     within = compared(rollouts.rewards, np.unique(tree_R, return_inverse=True)[1], epsilon)
     advantages = (between + within)[rollouts.of_trajectory]
     notes = [f"{num(len(np.unique(tree_R)), 'tree')}."]
-    return credited(rollouts, advantages.tolist(), "inter_intra", notes)
+    return with_advantages(rollouts, advantages.tolist(), "inter_intra", notes)
 
 
 def _given_trees(rollouts: Rollouts, tree_of: Sequence[Hashable]) -> np.ndarray:
@@ -195,7 +202,7 @@ def tree_path_mean(
         mean = np.average(advantages, weights=trained_N)
         deviation = np.sqrt(np.average((advantages - mean) ** 2, weights=trained_N))
         advantages = (advantages - mean) / (deviation + epsilon) if deviation else np.zeros_like(advantages)
-    return credited(rollouts, advantages.tolist(), f"tree_path_mean(average={average!r}, scale={scale!r})")
+    return with_advantages(rollouts, advantages.tolist(), f"tree_path_mean(average={average!r}, scale={scale!r})")
 
 
 # -- TreeRL: what a segment changed, against the whole tree and against the fork before it ----------------------------
@@ -224,7 +231,7 @@ def treerl(
         return (change / np.sqrt(tree.counts) if damp else change)[:-1]
 
     method = f"treerl(use_global={use_global}, use_local={use_local}, damp={damp})"
-    return credited(rollouts, on_segments(rollouts, values_of), method)
+    return with_advantages(rollouts, on_segments(rollouts, values_of), method)
 
 
 # -- SPO: the change of value that a segment brought, on tokens that were a decision ----------------------------------
@@ -252,7 +259,7 @@ def value_steps(
     method = f"value_steps(mask_above={mask_above}, scale={scale!r})"
     advantages = [np.asarray(item.advantages, dtype=np.float64) for item in items]
     if mask_above is None:
-        return credited(read_rollouts(items), advantages, method, report.notes)
+        return with_advantages(read_rollouts(items), advantages, method, report.notes)
     num_masked = num_trained = 0
     for index, item in enumerate(items):
         location = item.source or f"trajectory {index}"
@@ -262,7 +269,7 @@ def value_steps(
         num_masked += int((is_sure & (item.loss_weights > 0)).sum())
         num_trained += item.num_trained_tokens
     notes = [*report.notes, f"{num_masked:,} of {num_trained:,} trained tokens are masked."]
-    return credited(read_rollouts(items), advantages, method, notes)
+    return with_advantages(read_rollouts(items), advantages, method, notes)
 
 
 # -- AT2PO's advantage: a segment's own value, of rewards that were normalised in the group ---------------------------
@@ -293,7 +300,7 @@ def node_value(trajectories: Sequence[Trajectory], *, weights: str = "equal", ep
         by_entropy = tree.weights_by_draws(np.exp(_surprisal(tree))) if weights == "entropy" else None
         return tree.means(values_R, by_entropy)[:-1]
 
-    return credited(rollouts, on_segments(rollouts, values_of), f"node_value(weights={weights!r})")
+    return with_advantages(rollouts, on_segments(rollouts, values_of), f"node_value(weights={weights!r})")
 
 
 def _surprisal(tree: GroupTree) -> np.ndarray:

@@ -35,6 +35,7 @@ FEATURES = {
     "mesh": ("treewise.distributed.mesh", "meshes of processes (tp_size, ep_size)"),
     "mixtures": ("treewise.data.mixtures", "mixtures of data sets, and eval_split"),
     "module_head": ("treewise.nn.module_head", "heads that are more than one weight (adapters, quantised layers)"),
+    "nodes": ("treewise.tree.declared", "declared trees (Forest.from_nodes, records with nodes)"),
     "objectives": ("treewise.objectives.registry", "objectives by name"),
     "online_placement": ("treewise.distributed.online_placement", "trees that are placed on several processes"),
     "other_libraries": ("treewise.data.readers.other_libraries", "records of ShareGPT and alpaca"),
@@ -54,6 +55,7 @@ FEATURES = {
     "texts": ("treewise.data.readers.texts", "plain texts, and prompts with their completions"),
     "token_rows": ("treewise.data.readers.token_rows", "rows of token ids"),
     "tools": ("treewise.data.render.tools", "records with tools or tool calls"),
+    "values": ("treewise.engine.values", "log-probs, hidden states, and losses of all tokens at once"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
     "workers": ("treewise.data.workers", "processes that read data (num_workers)"),
 }

@@ -361,7 +361,7 @@ def _reference(
 
 
 def _shape(model: PreTrainedModel, forest: Forest) -> Row:
-    """Ratios and FLOP bounds."""
+    """How large a forest is, what its trees share, and the most that this can save."""
     flops = flop_model(model)
     tree = flops.tree(forest)
     return {

@@ -137,7 +137,7 @@ def _loop(
     k_bounds: Sequence[int],
     scale: float | None,
 ) -> Tensor:
-    """One call a sequence."""
+    """Attention of each sequence of a packed row by a call of its own."""
     outputs, is_grouped = [], query.shape[1] != key.shape[1]
     for (q, q_end), (k, k_end) in zip(pairwise(q_bounds), pairwise(k_bounds), strict=True):
         own, keys, values = (x.transpose(0, 1)[None] for x in (query[q:q_end], key[k:k_end], value[k:k_end]))

@@ -326,7 +326,7 @@ def typed_settings(objective: str, settings: Mapping[str, Any]) -> dict[str, Any
     return {key: coerce(key, value, types.get(key, Any)) for key, value in by_name.items()}
 
 
-def objective_of(config: RunConfig) -> "Objective | None":
+def preference_objective(config: RunConfig) -> "Objective | None":
     """The objective that the configuration names; None for SFT, whose settings are keys of their own.
 
     Raises:

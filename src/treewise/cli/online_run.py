@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from treewise.objectives import Objective
     from treewise.rl.online import OnlineSettings
     from treewise.rl.tasks.protocol import Task
+    from treewise.trainer import TreeTrainingArguments
 
 REQUIRED = ("model", "tasks", "output_dir")
 _NO_DATA = "with tasks no recorded data is read; leave it out"
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     if agent is not None:
         agent_run.collector_of(config, settings, task, tokenizer, model, arguments).close()  # the agent loads
     elif args.dry_run or not settings.reward_workers:  # workers take seconds to start, and the run's own find the same
-        _check_first_prompt(task, tokenizer, settings, model)
+        _check_first_prompt(task, tokenizer, settings, arguments, model)
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
@@ -127,18 +128,23 @@ def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
     return OnlineSettings(**values)
 
 
-def _check_first_prompt(task: "Task", tokenizer: object, settings: "OnlineSettings", model: "PreTrainedModel") -> None:
+def _check_first_prompt(
+    task: "Task",
+    tokenizer: object,
+    settings: "OnlineSettings",
+    arguments: "TreeTrainingArguments",
+    model: "PreTrainedModel",
+) -> None:
     """Raises what the first prompt of a run would: of a chat template that cannot write it, of `reset`, of tools, of
     its length.
     """
-    from treewise.rl.online.trees import started
-    from treewise.rl.tasks import Calls, ChatTokens
+    from treewise.rl.online.trees import tree_collector
 
-    calls = Calls(settings.reward_timeout, settings.reward_workers)
+    collector = tree_collector(task, tokenizer, settings, arguments, model)
     try:
-        started(task, [task.item("train", 0)], ChatTokens(tokenizer, settings.chat_template), calls, settings, model)
+        collector.prompt_ids(task.item("train", 0))
     finally:
-        calls.close()
+        collector.close()
 
 
 def _reference(config: RunConfig) -> "PreTrainedModel | None":

@@ -27,7 +27,7 @@ class EnduringStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes, as `write` writes."""
+        """Flushes the stream; of one that is closed as `write`."""
         try:
             self._stream.flush()
         except OSError as error:

@@ -36,7 +36,7 @@ class WorkProgress:
         self._finished = dict[str, int]()  # by part: what its earlier walks did
 
     def reaches(self, part: str, done: int, of: int | None, unit: str, now: float) -> None:
-        """Takes what `tell_progress` tells."""
+        """Takes how far a part of the work is, as `tell_progress` tells it. now: of the clock."""
         if part != self._part or done < self._done:  # another part, or the next walk
             if self._total is None:
                 self._began = now
@@ -110,7 +110,7 @@ class Waiting:
 
     @property
     def seconds_silent(self) -> float:
-        """Since something was printed."""
+        """Seconds since something was printed."""
         return self._clock() - self._last
 
     def printed(self) -> None:

@@ -1,13 +1,14 @@
 """The engine: losses and gradients of a forest, equal to training each trajectory alone.
 
 A separable objective takes one walk over the plan (`step`). Any other loss takes two: values of all its tokens first,
-then the loss, then the walk with the loss's gradients on these values (`values`).
+then the loss, then the walk with the loss's gradients on these values (`values`, loaded for such a loss, or where
+log-probs or hidden states are asked for).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,18 +19,7 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import check_same_plan, mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
-from treewise.engine.step import StepLoss, Values, Walk, take_step, with_less_memory
-from treewise.engine.values import (
-    FunctionLoss,
-    JointLoss,
-    LossFunction,
-    Reader,
-    logprob_reader,
-    restore,
-    restored_logprobs,
-    token_reader,
-    tree_values,
-)
+from treewise.engine.step import LossFunction, StepLoss, Values, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.attention.needs import asked_by
@@ -46,6 +36,9 @@ from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.engine.values import Reader
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
@@ -239,8 +232,6 @@ class TreeEngine:
             loss = checked_objective(loss)
         if isinstance(loss, Objective) and trained_only:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
-        if not isinstance(loss, Objective) and denominator is not None:
-            raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
         ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
@@ -259,8 +250,10 @@ class TreeEngine:
         trained_only: bool = False,
     ) -> Any:
         if not isinstance(loss, Objective):
-            return FunctionLoss(forest, loss, trained_only=trained_only)
-        kind = StepLoss if loss.is_separable(forest) else JointLoss
+            if denominator is not None:
+                raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
+            return feature("values").FunctionLoss(forest, loss, trained_only=trained_only)
+        kind = StepLoss if loss.is_separable(forest) else feature("values").JointLoss
         own = kind(forest, loss, denominator, ready.terms if loss is ready.objective else None)
         if own.terms.tokens is not None:
             refuse_candidates(self.lm, own.terms.tokens)
@@ -279,19 +272,17 @@ class TreeEngine:
 
     @torch.no_grad()
     def evaluate(
-        self, forests: Forests, objective: Objective | None = None, *, denominator: float | None = None
+        self, forests: Forests, objective: Objective | LossFunction | None = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
-        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         objective = checked_objective(objective)
+        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         self.check(ready.joined)
         plan = self.plan(ready)
         loss, walk = self._new_loss(objective, ready, denominator, plan.forest), self._new_walks(plan)()
-        if isinstance(loss, JointLoss):
-            loss.of_terms(tree_values(lambda: walk, [loss.reader])[0])
-        else:
-            walk.visit(loss.of_micro_batch)
-        return loss.output(walk)
+        loss.evaluate(walk)
+        output: StepOutput = loss.output(walk)
+        return output
 
     def count_experts(self, forests: Forests) -> Any:
         """How often the routers choose each expert on some trees (`nn.router_loss.RouterCounts`), for a step that is
@@ -319,9 +310,10 @@ class TreeEngine:
 
         float32 (float64 for float64 models), on the model's device, differentiable at any budget.
         """
-        plan = self.plan(forests)
-        values = self.values(plan, [logprob_reader(plan.forest, trained_only=trained_only)])[0]
-        return restored_logprobs(values, plan.forest, trained_only=trained_only)
+        plan, on_tree = self.plan(forests), feature("values")
+        values = self.values(plan, [on_tree.logprob_reader(plan.forest, trained_only=trained_only)])[0]
+        restored: list[Tensor] = on_tree.restored_logprobs(values, plan.forest, trained_only=trained_only)
+        return restored
 
     def hidden_states(self, forests: Forests) -> list[Float[Tensor, "_ M"]]:
         """Final hidden states of every trajectory: `result[i][j]` ([M], the model's dtype) depends on its tokens 0..j.
@@ -329,10 +321,10 @@ class TreeEngine:
         They are taken after the decoder's last norm, as a value head or a reward head reads them; differentiable at any
         budget. A shared token has one row in memory, to which the gradients of all its trajectories add up.
         """
-        plan = self.plan(forests)
-        num_tokens = plan.forest.num_tokens
-        reader = Reader(lambda output: (output.positions, {"hidden": output.hidden}), ("hidden",), num_tokens)
-        return restore(self.values(plan, [reader])[0]["hidden"], plan.forest)
+        plan, on_tree = self.plan(forests), feature("values")
+        values = self.values(plan, [on_tree.hidden_reader(plan.forest)])[0]
+        restored: list[Tensor] = on_tree.restore(values["hidden"], plan.forest)
+        return restored
 
     @torch.no_grad()
     def scored(
@@ -358,11 +350,12 @@ class TreeEngine:
         items = list(trajectories)
         plan = self.plan(Forest.from_trajectories(items, tree_of=tree_of))
         is_needed = None if all_tokens else plan.forest.token_weights() > 0
-        values_T = self.values(plan, [token_reader(plan.forest, is_needed)])[0]["log_probs"].float().cpu().numpy()
+        reader = feature("values").token_reader(plan.forest, is_needed)
+        values_T = self.values(plan, [reader])[0]["log_probs"].float().cpu().numpy()
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
         return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
 
-    def values(self, plan: Plan, readers: Sequence[Reader], pixels_of: Any = None) -> list[Values]:
+    def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: Any = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
         pixels_of: maps an image to its tensors; None: the engine's processor makes them.
@@ -370,7 +363,8 @@ class TreeEngine:
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
-        return tree_values(partial(walk, reads_routers=reads_routers), readers)
+        values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
+        return values
 
     # -- walks --------------------------------------------------------------------------------------------------------
 

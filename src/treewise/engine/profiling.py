@@ -78,8 +78,8 @@ class Profile:
     parts: dict[str, PartCost]
 
 
-class Recording:
-    """torch.profiler from `Recording(device)` to `stop()`."""
+class ProfilerRecording:
+    """torch.profiler from `ProfilerRecording(device)` to `stop()`."""
 
     def __init__(self, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -103,7 +103,7 @@ class Recording:
 
 def profile_step(step: Callable[[], object], device: torch.device, trace: Path | None = None) -> Profile:
     """Runs a step once and records it. Run it once before: the first one plans, probes and allocates."""
-    recording = Recording(device)
+    recording = ProfilerRecording(device)
     try:
         step()
     finally:

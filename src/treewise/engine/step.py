@@ -48,6 +48,7 @@ from treewise.tree.prefix_merge import concatenated_ranges
 logger = logging.getLogger("treewise")
 
 LossOf = Callable[[MicroBatchOutput], Tensor | None]
+LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
 Entries = tuple[np.ndarray, dict[str, Tensor]]  # [E] indices of terms, and by name the [E] values of these
 Values = dict[str, Tensor]
 T = TypeVar("T")
@@ -364,6 +365,10 @@ class Loss(Protocol):
         """Adds the gradients, by one walk or two; returns the last."""
         ...
 
+    def evaluate(self, walk: Walk) -> None:
+        """The loss alone, by one walk without a graph."""
+        ...
+
     def output(self, walk: Walk) -> StepOutput:
         """What the step reports, after its walks."""
         ...
@@ -394,6 +399,9 @@ class StepLoss:
         walk = new_walk()
         walk.train(self.of_micro_batch)
         return walk
+
+    def evaluate(self, walk: Walk) -> None:
+        walk.visit(self.of_micro_batch)
 
     def of_micro_batch(self, output: MicroBatchOutput) -> Float[Tensor, ""] | None:
         """The part of one micro-batch, a scalar; None without a trained token."""

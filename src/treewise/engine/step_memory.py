@@ -80,7 +80,7 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """Bytes of live tensors and of what the allocator keeps beside them."""
         return self.live + self.allocator
 
 

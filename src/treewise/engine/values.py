@@ -22,15 +22,22 @@ from treewise.base.progress import tell_progress
 from treewise.base.shapes import Bool, Float
 from treewise.engine.carried import refuse_no_gradient
 from treewise.engine.prepared import StepOutput
-from treewise.engine.step import EdgeScorer, Entries, LossOf, StepLoss, Values, Walk, step_output
+from treewise.engine.step import (
+    EdgeScorer,
+    Entries,
+    LossFunction,
+    LossOf,
+    StepLoss,
+    Values,
+    Walk,
+    step_output,
+)
 from treewise.errors import ConfigError
 from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.tensors import Autocast, to_device
 from treewise.objectives.sft import described
 from treewise.tree.forest import Forest
-
-LossFunction = Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +144,11 @@ def logprob_reader(forest: Forest, *, trained_only: bool) -> Reader:
     return token_reader(forest, forest.token_weights() > 0 if trained_only else None)
 
 
+def hidden_reader(forest: Forest) -> Reader:
+    """Reads the [T, M] hidden rows by tree position."""
+    return Reader(lambda output: (output.positions, {"hidden": output.hidden}), ("hidden",), forest.num_tokens)
+
+
 def restored_logprobs(values: Values, forest: Forest, *, trained_only: bool) -> list[Tensor]:
     """[length - 1] log-probs of each trajectory, or those of its trained tokens, from those of the tree's tokens."""
     if trained_only:
@@ -148,14 +160,16 @@ class JointLoss(StepLoss):
     """The loss of an objective whose terms depend on one another, as sequence-level ratios do: two walks."""
 
     def backward(self, new_walk: Callable[[], Walk]) -> Walk:
-        return backward_through(new_walk, [self.reader], lambda values: self.of_terms(values[0]))[1]
+        return backward_through(new_walk, [self._reader()], lambda values: self.of_terms(values[0]))[1]
+
+    def evaluate(self, walk: Walk) -> None:
+        self.of_terms(tree_values(lambda: walk, [self._reader()])[0])
 
     def output(self, walk: Walk, *, is_part: bool = False) -> StepOutput:
         """What the step reports; the values of all ranks' tokens were added up before the loss."""
         return super().output(walk, is_part=is_part)
 
-    @property
-    def reader(self) -> Reader:
+    def _reader(self) -> Reader:
         """Reads the [P] values of all terms, in their order."""
         return Reader(self.score, self.objective.outputs, len(self.terms.positions))
 
@@ -173,19 +187,29 @@ class FunctionLoss:
         Raises:
             ConfigError: the function returns no scalar, or one without a gradient.
         """
-        reader = logprob_reader(self._forest, trained_only=self._trained_only)
-        self._value, walk = backward_through(new_walk, [reader], lambda values: self._of(values[0]))
+        self._value, walk = backward_through(new_walk, [self._reader()], self._with_gradient)
         return walk
+
+    def evaluate(self, walk: Walk) -> None:
+        """Raises `ConfigError`: the function returns no scalar."""
+        self._value = self._of(tree_values(lambda: walk, [self._reader()]))
 
     def output(self, walk: Walk) -> StepOutput:
         """What the step reports, after its walks."""
         assert self._value is not None
         return step_output(walk, float(self._value), self._forest.num_flat_tokens - self._forest.num_trajectories)
 
-    def _of(self, values: Values) -> Tensor:
-        loss = self._function(restored_logprobs(values, self._forest, trained_only=self._trained_only))
+    def _reader(self) -> Reader:
+        return logprob_reader(self._forest, trained_only=self._trained_only)
+
+    def _of(self, values: list[Values]) -> Tensor:
+        loss = self._function(restored_logprobs(values[0], self._forest, trained_only=self._trained_only))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(f"an objective must return a scalar tensor, found {described(loss)}.")
+        return loss
+
+    def _with_gradient(self, values: list[Values]) -> Tensor:
+        loss = self._of(values)
         if not loss.requires_grad:
             raise ConfigError("the loss that the function returned has no gradient; compute it from the log-probs.")
         return loss

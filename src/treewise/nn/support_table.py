@@ -65,7 +65,7 @@ class CapabilityTable:
             return read_own(own, cls._read, "install treewise again")
 
     def save(self, path: Path) -> None:
-        """Writes the table."""
+        """Writes `text` to a file, which `load` reads."""
         path.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:

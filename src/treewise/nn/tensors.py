@@ -69,6 +69,6 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The kept state inside."""
+        """Enters the kept state, as for a recomputation in another thread."""
         with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled):
             yield

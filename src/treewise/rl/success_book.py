@@ -74,11 +74,14 @@ class SuccessBook:
 
     # -- observations -------------------------------------------------------------------------------------------------
 
-    def observe(self, task: str, successes: float, trials: float) -> None:
-        """Adds the outcomes of independent rollouts of a task."""
-        if not trials:
+    def observe(self, task: str, success: float | None, trials: int) -> None:
+        """Adds the rollouts of one iteration: the ways that go on from the prompt are trials of the task, each of which
+        counts by its value (`node_values`), so that a draw below which more was sampled does not count more. success:
+        their mean; None without a reward.
+        """
+        if success is None or not trials:
             return
-        predicted = self.success(task)
+        predicted, successes = self.success(task), success * trials
         if task in self._tasks:
             self._trials += trials
             self._squared += successes * (1 - predicted) ** 2 + (trials - successes) * predicted**2
@@ -88,14 +91,6 @@ class SuccessBook:
             keep * a + (1 - keep) * a0 + float(successes),
             keep * b + (1 - keep) * b0 + float(trials - successes),
         )
-
-    def observe_group(self, task: str, success: float | None, trials: int) -> None:
-        """Adds the rollouts of one iteration: the ways that go on from the prompt are trials of the task, each of which
-        counts by its value (`node_values`), so that a draw below which more was sampled does not count more. success:
-        their mean; None without a reward.
-        """
-        if success is not None:
-            self.observe(task, success * trials, trials)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

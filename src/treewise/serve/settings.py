@@ -77,5 +77,5 @@ class ServeSettings:
 
     @property
     def budget(self) -> int | str | None:
-        """As `TreeEngine` takes it."""
+        """`max_tokens` as `TreeEngine` takes it: a number, `auto`, or None for whole trees."""
         return int(self.max_tokens) if self.max_tokens.isdecimal() else {"auto": "auto"}.get(self.max_tokens)

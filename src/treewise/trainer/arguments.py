@@ -179,7 +179,7 @@ class TreeTrainingArguments(TrainingArguments):
         Budget(self.max_tokens)
         choose(self.attention, "cpu")  # an unknown name is an error now
         check_fields(self)
-        self.objective()
+        self.sft_objective()
         self._take_over_fsdp()
         if self.shard_config and not self.sharded:
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
@@ -333,7 +333,7 @@ class TreeTrainingArguments(TrainingArguments):
         """One per process: `nn.DataParallel` splits tensors, not trees. Use torchrun for several GPUs."""
         return min(1, super().n_gpu)
 
-    def objective(self) -> SFT:
+    def sft_objective(self) -> SFT:
         """The loss that these settings name."""
         return SFT(self.weighting, self.normalization, self.constant)
 

@@ -112,8 +112,8 @@ class TreeTrainer(UploadingTrainer):
         self._own_objective = objective
         is_named = isinstance(reference, str | Path)
         self._reference = feature("load_model").load_weights(str(reference)) if is_named else reference
-        check_preferences(train_dataset, objective or args.objective())
-        if getattr(objective or args.objective(), "needs_whole_groups", False):
+        check_preferences(train_dataset, objective or args.sft_objective())
+        if getattr(objective or args.sft_objective(), "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
@@ -175,7 +175,7 @@ class TreeTrainer(UploadingTrainer):
     @property
     def loss_objective(self) -> Objective:
         """The loss of this run: the one that was given, or the one that `args` name."""
-        return self._own_objective or self.args.objective()
+        return self._own_objective or self.args.sft_objective()
 
     @cached_property
     def data_facts(self) -> DataFacts:

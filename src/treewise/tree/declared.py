@@ -1,22 +1,24 @@
 """Declared trees: nodes that name their parents, each with its own tokens.
 
 Nothing has to be discovered, so a tree of any depth is laid out without touching a token twice. Each end (a leaf, or
-a node marked as one) is a trajectory. Streams belong to nodes and are shared by all trajectories through them.
+a node marked as one) is a trajectory. Streams belong to nodes and are shared by all trajectories through them. A tree
+with too many flat tokens to hold keeps one copy of every stream value, and makes a trajectory when it is read.
 """
 
-from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import numpy as np
 
-from treewise.errors import DataError
-from treewise.tree import checks, prefix_merge
+from treewise.base.features import feature
+from treewise.base.lazy_sequence import LazySequence
+from treewise.errors import ConfigError, DataError
+from treewise.tree import checks, forest
+from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan, check_spans
+from treewise.tree.prefix_merge import Segments, heavy_first, path_to
 from treewise.tree.trajectory import STREAMS, Trajectory
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +29,11 @@ class DeclaredTree:
     counted as declared, that each trajectory ends at. images: with tree positions as their tokens, ascending.
     """
 
-    segments: prefix_merge.Segments
+    segments: Segments
     token_ids: np.ndarray
     streams: dict[str, np.ndarray]
     end_nodes: np.ndarray
     images: tuple[ImageSpan, ...]
-
-
-class LazySequence(Sequence[Item]):
-    """A sequence whose items are computed when they are read."""
-
-    @abstractmethod
-    def item(self, index: int) -> Item:
-        """The item at an index from 0 to the length."""
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self.item(each) for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"trajectory {index} of {len(self)}")
-        return self.item(index % len(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +44,7 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
     at, for its `source`; None where that is not known. images: see `DeclaredTree`.
     """
 
-    segments: prefix_merge.Segments
+    segments: Segments
     values: dict[str, np.ndarray]
     group: Hashable = None
     location: str = ""
@@ -75,7 +56,7 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
 
     def item(self, index: int) -> Trajectory:
         """The trajectory; raises `DataError` where none of its tokens is trained."""
-        path = prefix_merge.path_to(self.segments, int(self.segments.end_segment[index]))
+        path = path_to(self.segments, int(self.segments.end_segment[index]))
         source = "" if self.end_nodes is None else f"{self.location}, node {self.end_nodes[index]}"
         values: dict[str, Any] = {name: value[path] for name, value in self.values.items()}
         return Trajectory(**values, group=self.group, source=source, images=self._images_on(path))
@@ -89,6 +70,58 @@ class DeclaredTrajectories(LazySequence[Trajectory]):
             for image, at in on_path
             if path[at] == image.start
         )
+
+
+def forest_of_nodes(
+    parents: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    streams: Mapping[str, Any],
+    ends: Sequence[bool] | None,
+    images: Sequence[Sequence[ImageSpan]] | None,
+    *,
+    merge_siblings: bool,
+    group: Any,
+    source: str,
+) -> Forest:
+    """See `Forest.from_nodes`."""
+    location = source or "declared tree"
+    node_streams = {}
+    for name, values in streams.items():
+        if name not in STREAMS or STREAMS[name].has_candidates:
+            known = ", ".join(each for each, stream in STREAMS.items() if not stream.has_candidates)
+            raise ConfigError(f"{location}: {name!r} is not a stream of nodes; known: {known}.")
+        if values is not None and any(each is not None for each in values):
+            is_spread = STREAMS[name].is_scalar_allowed
+            node_streams[name] = _spread_over_nodes(values, token_ids) if is_spread else values
+    tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location, images)
+    values_of = {"token_ids": tree.token_ids, **tree.streams}
+    trajectories = DeclaredTrajectories(tree.segments, values_of, group, location, tree.end_nodes, tree.images)
+    if tree.segments.path_lengths.sum() <= forest.MAX_FLAT_TOKENS:
+        return Forest(tree.segments, tree.token_ids, tuple(trajectories))
+    if tree.images:
+        raise DataError(
+            f"{location}: images in a declared tree of more than {forest.MAX_FLAT_TOKENS:,} flat tokens; split the "
+            "tree."
+        )
+    return Forest(tree.segments, tree.token_ids, trajectories, tree.streams)
+
+
+def streams_side_by_side(forests: Sequence[Forest]) -> dict[str, np.ndarray]:
+    """The streams that all forests have, by name, of trees too large to hold flat beside other ones: [T] each.
+
+    Raises:
+        DataError: trajectories disagree in a token that they share.
+    """
+    streams = {
+        name: np.concatenate([_shared_stream(each, name) for each in forests])
+        for name, stream in STREAMS.items()
+        if not stream.is_routes and all(each.has_stream(name) for each in forests)
+    }
+    if any(each.has_routes for each in forests):
+        streams["routed_experts"] = feature("routes").side_by_side(
+            [each.routed_experts if each.has_routes else each.num_tokens for each in forests]
+        )
+    return streams
 
 
 def lay_out_nodes(
@@ -140,13 +173,13 @@ def lay_out_nodes(
         values = {name: value[tokens] for name, value in values.items()}
         spans = [each for each, is_its in zip(spans, is_kept, strict=True) if is_its]
     offsets = np.cumsum(lengths) - lengths
-    segments = prefix_merge.chain_nodes(parent, lengths, end_nodes, offsets)
+    segments = chain_nodes(parent, lengths, end_nodes, offsets)
     ids = flat_ids.astype(np.int32)[segments.token_source]
     tree_streams = {name: value[segments.token_source] for name, value in values.items()}
     return DeclaredTree(segments, ids, tree_streams, declared_ends, _on_tree(spans, offsets, segments.token_source))
 
 
-def spread_over_nodes(
+def _spread_over_nodes(
     values: Sequence[Sequence[float] | float], token_ids: Sequence[Sequence[int]]
 ) -> list[Sequence[float]]:
     """A stream of nodes in which a node may hold one number: it becomes one value for each token of the node."""
@@ -155,6 +188,37 @@ def spread_over_nodes(
         [float(value)] * (len(token_ids[node]) if node < len(token_ids) else 1) if isinstance(value, numbers) else value
         for node, value in enumerate(values)
     ]
+
+
+def chain_nodes(parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offsets: np.ndarray) -> Segments:
+    """Lays declared nodes (parents first) out in depth-first order; every node becomes one segment.
+
+    parents: [n] index of the parent node or -1. lengths: [n] tokens per node, at least 1. ends: [N] the nodes at which
+    trajectories end. offsets: [n] where each node's tokens begin in the flat ids.
+    """
+    above, own = parents.tolist(), lengths.tolist()
+    size = list(own)  # of whole subtrees
+    for node in range(len(above) - 1, -1, -1):
+        if above[node] >= 0:
+            size[above[node]] += size[node]
+    # Depth-first positions, siblings in their order, and depths. cursor: where the next child of a node begins.
+    position, depth, cursor, next_root = [0] * len(above), [0] * len(above), [0] * len(above), 0
+    for node, up in enumerate(above):
+        if up < 0:
+            position[node] = next_root
+            next_root += size[node]
+        else:
+            position[node], depth[node] = cursor[up], depth[up] + own[up]
+            cursor[up] += size[node]
+        cursor[node] = position[node] + own[node]
+    by_position = np.argsort(np.array(position, dtype=np.int64), kind="stable")
+    segment_of_node = np.empty(len(parents), dtype=np.int64)
+    segment_of_node[by_position] = np.arange(len(parents))
+    parent = np.where(parents >= 0, segment_of_node[parents], -1)[by_position]
+    order_lengths = lengths[by_position]
+    start = np.cumsum(order_lengths) - order_lengths
+    depths, ends = np.array(depth, dtype=np.int64)[by_position], segment_of_node[ends]
+    return heavy_first(start, parent, depths, ends, offsets[by_position], int(order_lengths.sum()))
 
 
 def _checked_parents(parents: Sequence[int], location: str) -> np.ndarray:
@@ -311,3 +375,18 @@ def _on_tree(
         for image in each
     ]
     return tuple(sorted(spans, key=lambda image: image.start))
+
+
+def _shared_stream(own: Forest, name: str) -> np.ndarray:
+    """[T] float32, the value that all trajectories through a token agree on."""
+    if name in own.tree_streams:
+        return own.tree_streams[name]
+    flat = own.flat_stream(name)
+    values = np.empty(own.num_tokens, dtype=np.float32)
+    values[own.path_index] = flat
+    if not np.array_equal(values[own.path_index], flat):
+        raise DataError(
+            f"trajectories disagree in the {name} of a token that they share, so they cannot stand beside a declared "
+            f"tree of more than {forest.MAX_FLAT_TOKENS:,} flat tokens; use several forests."
+        )
+    return values

@@ -10,10 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.errors import ConfigError, DataError, check_choice, num
+from treewise.base.lazy_sequence import LazySequence
+from treewise.errors import DataError, check_choice, num
 from treewise.tree import prefix_merge
-from treewise.tree.declared import DeclaredTrajectories, LazySequence, lay_out_nodes, spread_over_nodes
-from treewise.tree.geometry import TreeShape
 from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_on_paths, merge_keys
 from treewise.tree.trajectory import STREAMS, Trajectory, number_rollouts
 
@@ -25,12 +24,13 @@ WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
 LOGPROB_STREAMS = tuple(name for name, stream in STREAMS.items() if stream.is_logprob)
 
 
-class Forest(TreeShape):
+class Forest:
     """Several trajectories as prefix trees. Make one with `from_trajectories`, `from_nodes` or `concatenate`.
 
     Letters: T tree tokens, N trajectories, S segments, F flat tokens. All arrays are NumPy, in depth-first order.
 
     Attributes:
+        segments, num_tokens: the segments, and their tree tokens.
         token_ids: [T] int32.
         depth: [T] int32, position of the token in its trajectories; the position id given to the model.
         parent: [T] int64, tree position of the token before it, -1 for a first token.
@@ -39,6 +39,7 @@ class Forest(TreeShape):
         ends: [N] int64, tree position of each trajectory's last token, in input order.
         trajectories: the N trajectories in input order, with the experts that they take from one another
             (`treewise.tree.routes`). Those of a declared tree too large to hold flat are made when they are read.
+        is_flat: whether they are held, each with its own streams.
         tree_streams: [T] values of each stream of such a tree, by name; empty for all others.
         tree_starts: [number of trees] int64, tree position of each first token.
     """
@@ -50,11 +51,15 @@ class Forest(TreeShape):
         trajectories: Sequence[Trajectory] | None,
         tree_streams: dict[str, np.ndarray] | None = None,
     ) -> None:
-        super().__init__(segments)
+        self.segments, self.num_tokens = segments, segments.num_tokens
         self.token_ids = token_ids
         self.tree_streams = tree_streams or {}
-        lazy = DeclaredTrajectories(segments, {"token_ids": token_ids, **self.tree_streams})
-        self.trajectories: Sequence[Trajectory] = lazy if trajectories is None else trajectories
+        if trajectories is None:
+            trajectories = feature("nodes").DeclaredTrajectories(
+                segments, {"token_ids": token_ids, **self.tree_streams}
+            )
+        self.trajectories: Sequence[Trajectory] = trajectories
+        self.is_flat = isinstance(trajectories, tuple)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, tree_of: Sequence[int] | None = None) -> "Forest":
@@ -117,25 +122,10 @@ class Forest(TreeShape):
             ConfigError: an unknown stream, or one with several values per token.
             DataError: see `lay_out_nodes`; images in a tree of more than `MAX_FLAT_TOKENS`.
         """
-        location = source or "declared tree"
-        node_streams = {}
-        for name, values in streams.items():
-            if name not in STREAMS or STREAMS[name].has_candidates:
-                known = ", ".join(each for each, stream in STREAMS.items() if not stream.has_candidates)
-                raise ConfigError(f"{location}: {name!r} is not a stream of nodes; known: {known}.")
-            if values is not None and any(each is not None for each in values):
-                is_spread = STREAMS[name].is_scalar_allowed
-                node_streams[name] = spread_over_nodes(values, token_ids) if is_spread else values
-        tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location, images)
-        lazy = DeclaredTrajectories(
-            tree.segments, {"token_ids": tree.token_ids, **tree.streams}, group, location, tree.end_nodes, tree.images
+        laid_out: Forest = feature("nodes").forest_of_nodes(
+            parents, token_ids, streams, ends, images, merge_siblings=merge_siblings, group=group, source=source
         )
-        is_large = TreeShape(tree.segments).num_flat_tokens > MAX_FLAT_TOKENS
-        if is_large and tree.images:
-            raise DataError(
-                f"{location}: images in a declared tree of more than {MAX_FLAT_TOKENS:,} flat tokens; split the tree."
-            )
-        return cls(tree.segments, tree.token_ids, lazy if is_large else tuple(lazy), tree.streams if is_large else None)
+        return laid_out
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
@@ -158,16 +148,120 @@ class Forest(TreeShape):
         token_ids = np.concatenate([forest.token_ids for forest in forests])
         if not any(forest.tree_streams for forest in forests):
             return cls(segments, token_ids, tuple(item for forest in forests for item in forest.trajectories))
-        streams = {
-            name: np.concatenate([_shared_stream(forest, name) for forest in forests])
-            for name, stream in STREAMS.items()
-            if not stream.is_routes and all(forest.has_stream(name) for forest in forests)
-        }
-        if any(forest.has_routes for forest in forests):
-            streams["routed_experts"] = feature("routes").side_by_side(
-                [forest.routed_experts if forest.has_routes else forest.num_tokens for forest in forests]
-            )
-        return cls(segments, token_ids, None, streams)
+        return cls(segments, token_ids, None, feature("nodes").streams_side_by_side(forests))
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.segments.end_segment)
+
+    @property
+    def num_trees(self) -> int:
+        return len(self.tree_starts)
+
+    @cached_property
+    def path_lengths(self) -> np.ndarray:
+        """[N] int64, tokens of each trajectory."""
+        return self.segments.path_lengths
+
+    @cached_property
+    def num_flat_tokens(self) -> int:
+        """Tokens of all trajectories, shared ones counted each time."""
+        return int(self.path_lengths.sum())
+
+    @cached_property
+    def leaf_trajectories(self) -> np.ndarray:
+        """[n] int64, the trajectories that are not a prefix of another one, ascending; of equal ones the first."""
+        end, first = np.unique(self.segments.end_segment, return_index=True)
+        is_leaf = self.segments.subtree_end[end] == self.segments.start[end] + self.segments.lengths[end]
+        return np.sort(first[is_leaf])
+
+    @cached_property
+    def num_leaf_tokens(self) -> int:
+        """Tokens of the `leaf_trajectories`."""
+        return int(self.path_lengths[self.leaf_trajectories].sum())
+
+    @property
+    def share_ratio(self) -> float:
+        """Flat tokens / tree tokens: the ceiling of the speed-up of all token-wise layers."""
+        return self.num_flat_tokens / self.num_tokens
+
+    @property
+    def leaf_ratio(self) -> float:
+        """The share ratio against a trainer that already merges a trajectory contained in another one."""
+        return self.num_leaf_tokens / self.num_tokens
+
+    @cached_property
+    def num_flat_pairs(self) -> int:
+        """Causal attention pairs of all trajectories computed alone."""
+        lengths = self.path_lengths.astype(object) if self.path_lengths.max() > 2**31 else self.path_lengths
+        return int((lengths * (lengths + 1) // 2).sum())
+
+    @cached_property
+    def num_tree_pairs(self) -> int:
+        """Attention pairs of the tree: every token sees its path and itself."""
+        first, count = self.segments.depth, self.segments.lengths
+        return int((count * first + count * (count + 1) // 2).sum())
+
+    @property
+    def pair_ratio(self) -> float:
+        """Flat attention pairs / tree attention pairs: the ceiling for attention."""
+        return self.num_flat_pairs / self.num_tree_pairs
+
+    # -- per-token arrays -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def segment_of_token(self) -> np.ndarray:
+        """[T] int64, the segment of each tree token."""
+        return np.repeat(np.arange(len(self.segments.lengths)), self.segments.lengths)
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        offsets = np.repeat(self.segments.depth - self.segments.start, self.segments.lengths)
+        return (offsets + np.arange(self.num_tokens)).astype(np.int32)
+
+    @cached_property
+    def parent(self) -> np.ndarray:
+        parent = np.arange(-1, self.num_tokens - 1)
+        above = self.segments.parent
+        last = self.segments.start + self.segments.lengths - 1
+        parent[self.segments.start] = np.where(above >= 0, last[above], -1)
+        return parent
+
+    @cached_property
+    def subtree_end(self) -> np.ndarray:
+        return np.repeat(self.segments.subtree_end, self.segments.lengths)
+
+    @cached_property
+    def segment_multiplicity(self) -> np.ndarray:
+        """[S] int64, number of trajectories through each segment."""
+        ends = np.bincount(self.segments.end_segment, minlength=len(self.segments.lengths))
+        total = np.concatenate([[0], np.cumsum(ends)])
+        after = np.searchsorted(self.segments.start, self.segments.subtree_end)
+        return total[after] - total[:-1]
+
+    @cached_property
+    def multiplicity(self) -> np.ndarray:
+        return np.repeat(self.segment_multiplicity, self.segments.lengths)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        end = self.segments.end_segment
+        return self.segments.start[end] + self.segments.lengths[end] - 1
+
+    @cached_property
+    def tree_starts(self) -> np.ndarray:
+        return self.segments.start[self.segments.parent < 0]
+
+    @cached_property
+    def branches(self) -> tuple[np.ndarray, np.ndarray]:
+        """Edges to the further children of forks, all but the first: parents ([b] int64, ascending), and children."""
+        starts = self.segments.start
+        above = self.parent[starts]
+        children = np.flatnonzero((above >= 0) & (above != starts - 1))
+        order = children[np.argsort(above[children], kind="stable")]
+        return above[order], starts[order]
 
     # -- trajectories on the tree -----------------------------------------------------------------------------------
 
@@ -198,8 +292,7 @@ class Forest(TreeShape):
     @cached_property
     def has_images(self) -> bool:
         """Whether one of its trajectories shows an image. A tree too large to hold flat has none."""
-        is_lazy = isinstance(self.trajectories, DeclaredTrajectories)
-        return not is_lazy and any(item.images for item in self.trajectories)
+        return self.is_flat and any(item.images for item in self.trajectories)
 
     @cached_property
     def images(self) -> ForestImages:
@@ -211,7 +304,7 @@ class Forest(TreeShape):
     @cached_property
     def has_routes(self) -> bool:
         """Whether the experts of any token are recorded."""
-        if isinstance(self.trajectories, DeclaredTrajectories):
+        if not self.is_flat:
             return "routed_experts" in self.tree_streams
         return any(item.routed_experts is not None for item in self.trajectories)
 
@@ -324,21 +417,6 @@ def _padded(parts: list[np.ndarray], fill: float) -> np.ndarray:
     width = max(part.shape[1] for part in parts)
     missing = [((0, 0), (0, width - part.shape[1])) for part in parts]
     return np.concatenate([np.pad(part, pad, constant_values=fill) for part, pad in zip(parts, missing, strict=True)])
-
-
-def _shared_stream(forest: Forest, name: str) -> np.ndarray:
-    """[T] float32, the value that all trajectories through a token agree on."""
-    if name in forest.tree_streams:
-        return forest.tree_streams[name]
-    flat = forest.flat_stream(name)
-    values = np.empty(forest.num_tokens, dtype=np.float32)
-    values[forest.path_index] = flat
-    if not np.array_equal(values[forest.path_index], flat):
-        raise DataError(
-            f"trajectories disagree in the {name} of a token that they share, so they cannot stand beside a declared "
-            f"tree of more than {MAX_FLAT_TOKENS:,} flat tokens; use several forests."
-        )
-    return values
 
 
 def forest_of(item: object) -> Forest:

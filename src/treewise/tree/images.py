@@ -45,7 +45,7 @@ class ImageSpan:
 
     @property
     def name(self) -> str:
-        """The image in messages."""
+        """What errors and reports call the image: its source, or its size."""
         return f"an image of {len(self.source):,} bytes" if isinstance(self.source, bytes) else str(self.source)
 
     def read(self) -> bytes:

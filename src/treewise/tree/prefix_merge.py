@@ -1,4 +1,4 @@
-"""From token sequences, or from declared nodes, to the segments of a forest in depth-first order.
+"""From token sequences to the segments of a forest in depth-first order.
 
 Sequences are sorted, and the longest common prefix of each with its predecessor gives its new tokens: the
 new tokens of the sorted sequences, one after the other, are the prefix tree in depth-first pre-order. Nothing here
@@ -50,6 +50,11 @@ class Segments:
     def lengths(self) -> np.ndarray:
         """[S] tokens of each: the distance to the next start, or to the end."""
         return np.diff(self.start, append=self.num_tokens)
+
+    @property
+    def path_lengths(self) -> np.ndarray:
+        """[N] int64, tokens of each trajectory."""
+        return self.depth[self.end_segment] + self.lengths[self.end_segment]
 
     @property
     def token_source(self) -> np.ndarray:
@@ -132,38 +137,7 @@ def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
     end_segment = np.empty(len(order), dtype=np.int64)
     end_segment[order] = np.searchsorted(start, end_token, side="right") - 1
     source = begins[run_of_segment] + depth
-    return _heavy_first(start, parent, depth, end_segment, source, num_tokens)
-
-
-def chain_nodes(parents: np.ndarray, lengths: np.ndarray, ends: np.ndarray, offsets: np.ndarray) -> Segments:
-    """Lays declared nodes (parents first) out in depth-first order; every node becomes one segment.
-
-    parents: [n] index of the parent node or -1. lengths: [n] tokens per node, at least 1. ends: [N] the nodes at which
-    trajectories end. offsets: [n] where each node's tokens begin in the flat ids.
-    """
-    above, own = parents.tolist(), lengths.tolist()
-    size = list(own)  # of whole subtrees
-    for node in range(len(above) - 1, -1, -1):
-        if above[node] >= 0:
-            size[above[node]] += size[node]
-    # Depth-first positions, siblings in their order, and depths. cursor: where the next child of a node begins.
-    position, depth, cursor, next_root = [0] * len(above), [0] * len(above), [0] * len(above), 0
-    for node, up in enumerate(above):
-        if up < 0:
-            position[node] = next_root
-            next_root += size[node]
-        else:
-            position[node], depth[node] = cursor[up], depth[up] + own[up]
-            cursor[up] += size[node]
-        cursor[node] = position[node] + own[node]
-    by_position = np.argsort(np.array(position, dtype=np.int64), kind="stable")
-    segment_of_node = np.empty(len(parents), dtype=np.int64)
-    segment_of_node[by_position] = np.arange(len(parents))
-    parent = np.where(parents >= 0, segment_of_node[parents], -1)[by_position]
-    order_lengths = lengths[by_position]
-    start = np.cumsum(order_lengths) - order_lengths
-    depths, ends = np.array(depth, dtype=np.int64)[by_position], segment_of_node[ends]
-    return _heavy_first(start, parent, depths, ends, offsets[by_position], int(order_lengths.sum()))
+    return heavy_first(start, parent, depth, end_segment, source, num_tokens)
 
 
 def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
@@ -178,7 +152,7 @@ def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
     rank = np.cumsum(is_used) - 1
     length = segments.lengths[is_used]
     parent = segments.parent[is_used]
-    return _heavy_first(
+    return heavy_first(
         start=np.cumsum(length) - length,
         parent=np.where(parent >= 0, rank[parent], -1),
         depth=segments.depth[is_used],
@@ -191,8 +165,7 @@ def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
 def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
     """Tree positions of every trajectory, one after the other ([F]), and where each begins ([N + 1])."""
     length = segments.lengths
-    path_length = segments.depth[segments.end_segment] + length[segments.end_segment]
-    offsets = np.concatenate([[0], np.cumsum(path_length)])
+    offsets = np.concatenate([[0], np.cumsum(segments.path_lengths)])
     level = [0] * len(segments.parent)  # segments above each; parents come first
     for row, above in enumerate(segments.parent.tolist()):
         if above >= 0:
@@ -246,7 +219,7 @@ def _next_not_deeper(depth: np.ndarray) -> np.ndarray:
     return result
 
 
-def _heavy_first(
+def heavy_first(
     start: np.ndarray,
     parent: np.ndarray,
     depth: np.ndarray,

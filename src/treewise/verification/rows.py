@@ -38,7 +38,7 @@ class PlanFacts:
 
     @classmethod
     def of(cls, plan: Plan) -> "PlanFacts":
-        """Those of a plan."""
+        """Counts levels of gateways and gaps of their rows over the micro-batches of a plan."""
         levels: list[int] = []  # of gateways, down to and with each micro-batch
         has_gap = False
         for index, batch in enumerate(plan.micro_batches):

@@ -11,8 +11,8 @@ from treewise.distributed.placement import CostModel, Placement, assign_ranks, r
 from treewise.distributed.placement.leaf_costs import costs_of
 from treewise.planning.planner import plan
 from treewise.testing.strategies import random_tree
+from treewise.tree.declared import chain_nodes
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import chain_nodes
 
 SHAPES = Path(__file__).parents[3] / "examples" / "data" / "tree_shapes.json.gz"
 # A 1.7B model: a pair costs as much as 0.00008 tokens, so attention is 40 % of the cost at 16,000 tokens.

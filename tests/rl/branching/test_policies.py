@@ -142,7 +142,7 @@ def test_change_rates_against_prefix_search(seed: int, strength: float, kind: st
             # A rollout is below a point where it passes the very tokens before it: by node, as texts may repeat.
             outcomes = []
             for leaf in tree.leaves:
-                passes = {(n, at) for n, _, end in tree.pieces(leaf) for at in range(1, end + 1)}
+                passes = {(n, at) for n, end in tree.path_parts(leaf) for at in range(1, end + 1)}
                 if (point.node, point.position) in passes and tree[leaf].reward is not None:
                     outcomes.append(tree[leaf].reward >= 0.5)
             pairs = list(zip(outcomes[::2], outcomes[1::2], strict=False))

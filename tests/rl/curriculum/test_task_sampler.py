@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from treewise.errors import ConfigError, DataError
-from treewise.rl.curriculum import CURRICULA, Outcome, TaskSampler, curriculum_named
+from treewise.rl.curriculum import CURRICULA, PractisedItem, TaskSampler, curriculum_named
 from treewise.rl.curriculum.task_sampler import ranks_by_angle, shuffled_ranks
 
 RATES = np.linspace(0.0, 1.0, 12)
@@ -21,7 +21,9 @@ def new_sampler(name, size=12, seed=0, **settings):
 
 def outcome(index, *rewards):
     success = sum(reward >= 0.5 for reward in rewards) / len(rewards) if rewards else None
-    return Outcome(index=index, predicted=0.5, rewards=tuple(map(float, rewards)), success=success, trials=len(rewards))
+    return PractisedItem(
+        index=index, predicted=0.5, rewards=tuple(map(float, rewards)), success=success, trials=len(rewards)
+    )
 
 
 def drawn_first(sampler, count, num):
@@ -103,7 +105,7 @@ def test_the_mean_moves_by_the_formula():
     def moved(mean, *pairs):
         sampler = new_sampler("gain", 50, step=0.1, alpha=2.0, beta=0.5)
         sampler.memory = {"scores": [0.0] * 50, "mean": mean}
-        given = [Outcome(index=0, predicted=0.5, rewards=(), success=s, trials=1, angle=a) for s, a in pairs]
+        given = [PractisedItem(index=0, predicted=0.5, rewards=(), success=s, trials=1, angle=a) for s, a in pairs]
         sampler.observe(given)
         return sampler.memory["mean"]
 

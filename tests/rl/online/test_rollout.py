@@ -8,7 +8,7 @@ from tests.rl.online.helpers import TOKENIZER, new_trainer, tiny_policy
 from treewise import Trajectory, TreeEngine
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.report import few_recorded
-from treewise.rl.online.rollout import Continuation, Limits, SingleTurn, start
+from treewise.rl.online.rollout import Continuation, Limits, OneTurn, start
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
 from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask, TaskItem
 
@@ -22,7 +22,7 @@ def completed(ids, finish):
 
 def single_turn(limits=LIMITS, **branch):
     tree = RolloutTree([1, 2, 3])
-    conversation = SingleTurn([1, 2, 3], SumTask(), SumTask().item("train", 0), TOKENIZER, 3)
+    conversation = OneTurn([1, 2, 3], SumTask(), SumTask().item("train", 0), TOKENIZER, 3)
     return Continuation(tree, Branch(**branch), conversation, limits, (0,))
 
 

@@ -18,8 +18,8 @@ from treewise.errors import ConfigError, DataError, TaskError
 from treewise.rl.tasks import (
     Calls,
     ChatTokens,
+    EnvironmentEpisode,
     EnvironmentTask,
-    Episode,
     GuessNumber,
     RewardFailure,
     RewardRunner,
@@ -159,33 +159,33 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def take_turn(episode: Episode, text: str, finish_reason: str = "stop") -> None:
+def take_turn(episode: EnvironmentEpisode, text: str, finish_reason: str = "stop") -> None:
     ids = episode.chat.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
     episode.begin_turn(ids, finish_reason)()
     episode.end_turn()
 
 
-def start_episode(task: TurnTask, item: Any, chat: ChatTokens, calls: Calls | None = None) -> Episode:
+def start_episode(task: TurnTask, item: Any, chat: ChatTokens, calls: Calls | None = None) -> EnvironmentEpisode:
     return start_episodes(task, [item], chat, calls or Calls())[0]
 
 
-def branch_of(episode: Episode, turn: int) -> Episode:
+def branch_of(episode: EnvironmentEpisode, turn: int) -> EnvironmentEpisode:
     branch = episode.begin_branch(turn)
     branch.open()
     return branch
 
 
-def begin(chat: ChatTokens, factory: Any, **settings: Any) -> Episode:
+def begin(chat: ChatTokens, factory: Any, **settings: Any) -> EnvironmentEpisode:
     task = EnvironmentTask(factory, **settings)
     assert isinstance(task, TurnTask)
     return start_episode(task, task.item("train", 3), chat)
 
 
-def reward_of(episode: Episode, runner: RewardRunner | None = None) -> Any:
+def reward_of(episode: EnvironmentEpisode, runner: RewardRunner | None = None) -> Any:
     return (runner or RewardRunner()).of_episodes([episode])[0]
 
 
-def text_of(episode: Episode) -> str:
+def text_of(episode: EnvironmentEpisode) -> str:
     return episode.chat.tokenizer.decode(episode.token_ids)
 
 

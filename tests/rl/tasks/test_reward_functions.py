@@ -10,7 +10,7 @@ import pytest
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.data.render.template import CHATML
 from treewise.errors import ConfigError
-from treewise.rl.online.rollout import SingleTurn, start
+from treewise.rl.online.rollout import OneTurn, start
 from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRequest, RewardRunner, RowsTask
 from treewise.rl.tasks.reward_functions import is_async, loaded_function, math_reward
 
@@ -55,7 +55,7 @@ def test_arguments_are_those_of_trls_trainer(rows: list[dict[str, Any]], tmp_pat
     requests = []
     for answer, ids in zip(theirs["answer"], theirs["completion_ids"], strict=True):
         turn = start(task, [task.item("train", answer)], ChatTokens(tokenizer), Calls())[0]
-        assert isinstance(turn, SingleTurn)
+        assert isinstance(turn, OneTurn)
         turn.extend(ids)
         requests.append(turn.request())
     runner.rewards(task, requests)
@@ -147,7 +147,7 @@ def test_parts_of_text_are_written_by_templates_that_read_text() -> None:
     chat = ChatTokens(TOKENIZER, "chatml")
     first, second = start(task, [task.item("train", index) for index in range(2)], chat, Calls())
     assert first.token_ids == second.token_ids
-    assert isinstance(first, SingleTurn)
+    assert isinstance(first, OneTurn)
     assert first.item.prompt == tuple(parts)  # reward functions get what the row holds
 
 

@@ -145,9 +145,9 @@ def _memory(args: argparse.Namespace, config: RunConfig | None, *, on_gpu: bool)
     model = load_shapes(args.model, args.gguf_file, args.dtype, lora=lora, checkpointing=checkpointing)
     settings: dict[str, Any] = {}
     if config is not None and config.more.get("objective") not in (None, "sft", *PREFERENCES):
-        from treewise.cli.commands.rl import objective_of_rollouts
+        from treewise.cli.commands.rl import rollout_objective
 
-        objective = objective_of_rollouts(config)
+        objective = rollout_objective(config)
         settings["outputs"] = objective.outputs
         settings["measured"] = () if getattr(objective, "entropy_coefficient", 0.0) else ("entropy",)
     z_coefficient = training.get("router_z_coefficient", 0.0)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     training_run.check_flags(args, config)
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
-    objective = objective_of_rollouts(config)
+    objective = rollout_objective(config)
     return _run_recorded(args, config, objective)
 
 
@@ -148,14 +148,14 @@ def _run_online(args: argparse.Namespace, path: str | None, overrides: list[str]
     settings.setdefault("weighting", "per_rollout")
     if config.more.get("max_staleness") and config.more["objective"] not in ("sft", "distillation"):
         settings.setdefault("sampler_correction", "truncate")
-    online_run.run(args, config, objective_of_rollouts(config))
+    online_run.run(args, config, rollout_objective(config))
     return 0
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def objective_of_rollouts(config: RunConfig) -> "Objective":
+def rollout_objective(config: RunConfig) -> "Objective":
     """The objective that the configuration of a run on rollouts names."""
     from treewise.objectives.registry import PREFERENCES, MissingSettingError, objective_named
 

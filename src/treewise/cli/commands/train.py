@@ -5,7 +5,7 @@ import shlex
 from typing import Any
 
 from treewise.cli import run_folder, training_run
-from treewise.cli.config import objective_of, read_config, reference_of
+from treewise.cli.config import preference_objective, read_config, reference_of
 from treewise.cli.keys import TRAIN as KEYS
 from treewise.cli.keys import formatter_with, key_names
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = read_config(*training_run.split_words(args), KEYS)
-    objective = objective_of(config)
+    objective = preference_objective(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from treewise.trainer.inputs import check_preferences  # slow to import
     from treewise.trainer.references import with_references
 
-    check_preferences(train_data, objective or arguments.objective())
+    check_preferences(train_data, objective or arguments.sft_objective())
     if args.dry_run:
         return training_run.dry_run(arguments, model, train_data)
     command = shlex.join(["treewise", "train", *args.overrides])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from annotated_types import Ge
 from rich.console import Console
 
-from treewise.cli.config import RunConfig, objective_of, reference_of, typed_settings
+from treewise.cli.config import RunConfig, preference_objective, reference_of, typed_settings
 from treewise.cli.data_arguments import (
     add_data_arguments,
     add_flags,
@@ -130,7 +130,7 @@ def _settings(arguments: "TreeTrainingArguments") -> Any:
 
 def _objective(args: argparse.Namespace, config: RunConfig | None) -> "Objective":
     """The one of the flags, else the run's."""
-    from treewise.cli.commands.rl import objective_of_rollouts
+    from treewise.cli.commands.rl import rollout_objective
     from treewise.objectives import objective_named
     from treewise.objectives.registry import PREFERENCES
 
@@ -145,7 +145,7 @@ def _objective(args: argparse.Namespace, config: RunConfig | None) -> "Objective
     if name in (None, "sft"):  # weighting and the like, keys of `treewise train`, are settings of `treewise rl`
         objective = objective_named("sft", **typed_settings("sft", config.more.get("objective_settings") or {}))
     else:
-        objective = objective_of(config) if name in PREFERENCES else objective_of_rollouts(config)
+        objective = preference_objective(config) if name in PREFERENCES else rollout_objective(config)
     return objective if args.weighting is None else replace(objective, weighting=args.weighting)
 
 

@@ -41,7 +41,7 @@ TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 
 @dataclass(slots=True)
-class _Run:
+class _LoggedRun:
     name: str
     prompt: str  # key of the messages of its first call
     group: Any = None
@@ -67,7 +67,7 @@ def _read(
 
     calls_of: makes of what was logged records that hold a request and a response each, or a request alone.
     """
-    runs: dict[str, _Run] = {}
+    runs: dict[str, _LoggedRun] = {}
     ends, asked = _Standing(), _Standing()  # of calls with their replies, and of requests alone
     for line in _lines(records, calls_of, asked, context):
         name, calls = line.name, line.calls
@@ -76,7 +76,7 @@ def _read(
             name, length = ends.run_at(keys, None, context)
             ends.open.pop((name, keys[length - 1] if length else ""), None)
         key = str(name or line.location)
-        run = runs.setdefault(key, _Run(key, _key(calls[0].history) if calls else ""))
+        run = runs.setdefault(key, _LoggedRun(key, _key(calls[0].history) if calls else ""))
         for call in calls:
             run.prompt = run.prompt or _key(call.history)
             ends.add(_key([*call.history, call.reply]), run.name, call.location)
@@ -115,7 +115,7 @@ def _lines(
         yield from kept(context, read(record), record)
 
 
-def _rows(run: _Run, context: Context) -> Iterator[Record]:
+def _rows(run: _LoggedRun, context: Context) -> Iterator[Record]:
     group = run.group
     if group is None:  # samples of one prompt are compared with one another
         group = "prompt " + run.prompt[-16:]
@@ -268,7 +268,7 @@ def _reward(record: Placed, context: Context) -> float | None:
     return context.reward(fields.get(name), f"{record.location}: {name}")
 
 
-def _label(run: _Run, line: _Line, context: Context) -> None:
+def _label(run: _LoggedRun, line: _Line, context: Context) -> None:
     if line.group is not None:
         run.group = line.group
     if line.reward is None:

@@ -68,7 +68,7 @@ def rows_of(reader: RecordReader, placed: Sequence[Placed], tools: Tools, *, is_
 
 
 def nodes_of_record(item: Placed) -> list[Placed]:
-    """The nodes of a `nodes` record."""
+    """The nodes that a record lists, each with its place for errors."""
     value, location = item.value["nodes"], item.location
     if not isinstance(value, list) or not value:
         raise DataError(f"{location}: nodes must be a non-empty list of {{id, parent, token_ids or message}}.")

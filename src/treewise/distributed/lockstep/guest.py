@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.distributed.lockstep.merged_sequence import Turn
+from treewise.distributed.lockstep.merged_sequence import RankTurn
 from treewise.distributed.lockstep.turns import NO_PASSES, Passes, forward_passes, training_passes, turns_of
 from treewise.nn.guest import Guest
 from treewise.planning.planner import plan as make_plan
@@ -58,7 +58,7 @@ class Lockstep(Guest):
             for turn in turns_of(NO_PASSES, [NO_PASSES, *map(Passes.from_text, sequences)]):
                 self._run_empty(turn.action)
 
-    def _turns(self, own: Passes) -> list[Turn]:
+    def _turns(self, own: Passes) -> list[RankTurn]:
         texts = self._exchange(own.text)
         # Ranks that are done run all of it empty, so the common sequence must be one that an idle rank can follow.
         return turns_of(own, [NO_PASSES if text == DONE else Passes.from_text(text) for text in texts])

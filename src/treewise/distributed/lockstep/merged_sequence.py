@@ -34,7 +34,7 @@ BEAM_WIDTH = 12  # prefixes of the common sequence that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RankTurn:
     """What one rank runs at one turn of the common sequence.
 
     action: `forward`, `hold`, `train` or `backward`. own_step: index into the rank's `plan.schedule`, or None for an
@@ -71,7 +71,7 @@ def common_sequence(sequences: Sequence[str], weights: Sequence[Sequence[int]]) 
     return best.common
 
 
-def align(own: str, common: str) -> list[Turn]:
+def align(own: str, common: str) -> list[RankTurn]:
     """What a rank runs at each turn of the common sequence: its own passes as early as they match, else empty ones.
 
     own: one letter a pass; empty for a rank with nothing to do.
@@ -79,12 +79,12 @@ def align(own: str, common: str) -> list[Turn]:
     Raises:
         PlanError: the common sequence does not contain the rank's own passes.
     """
-    turns: list[Turn] = []
+    turns: list[RankTurn] = []
     empty_forwards: list[int] = []
     position = 0
     for letter in common:
         if position < len(own) and _CODES[own[position]] == _CODES[letter]:
-            turns.append(Turn(ACTIONS[own[position]], position))
+            turns.append(RankTurn(ACTIONS[own[position]], position))
             position += 1
             continue
         if letter == "F":
@@ -92,8 +92,8 @@ def align(own: str, common: str) -> list[Turn]:
         elif letter == "B":
             if not empty_forwards:
                 raise PlanError("the common sequence does not contain this rank's; did all ranks exchange theirs?")
-            turns[empty_forwards.pop()] = Turn(HOLD, None)
-        turns.append(Turn(ACTIONS[letter], None))
+            turns[empty_forwards.pop()] = RankTurn(HOLD, None)
+        turns.append(RankTurn(ACTIONS[letter], None))
     if position < len(own):
         raise PlanError(
             f"{len(own) - position} passes of this rank are not in the common sequence; did all ranks exchange theirs?"

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treewise.distributed.lockstep.merged_sequence import LETTERS, Turn, align, common_sequence
+from treewise.distributed.lockstep.merged_sequence import LETTERS, RankTurn, align, common_sequence
 from treewise.distributed.placement.cost_model import pairs_before
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, TRAIN, Plan
@@ -83,7 +83,7 @@ def forward_passes(plan: Plan | None) -> Passes:
     return Passes("F" * count, (1,) * count, (), tuple(range(count)))
 
 
-def turns_of(own: Passes, all_passes: Sequence[Passes]) -> list[Turn]:
+def turns_of(own: Passes, all_passes: Sequence[Passes]) -> list[RankTurn]:
     """What a rank runs at each turn; all ranks have the same number of turns.
 
     all_passes: of all ranks, in any order, including `own`.
@@ -97,17 +97,17 @@ def turns_of(own: Passes, all_passes: Sequence[Passes]) -> list[Turn]:
     turns_of_free = _turns_of_free(distinct, turns_of_letters, len(common))
     num_turns = max((turn + 1 for turns in turns_of_free.values() for turn in turns), default=0)
     turns = [
-        turn if turn.own_step is None else Turn(turn.action, own.ordered_steps[turn.own_step])
+        turn if turn.own_step is None else RankTurn(turn.action, own.ordered_steps[turn.own_step])
         for turn in turns_of_letters[own.letters]
     ]
-    turns += [Turn(TRAIN, None)] * (num_turns - len(turns))
+    turns += [RankTurn(TRAIN, None)] * (num_turns - len(turns))
     for step, index in zip(own.free_steps, turns_of_free[own.text], strict=True):
-        turns[index] = Turn(TRAIN, step)
+        turns[index] = RankTurn(TRAIN, step)
     return turns
 
 
 def _turns_of_free(
-    distinct: list[Passes], turns_of_letters: dict[str, list[Turn]], num_common: int
+    distinct: list[Passes], turns_of_letters: dict[str, list[RankTurn]], num_common: int
 ) -> dict[str, list[int]]:
     """Indices of the turns of each rank's free passes; turns from `num_common` on are appended."""
     weight = [0] * num_common
@@ -130,7 +130,7 @@ def _turns_of_free(
     return chosen
 
 
-def _idle(turns: list[Turn]) -> list[int]:
+def _idle(turns: list[RankTurn]) -> list[int]:
     """Indices of turns at which a rank runs an empty forward and backward and holds no graph."""
     idle, num_held = [], 0
     for index, turn in enumerate(turns):

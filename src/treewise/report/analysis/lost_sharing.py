@@ -295,7 +295,7 @@ class LostReport:
 
     @property
     def num_avoidable_tokens_between(self) -> int:
-        """The same between trees."""
+        """Tree tokens that are computed twice for an avoidable cause, in different trees."""
         return sum(each.num_lost_tokens for each in self.causes_between if each.is_avoidable)
 
     def to_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class RewardTree:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutChange:
     """A held-out item at the first and at the last evaluation: what was sampled, and its reward (None: it failed)."""
 
     key: str
@@ -86,7 +86,7 @@ class OnlineReport:
     observed: tuple[float, ...]
     trials: tuple[float, ...]
     trees: tuple[RewardTree, ...]
-    held_out: tuple[HeldOut, ...] = ()
+    held_out: tuple[HeldOutChange, ...] = ()
 
 
 def read_online(run: Path, history: Sequence[Mapping[str, Any]]) -> OnlineReport | None:
@@ -167,7 +167,7 @@ def _trees(run: Path) -> tuple[RewardTree, ...]:
     return tuple(found)
 
 
-def _held_out(run: Path) -> tuple[HeldOut, ...]:
+def _held_out(run: Path) -> tuple[HeldOutChange, ...]:
     """The first held-out items at the first and the last evaluation."""
     files = _files(run / EVALUATIONS)
     if len(files) < 2:
@@ -175,7 +175,7 @@ def _held_out(run: Path) -> tuple[HeldOut, ...]:
     first, last = (_samples(path) for path in (files[0], files[-1]))
     iterations = (_iteration(files[0]) or 0, _iteration(files[-1]) or 0)
     return tuple(
-        HeldOut(
+        HeldOutChange(
             key,
             str(one["prompt"])[-_MAX_CHARS:],
             iterations,

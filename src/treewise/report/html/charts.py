@@ -18,7 +18,7 @@ PROMPT = 40  # pixels of the prompt, whose length says nothing of the rollouts
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Values by ascending xs."""
+    """A curve of a chart: its values, by ascending xs."""
 
     label: str
     xs: tuple[float, ...]

@@ -81,7 +81,7 @@ def write_page(
 
 
 def render_page(data: DataReport | None, run: RunReport | None, version: str, sections: Sequence[Section] = ()) -> str:
-    """The page as text."""
+    """The HTML of the page, with all that it draws."""
     charts = _charts_of(sections)
     if data is not None:
         charts |= {f"ratio-{index}": chart for index, chart in enumerate(data.charts)}

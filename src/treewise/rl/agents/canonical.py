@@ -37,7 +37,7 @@ def canonical(message: Message, calls_before: Sequence[str] = (), *, with_reason
 
 
 def canonical_all(messages: Sequence[Message], *, with_reasoning: bool = True) -> list[tuple[Any, ...]]:
-    """Of a conversation."""
+    """`canonical` of each message of a conversation; a result of a tool goes by the calls before it."""
     found: list[tuple[Any, ...]] = []
     ids: tuple[str, ...] = ()
     for message in messages:

@@ -349,8 +349,12 @@ class _InProgress:
                 missing.append((each, _question_of_reward(record)))
             else:
                 self._keep(each, {**record, **answer})
-        runner = RewardRunner(collector.calls, collector.settings.on_reward_error, collector.extras)
-        runner.begin(self.moment.trainer_state)
+        runner = RewardRunner(
+            calls=collector.calls,
+            on_reward_error=collector.settings.on_reward_error,
+            extras=collector.extras,
+            trainer_state=self.moment.trainer_state,
+        )
         requests = [request_of(each.item, self.found[each.name]["talk"], question[1]) for each, question in missing]
         outcomes, logged = runner.rewards(collector.task, requests)
         answers = []

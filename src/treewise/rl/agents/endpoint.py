@@ -383,7 +383,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """From any thread."""
+    """Sets an event of a loop, from any thread; a loop that is closed waits for none."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(event.set)
 

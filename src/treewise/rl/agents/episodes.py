@@ -193,7 +193,7 @@ class Episode:
         return replies
 
     def _choice(self, opened: OpenCall, index: int, completion: Completion) -> Choice:
-        """What was sampled, read."""
+        """A sampled completion as an answer: text, calls and tokens."""
         call, asked = opened.call, opened.call.asked
         sampled = completion.token_ids.astype(np.int32)
         ids = np.concatenate([call.forced_ids, sampled])

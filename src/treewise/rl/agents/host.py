@@ -344,7 +344,7 @@ def _client() -> Any:
 
 
 def _children() -> list[int]:
-    """Of this process."""
+    """Process ids of the children of this process."""
     own = os.getpid()
     try:
         return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]

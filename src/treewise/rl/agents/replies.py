@@ -63,7 +63,7 @@ class Reader:
 
     @property
     def name(self) -> str:
-        """Of what reads."""
+        """What replies are read by, in words."""
         if self.own is not None:
             return "the tokenizer's response template"
         return "harmony" if self.is_harmony else self.family.name if self.family else "text alone"

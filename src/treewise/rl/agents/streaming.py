@@ -17,7 +17,7 @@ class Spoken:
         self.reasoning = self.content = ""
 
     def more(self, reasoning: str, content: str) -> tuple[str, str]:
-        """What is new."""
+        """What a longer reasoning and content add to those before."""
         new = []
         for name, text in (("reasoning", reasoning), ("content", content)):
             known = getattr(self, name)

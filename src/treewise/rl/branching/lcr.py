@@ -92,7 +92,7 @@ class LcrBranching:
 
         asked: the branches of this round.
         """
-        ends = {node: end for node, _, end in tree.pieces(start.node, start.position)}
+        ends = dict(tree.path_parts(start.node, start.position))
         path = [point for point in allowed if point.position <= ends.get(point.node, 0)]
         for point in sorted(path, key=lambda each: (each.node, each.position), reverse=True):
             taken = [each.first_token for each in asked if (each.node, each.position) == (point.node, point.position)]

@@ -82,8 +82,8 @@ def points_of(tree: RolloutTree, root: int, kind: str) -> list[Point]:
     for index in tree.below(root):
         node = tree[index]
         if kind == "turns":
-            path = tree.pieces(index)[:-1]
-            before = sum(int((tree[other].turn_ends <= end).sum()) for other, _, end in path)
+            path = tree.path_parts(index)[:-1]
+            before = sum(int((tree[other].turn_ends <= end).sum()) for other, end in path)
             ends = node.turn_ends[node.turn_ends < len(node)]
             points += [Point(index, int(end), before + number + 1) for number, end in enumerate(ends)]
             continue

@@ -117,11 +117,10 @@ class RolloutNode:
         return self.finish is not None
 
 
-class Piece(NamedTuple):
-    """Own tokens `[start, end)` of a node, as a part of a path."""
+class PathPart(NamedTuple):
+    """The first `end` own tokens of a node, as a part of a path."""
 
     node: int
-    start: int
     end: int
 
 
@@ -228,14 +227,14 @@ class RolloutTree:
 
     # -- paths and rows -----------------------------------------------------------------------------------------------
 
-    def pieces(self, index: int, position: int | None = None) -> list[Piece]:
+    def path_parts(self, index: int, position: int | None = None) -> list[PathPart]:
         """The path from the prompt through the first `position` own tokens of a node (all where not given)."""
-        reversed_pieces: list[Piece] = []
+        reversed_parts: list[PathPart] = []
         while index != PROMPT:
             node = self._nodes[index]
-            reversed_pieces.append(Piece(index, 0, len(node) if position is None else position))
+            reversed_parts.append(PathPart(index, len(node) if position is None else position))
             index, position = node.parent, node.cut
-        return [piece for piece in reversed(reversed_pieces) if piece.end]
+        return [part for part in reversed(reversed_parts) if part.end]
 
     def path(self, index: int, name: str, position: int | None = None) -> np.ndarray:
         """A stream of the nodes ("token_ids", "is_sampled", "logprobs", "entropies") along a path, without the prompt.
@@ -244,11 +243,11 @@ class RolloutTree:
             DataError: a node on the path without it.
         """
         parts: list[np.ndarray] = [np.zeros(0, dtype=STREAM_TYPES[name])]
-        for piece in self.pieces(index, position):
-            stream = getattr(self._nodes[piece.node], name)
+        for node, end in self.path_parts(index, position):
+            stream = getattr(self._nodes[node], name)
             if stream is None:
-                raise DataError(f"node {piece.node} has no {name}; ask the sampler for them.")
-            parts.append(stream[piece.start : piece.end])
+                raise DataError(f"node {node} has no {name}; ask the sampler for them.")
+            parts.append(stream[:end])
         return np.concatenate(parts)
 
     def prefix_ids(self, index: int, position: int | None = None) -> np.ndarray:
@@ -268,8 +267,9 @@ class RolloutTree:
         rows = []
         context = np.zeros(len(self.prompt_ids))
         for leaf in self.rewarded_leaves:
-            draws = [np.full(piece.end - piece.start, piece.node) for piece in self.pieces(leaf)]
-            has_versions = all(self._nodes[piece.node].versions is not None for piece in self.pieces(leaf))
+            parts = self.path_parts(leaf)
+            draws = [np.full(part.end, part.node) for part in parts]
+            has_versions = all(self._nodes[part.node].versions is not None for part in parts)
             versions = np.concatenate([context - 1, self.path(leaf, "versions")]) if has_versions else None
             rows.append(
                 Trajectory(
@@ -293,8 +293,8 @@ class RolloutTree:
             return None
         filled, routes, end = feature("routes").filled, None, len(self.prompt_ids)
         length = len(self.prefix_ids(leaf))
-        for piece in self.pieces(leaf):
-            end, recorded = end + piece.end - piece.start, self._nodes[piece.node].routed_experts
+        for part in self.path_parts(leaf):
+            end, recorded = end + part.end, self._nodes[part.node].routed_experts
             routes = filled(routes, None if recorded is None else recorded[:end], length)
         return routes
 
@@ -318,13 +318,13 @@ class RolloutTree:
             row, at = row_of.get(leaf), len(self.prompt_ids)
             if row is not None and not np.array_equal(row.token_ids, self.prefix_ids(leaf)):
                 raise DataError(f"{row.source}: its tokens are not those of node {leaf}.")
-            for node, start, end in self.pieces(leaf):
+            for node, end in self.path_parts(leaf):
                 if row is None:
-                    failed[node][start:end] = True
+                    failed[node][:end] = True
                     continue
-                recorded[node][start:end] = True
-                trained[node][start:end] |= np.asarray(row.loss_weights)[at : at + end - start] > 0
-                at += end - start
+                recorded[node][:end] = True
+                trained[node][:end] |= np.asarray(row.loss_weights)[at : at + end] > 0
+                at += end
         own, in_row, in_loss, has_failed = (
             np.concatenate([np.zeros(0, dtype=bool), *each]) for each in (sampled, recorded, trained, failed)
         )

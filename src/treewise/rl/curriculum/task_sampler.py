@@ -85,7 +85,7 @@ def curriculum_named(name: str, **settings: object) -> Curriculum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PractisedItem:
     """One item that was practised.
 
     predicted: the book's probability of success before. rewards: of the rollouts that have one. success, trials: mean
@@ -142,11 +142,11 @@ class TaskSampler:
         settings = self.curriculum.settings
         return self._drawn(count) if self._wave <= getattr(settings, "refills", 0) else []
 
-    def is_kept(self, outcome: Outcome) -> bool:
+    def is_kept(self, outcome: PractisedItem) -> bool:
         """Whether the tree of an item is trained; of `dynamic` those alone whose rewards differ."""
         return self.curriculum.name != "dynamic" or len(set(outcome.rewards)) > 1
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, outcomes: Sequence[PractisedItem]) -> None:
         """Ends the iteration, of all of whose trees these are the outcomes."""
         known = [each.success for each in outcomes if each.success is not None]
         angles = [each.angle for each in outcomes if each.angle is not None]

@@ -65,7 +65,7 @@ class Ahead:
         self._thread = threading.Thread(target=self._run, daemon=True, name="treewise-ahead")
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Begins to collect, in a thread."""
         self._thread.start()
 
     # -- the thread ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 from treewise.rl.branching import Branching
 from treewise.rl.online.collector import Moment
 from treewise.rl.online.journal import completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rollout import Continuation, Limits, Turns
+from treewise.rl.online.rollout import Continuation, Limits, ManyTurns
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.samplers.protocol import sample_in_parts
 from treewise.rl.tasks import RewardFailure, RewardRunner
@@ -114,7 +114,7 @@ class _SideBySide:
                 if answer is not None:
                     self._give(each, *answer)
                     left.append(each)
-                elif isinstance(each.conversation, Turns):
+                elif isinstance(each.conversation, ManyTurns):
                     self._reward([each])
                 else:
                     self.unrewarded.append(each)
@@ -198,7 +198,7 @@ class _SideBySide:
         """One call, in a thread: of the environment of one rollout, or of the reward functions."""
         runner: Any = self.rounds.rewards
         rollouts: list[Any] = [each.conversation for each in batch]
-        if isinstance(rollouts[0], Turns):
+        if isinstance(rollouts[0], ManyTurns):
             work: Callable[[], Any] = partial(runner.of_episodes, [each.episode for each in rollouts])
         else:
             work = partial(runner.rewards, rollouts[0].task, [each.request() for each in rollouts])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from treewise.errors import ConfigError, num
-from treewise.rl.curriculum import Outcome
+from treewise.rl.curriculum import PractisedItem
 from treewise.rl.online.collector import Collected, Group, GroupRequest
 from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
@@ -58,10 +58,10 @@ class Drawn:
             shown |= {"drawn_trees": float(len(self.groups)), "kept_trees": float(len(self.kept))}
         return shown | {name: float(np.mean(values)) for name, values in self.tally.metrics.items()}
 
-    def outcomes(self, book: SuccessBook) -> list[Outcome]:
+    def outcomes(self, book: SuccessBook) -> list[PractisedItem]:
         """What came of all groups so far. book: before it observes them."""
         return [
-            Outcome(
+            PractisedItem(
                 index=index,
                 predicted=book.success(group.request.key),
                 rewards=group.known_rewards,
@@ -75,7 +75,7 @@ class Drawn:
     def count_in(self, loop: LoopState, budget: int) -> None:
         """Takes the groups into a state, as the iteration after those that it knows. budget: its generated tokens."""
         for group in self.groups:
-            loop.book.observe_group(group.request.key, group.success, group.trials)
+            loop.book.observe(group.request.key, group.success, group.trials)
             loop.num_rollouts += len(group.lengths)
             loop.rollout_tokens += sum(group.lengths)
         sampled = sum(group.num_sampled for group in self.groups)

@@ -21,10 +21,11 @@ import numpy as np
 from treewise.distributed import ranks
 from treewise.errors import TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutTree
+from treewise.rl.online.collector import GroupRequest
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal
-from treewise.rl.online.rollout import Continuation, OpenRollout
-from treewise.rl.tasks import RewardFailure, TaskItem
+from treewise.rl.online.rollout import Continuation, Conversation
+from treewise.rl.tasks import RewardFailure
 from treewise.rl.tasks.rewards import RewardTally, too_many_failed
 
 logger = logging.getLogger("treewise")
@@ -35,23 +36,19 @@ _GROWN = ("tree", "num_started", "num_sampled", "num_chosen", "num_refused", "is
 
 @dataclass(eq=False, slots=True)
 class GrowingTree:
-    """The tree of one item while it grows.
+    """The tree of a request while it grows.
 
-    number: of the tree in its iteration. key: names the item in the book. budget: tokens that the sampler may make.
-    conversations: what each node ended as, by node. num_sampled: tokens that came from the sampler, counted as they
-    came: what the budget is charged. num_chosen: first tokens of branches that a policy drew from recorded candidates.
-    num_refused: branches from which an environment could not be brought back.
+    first: the conversation behind the prompt. rng: of the branching policy. conversations: what each node ended as, by
+    node. num_sampled: tokens that came from the sampler, counted as they came: what the budget is charged. num_chosen:
+    first tokens of branches that a policy drew from recorded candidates. num_refused: branches from which an
+    environment could not be brought back.
     """
 
-    number: int
-    item: TaskItem
-    key: str
+    request: GroupRequest
     tree: RolloutTree
-    first: OpenRollout
-    budget: int
-    seed: tuple[int, ...]
+    first: Conversation
     rng: np.random.Generator
-    conversations: dict[int, OpenRollout] = field(default_factory=dict)
+    conversations: dict[int, Conversation] = field(default_factory=dict)
     num_started: int = 0
     num_sampled: int = 0
     num_chosen: int = 0
@@ -64,10 +61,10 @@ class GrowingTree:
             return []
         limits = rounds.limits
         longest = min(limits.max_new_tokens, limits.max_length - len(self.tree.prompt_ids))
-        signals = rounds.moment.state.book.signals(self.key, self.tree)
+        signals = rounds.moment.state.book.signals(self.request.key, self.tree)
         signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
         started = []
-        budget_left = self.budget - self.num_sampled  # negative where the tree passed its budget
+        budget_left = self.request.budget - self.num_sampled  # negative where the tree passed its budget
         for branch in rounds.branching.next_requests(self.tree, signals, budget_left, self.rng):
             if branch.node != PROMPT and not self.first.can_return:
                 _say_once("the environment cannot be copied or played again: trees branch at their prompts alone")
@@ -76,7 +73,7 @@ class GrowingTree:
             num_tokens = len(self.tree.prefix_ids(branch.node, branch.position))
             for _ in range(branch.count):
                 self.num_started += 1
-                seed = (*self.seed, self.num_started)
+                seed = (*self.request.seed, self.num_started)
                 started.append(Continuation(self.tree, branch, source.branch(num_tokens), limits, seed))
         self.is_complete = True  # until a branch is added: where all were refused, the policy would ask for the same
         return started
@@ -108,19 +105,20 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
     """
     if ranks.count() == 1:
         return _grow(trees, rounds)
-    own = [each for each in trees if each.number % ranks.count() == ranks.own()]
+    own = [each for each in trees if each.request.number % ranks.count() == ranks.own()]
     rewards, seconds = rounds.rewards, dict(rounds.seconds)
     assert rewards is not None
     before, tally, rewards.tally = rewards.failures.copy(), rewards.tally, RewardTally()
 
     def work() -> Any:
         _grow(own, rounds)
-        grown = {each.number: {name: getattr(each, name) for name in _GROWN} for each in own}
+        grown = {each.request.number: {name: getattr(each, name) for name in _GROWN} for each in own}
         return grown, rewards.failures - before, rounds.seconds, rewards.tally
 
     parts = ranks.on_every_rank(work)
     for each in trees:
-        found = parts[each.number % ranks.count()][0][each.number]
+        number = each.request.number
+        found = parts[number % ranks.count()][0][number]
         for name in _GROWN if each not in own else ():
             setattr(each, name, found[name])
     rewards.failures = sum((failures for _, failures, *_ in parts), Counter(before))

@@ -72,7 +72,7 @@ class LoopState(ExportableState):
         return self.rollout_tokens / self.num_rollouts if self.num_rollouts else None
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """As plain JSON values; `from_json` takes them."""
         return {name: getattr(self, name) for name in _NUMBERS} | {
             "failures": dict(self.failures),
             "curriculum": self.curriculum,

@@ -45,7 +45,7 @@ from treewise.rl.online.first_tree import FirstTree
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, token_progress
-from treewise.rl.online.settings import OnlineSettings, checked_objective
+from treewise.rl.online.settings import OnlineSettings, online_objective
 from treewise.rl.online.trees import tree_collector
 from treewise.rl.samplers import Sampler, TransformersSampler
 from treewise.rl.samplers.copied_weights import begin_hand_over, samplers_of
@@ -113,7 +113,7 @@ class OnlineTrainer:
         if not hasattr(task, "num_items"):
             raise ConfigError(f"task is a {type(task).__name__}; give one of treewise.rl.tasks, such as RowsTask.")
         self.args = args = TreeTrainingArguments() if args is None else args
-        self.objective = objective = checked_objective(objective, self.settings, args, reference, model)
+        self.objective = objective = online_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages)
         self.reference = reference
         self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
@@ -254,7 +254,7 @@ class OnlineTrainer:
         # Log.
         logs = {"iteration": float(number)}
         logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
-        logs |= trained | drawn.figures() | report.gaps_of(update)
+        logs |= trained | drawn.figures()
         if self._ahead is not None:
             logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
@@ -269,7 +269,7 @@ class OnlineTrainer:
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
         gaps = (logs.get("logprob_gap", 1.0), settings.logprob_gap_limit)
-        warnings = report.warnings_of(groups, account, update, self.objective, *gaps)
+        warnings = report.warnings_of_iteration(groups, account, update, self.objective, *gaps)
         for line in warnings if self.args.should_log else ():
             logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)
@@ -283,10 +283,11 @@ class OnlineTrainer:
         Raises:
             TaskError: more rewards failed than may.
         """
-        what, budget = f"iteration {iteration + 1}", self._budget(self.loop)
-        with token_progress(what, budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            own = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
-            drawn = self._collect(iteration, Moment(what, self.loop, *own))
+        where, budget = f"iteration {iteration + 1}", self._budget(self.loop)
+        with token_progress(where, budget, hidden=bool(self.args.disable_tqdm)) as advance:
+            recorded = self._journal(iteration + 1)
+            moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
+            drawn = self._collect(iteration, moment)
         if self.items.curriculum.measures_angles:
             prompts = [each.prompt_ids for each in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
@@ -299,8 +300,8 @@ class OnlineTrainer:
         def collect(iteration: int, version: int) -> Drawn:
             state = copy(self.state)
             state.global_step = iteration
-            of_loop, by = (loop, self._journal(iteration + 1)), (self.sampler, version)
-            drawn = self._collect(iteration, Moment(f"iteration {iteration + 1}", *of_loop, *by, state, ahead.check))
+            where, recorded = f"iteration {iteration + 1}", self._journal(iteration + 1)
+            drawn = self._collect(iteration, Moment(where, loop, recorded, self.sampler, version, state, ahead.check))
             self._observe(loop, drawn)
             loop.curriculum = deepcopy(self.items.state_dict())
             drawn.state = deepcopy(loop)
@@ -353,7 +354,7 @@ class OnlineTrainer:
     def _journal(self, iteration: int) -> Journal:
         """Of an iteration, one for all that writes into it; 0: of what comes before the first."""
         if iteration not in self._journals:
-            self._journals[iteration] = Journal(journal_file(self.folder, iteration), self._facts_of_updates())
+            self._journals[iteration] = Journal(journal_file(self.folder, iteration), self._facts_of_updates)
         return self._journals[iteration]
 
     # -- credit, train ------------------------------------------------------------------------------------------------
@@ -391,9 +392,8 @@ class OnlineTrainer:
         merges = self.args.merge_across_trees and getattr(self.objective, "weighting", "once") != "once"
         for batch in self.settings.batches(len(trees), (self.args.seed, iteration, _BATCHES)):
             of_step = [trees[index] for index in batch]
-            forests = collate(
-                of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size], merges
-            )
+            own = of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size]
+            forests = collate(own, merges)
             clear_gradients(self.model.parameters())
             prepared = runner.prepare(forests if placer is None else placer.own_part(forests))
             runner.measure_budget(lambda: forest_of(trees[0]))
@@ -404,7 +404,7 @@ class OnlineTrainer:
             self.trainer.optimizer.step()
             self.trainer.lr_scheduler.step()
         clear_gradients(self.model.parameters())
-        logs |= report.update_figures(outs, norms, runner) | {"seconds_update": time.perf_counter() - started}
+        logs |= report.update_figures(update, outs, norms, runner) | {"seconds_update": time.perf_counter() - started}
         if self._ahead is None:
             begin_hand_over(self.eval_sampler, self.model, self._whole)()
         return logs
@@ -460,7 +460,7 @@ class OnlineTrainer:
         found, groups = self.check_items(settings.check_items, settings.check_rollouts)
         told(found, items.curriculum, self.folder if self.args.should_save else None)
         for each in groups:
-            self.loop.book.observe_group(each.request.key, each.success, each.trials)
+            self.loop.book.observe(each.request.key, each.success, each.trials)
         self.loop.num_sampled += found.num_tokens
         self._log({"check_tokens": float(found.num_tokens)})
 
@@ -490,7 +490,7 @@ class OnlineTrainer:
         self._tell("on_log", dict(logs))
 
     def _tell(self, event: str, *what: object) -> None:
-        """Tells callbacks."""
+        """Tells callbacks of an event of transformers' own."""
         handler = self.trainer.callback_handler
         self.control = getattr(handler, event)(self.args, self.state, self.control, *what)
 
@@ -519,7 +519,7 @@ class OnlineTrainer:
             contents.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
             contents.load_random_state(found.folder)
             self.items.load_state_dict(self.loop.curriculum)
-        ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates()))
+        ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
         begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
 
@@ -545,7 +545,9 @@ class OnlineTrainer:
             **self.collector.facts(),
         }
 
+    @cached_property
     def _facts_of_updates(self) -> str:
+        """Of the whole run, as `Journal` takes them."""
         num_updates = self.settings.iterations * self.settings.updates_per_iteration
         return journal.facts_of_updates(self.args, num_updates, self.objective, self._run_facts())
 

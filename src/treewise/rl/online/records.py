@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 from treewise.base.features import feature
 from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
-from treewise.rl.curriculum import Outcome
+from treewise.rl.curriculum import PractisedItem
 from treewise.rl.curriculum.self_check import CheckReport
 from treewise.trainer.checkpoint.store import write_atomically
 from treewise.tree.trajectory import Trajectory
@@ -48,8 +48,8 @@ def write_rollouts(
     run_dir: Path, iteration: int, rows: Sequence[Sequence[Trajectory]], tokenizer: "PreTrainedTokenizerBase"
 ) -> None:
     """Writes all rows of an iteration, or none of them."""
-    records = [each for own in rows for each in _records(own, iteration, tokenizer)]
-    _write(rollouts_file(run_dir, iteration), "".join(json.dumps(each) + "\n" for each in records))
+    lines = [json.dumps(_record(row, iteration, tokenizer)) + "\n" for own in rows for row in own]
+    _write(rollouts_file(run_dir, iteration), "".join(lines))
 
 
 def write_evaluation(run_dir: Path, iteration: int, samples: Sequence[Sample]) -> None:
@@ -63,37 +63,34 @@ def _write(path: Path, text: str) -> None:
     write_atomically(path, text)
 
 
-def _records(
-    rows: Sequence[Trajectory], iteration: int, tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        assert row.sampler_logprobs is not None
-        weights = np.asarray(row.loss_weights)
-        pairs = zip(row.sampler_logprobs.tolist(), weights.tolist(), strict=True)
-        sample = sample_of(row, tokenizer)
-        yield {
-            "token_ids": row.token_ids.tolist(),
-            "loss_weights": weights.tolist(),
-            "sampler_logprobs": [value if weight else None for value, weight in pairs],
-            **({} if row.draws is None else {"draws": row.draws.astype(int).tolist()}),
-            **({} if row.policy_versions is None else {"policy_versions": row.policy_versions.astype(int).tolist()}),
-            **_experts(row),
-            **({} if row.token_rewards is None else {"token_rewards": row.token_rewards.tolist()}),
-            "reward": row.reward,
-            "group": row.group,
-            "rollout": row.rollout,
-            "iteration": iteration,
-            # Not `prompt` and `completion`, which loading compares with the ids: sampled ids often differ from what
-            # their text would be tokenised to.
-            "prompt_text": sample.prompt,
-            "completion_text": sample.completion,
-        }
-
-
-def _experts(row: Trajectory) -> dict[str, Any]:
-    if row.routed_experts is None:
-        return {}
-    return {"routed_experts": feature("encoded_arrays").encoded(row.routed_experts)}
+def _record(row: Trajectory, iteration: int, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    assert row.sampler_logprobs is not None
+    weights, sample = row.loss_weights.tolist(), sample_of(row, tokenizer)
+    record: dict[str, Any] = {
+        "token_ids": row.token_ids.tolist(),
+        "loss_weights": weights,
+        "sampler_logprobs": [
+            value if weight else None for value, weight in zip(row.sampler_logprobs.tolist(), weights, strict=True)
+        ],
+    }
+    if row.draws is not None:
+        record["draws"] = row.draws.astype(int).tolist()
+    if row.policy_versions is not None:
+        record["policy_versions"] = row.policy_versions.astype(int).tolist()
+    if row.routed_experts is not None:
+        record["routed_experts"] = feature("encoded_arrays").encoded(row.routed_experts)
+    if row.token_rewards is not None:
+        record["token_rewards"] = row.token_rewards.tolist()
+    return record | {
+        "reward": row.reward,
+        "group": row.group,
+        "rollout": row.rollout,
+        "iteration": iteration,
+        # Not `prompt` and `completion`, which loading compares with the ids: sampled ids often differ from what
+        # their text would be tokenised to.
+        "prompt_text": sample.prompt,
+        "completion_text": sample.completion,
+    }
 
 
 def sample_of(row: Trajectory, tokenizer: "PreTrainedTokenizerBase") -> Sample:
@@ -132,7 +129,9 @@ def draws_file(run_dir: Path, iteration: int) -> Path:
     return run_dir / DRAWS / f"iteration-{iteration:05d}.json"
 
 
-def write_draws(run_dir: Path, iteration: int, curriculum: str, drawn: "Drawn", outcomes: Sequence[Outcome]) -> None:
+def write_draws(
+    run_dir: Path, iteration: int, curriculum: str, drawn: "Drawn", outcomes: Sequence[PractisedItem]
+) -> None:
     """Writes which items an iteration drew, what the book predicted of them, and what came.
 
     predicted, observed: probabilities of success, before and in the trials of this iteration; observed is null where no

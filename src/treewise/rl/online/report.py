@@ -149,8 +149,12 @@ def figures(
     return values
 
 
-def update_figures(outs: Sequence[StepOutput | None], norms: Sequence[float], runner: StepRunner) -> dict[str, float]:
-    """What is logged of the optimizer steps of an iteration, over all processes."""
+def update_figures(
+    update: Update, outs: Sequence[StepOutput | None], norms: Sequence[float], runner: StepRunner
+) -> dict[str, float]:
+    """What is logged of an update and of its optimizer steps, over all processes. `replayed_gap`, `live_gap`: to the
+    sampler, of the first tree with recorded experts, with these and with those of the live routers.
+    """
     done = [out for out in outs if out is not None]
     tree_tokens, flat_tokens = sum(out.num_tree_tokens for out in done), sum(out.num_flat_tokens for out in done)
     sums = runner.sum_over_batches(math.fsum(out.loss for out in done), tree_tokens, flat_tokens)
@@ -160,6 +164,7 @@ def update_figures(outs: Sequence[StepOutput | None], norms: Sequence[float], ru
         "grad_norm": math.fsum(norms) / len(norms),
         **runner.means.take(runner.sum_over_batches, is_alone=runner.ranks is None),
         "share_ratio": sums[2] / max(1, sums[1]),
+        **({} if update.gaps is None else {"replayed_gap": update.gaps[0], "live_gap": update.gaps[1]}),
     }
 
 
@@ -176,7 +181,7 @@ def held_out_figures(held_out: Sequence[HeldOut], success_at: float) -> dict[str
     }
 
 
-def warnings_of(
+def warnings_of_iteration(
     groups: Sequence[Group],
     account: Mapping[str, int],
     update: Update | None,
@@ -208,12 +213,6 @@ def nothing_learned(groups: Sequence[Group], update: Update | None, objective: o
         f"no rollout has an advantage, as the {len(rewards)} rewards differ between trees and not within one, so "
         "nothing was learned."
     )
-
-
-def gaps_of(update: Update | None) -> dict[str, float]:
-    """The gap to the sampler of the first tree with recorded experts, with these and with those of the live routers."""
-    gaps = None if update is None else update.gaps
-    return {} if gaps is None else {"replayed_gap": gaps[0], "live_gap": gaps[1]}
 
 
 def staleness_of(update: Update | None, version: int) -> float:

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, Episode, RewardFailure, TaskItem
+from treewise.rl.tasks import Calls, ChatTokens, EnvironmentEpisode, RewardFailure, TaskItem
 from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
 
@@ -21,21 +21,20 @@ from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, Turn
 
 @dataclass(slots=True)
 class OneTurn:
-    """A prompt and one completion. token_ids: the prompt and all that followed: what the sampler continues."""
+    """A prompt of a task and one completion. token_ids: the prompt and all that followed: what the sampler continues.
+
+    can_return: whether a branch may start behind the prompt. opening: what a branch waits for before its first request,
+    which may run in another thread, and raises `TaskError` if the environment cannot be brought back.
+    """
 
     token_ids: list[int]
+    task: SingleTurnTask
+    item: TaskItem
+    chat: ChatTokens
+    num_prompt_tokens: int
 
-    @property
-    def can_return(self) -> bool:
-        """Whether a branch may start behind the prompt."""
-        return True
-
-    @property
-    def opening(self) -> Callable[[], None] | None:
-        """What a branch waits for before its first request, which may run in another thread. Raises `TaskError` if the
-        environment cannot be brought back.
-        """
-        return None
+    can_return: ClassVar[bool] = True
+    opening: ClassVar[None] = None
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds sampled tokens of the present turn."""
@@ -54,16 +53,6 @@ class OneTurn:
         """An independent conversation of the first `num_tokens` tokens."""
         return replace(self, token_ids=self.token_ids[:num_tokens])
 
-
-@dataclass(slots=True)
-class SingleTurn(OneTurn):
-    """A prompt of a task and its completion."""
-
-    task: SingleTurnTask
-    item: TaskItem
-    chat: ChatTokens
-    num_prompt_tokens: int
-
     def request(self) -> RewardRequest:
         """What its reward is computed from."""
         prompt_ids, ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
@@ -73,10 +62,10 @@ class SingleTurn(OneTurn):
 
 
 @dataclass(slots=True)
-class Turns:
+class ManyTurns:
     """An episode with an environment, and the tokens of the turn that has not ended; as `OneTurn` for the loop."""
 
-    episode: Episode
+    episode: EnvironmentEpisode
     pending: list[int] = field(default_factory=list)
 
     @property
@@ -87,9 +76,6 @@ class Turns:
     def item(self) -> TaskItem:
         return self.episode.item
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self.pending += [int(token) for token in token_ids]
-
     @property
     def can_return(self) -> bool:
         return self.episode.method != "start"
@@ -97,6 +83,9 @@ class Turns:
     @property
     def opening(self) -> Callable[[], None]:
         return self.episode.open
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.pending += [int(token) for token in token_ids]
 
     def end_turn(self, finish: str) -> Callable[[], None]:
         work = self.episode.begin_turn(self.pending, finish)
@@ -109,21 +98,21 @@ class Turns:
         self.episode.end_turn()
         return self.episode.token_ids[before:], self.episode.end_reason
 
-    def branch(self, num_tokens: int) -> "Turns":
+    def branch(self, num_tokens: int) -> "ManyTurns":
         is_pending = num_tokens >= len(self.episode.token_ids) and self.episode.end_reason is None
         starts = self.episode.turn_starts
         turn = self.episode.num_turns if is_pending else bisect_right(starts, num_tokens) - 1
         copy = self.episode.begin_branch(turn)
-        return Turns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
+        return ManyTurns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
 
 
-OpenRollout = OneTurn | Turns
+Conversation = OneTurn | ManyTurns
 
 
-def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[OpenRollout]:
+def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[Conversation]:
     """A conversation for each item, which stands behind its prompt; environments are reset at the same time."""
     if isinstance(task, TurnTask):
-        return [Turns(each) for each in start_episodes(task, items, chat, calls)]
+        return [ManyTurns(episode) for episode in start_episodes(task, items, chat, calls)]
     found = []
     for item in items:
         if isinstance(item.prompt, str):
@@ -133,7 +122,7 @@ def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls)
             ids = list(chat.prompt_ids(talk.messages, None, item.key))
         if not ids:
             raise DataError(f"{item.key}: the prompt has no tokens.")
-        found.append(SingleTurn(ids, task, item, chat, len(ids)))
+        found.append(OneTurn(ids, task, item, chat, len(ids)))
     return found
 
 
@@ -170,7 +159,7 @@ class Continuation:
     """
 
     def __init__(
-        self, tree: RolloutTree, branch: Branch, conversation: OpenRollout, limits: Limits, seed: tuple[int, ...]
+        self, tree: RolloutTree, branch: Branch, conversation: Conversation, limits: Limits, seed: tuple[int, ...]
     ) -> None:
         self.branch, self.conversation, self.seed = branch, conversation, seed
         self.num_drawn = self.num_chosen = 0
@@ -224,14 +213,14 @@ class Continuation:
                 self._first = self._chosen
 
     def request(self, common: SampleRequest) -> SampleRequest:
-        """What to sample next."""
+        """What to sample next, of settings that all requests have in common."""
         first = [] if self._first is None else self._first.token_ids.tolist()
         prefix, room = (*self.conversation.token_ids, *first), self._room() - len(first)
         (seed,) = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64).tolist()
         return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=id(self._tree))
 
     def take(self, completion: Completion) -> None:
-        """Adds what was sampled."""
+        """Adds a completion to the node, and ends the turn or the segment where it does."""
         if completion.routed_experts is not None or self._routes is not None:
             length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
             self._routes = feature("routes").filled(self._routes, completion.routed_experts, length)
@@ -257,7 +246,7 @@ class Continuation:
         return self._finish is not None
 
     def node(self) -> RolloutNode:
-        """The finished node."""
+        """What the continuation adds to its tree, once it is finished."""
         ends = self._turn_ends
         if self._finish is not None and (not ends or ends[-1] < len(self._is_sampled)):
             ends = [*ends, len(self._is_sampled)]

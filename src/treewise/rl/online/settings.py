@@ -35,7 +35,7 @@ def check_parted(settings: "OnlineSettings", args: "TreeTrainingArguments") -> N
         )
 
 
-def checked_objective(
+def online_objective(
     objective: "Objective | str",
     settings: "OnlineSettings",
     args: "TreeTrainingArguments",
@@ -199,7 +199,7 @@ class OnlineSettings:
             )
 
     def policy(self) -> Branching:
-        """The branching policy."""
+        """The policy that `branching` and `branching_settings` choose."""
         return branching_named(self.branching, **self.branching_settings)
 
     def chosen_curriculum(self) -> Curriculum:
@@ -207,7 +207,7 @@ class OnlineSettings:
         return curriculum_named(self.curriculum, **self.curriculum_settings)
 
     def settings_of_book(self) -> BookSettings:
-        """The book's settings."""
+        """Settings of the book of successes: `book_settings` and `success_at`."""
         given = dict(self.book_settings)
         known = {each.name: each.type for each in fields(BookSettings) if each.name != "success_at"}
         check_setting_types("book_settings", given, known)

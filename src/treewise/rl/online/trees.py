@@ -5,6 +5,7 @@ each.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError
 from treewise.nn.model_checks import length_limit, refuse_lengths
-from treewise.rl.branching import PROMPT, Branch, RolloutTree, branching_named
+from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
 from treewise.rl.node_values import node_values
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree, grow_trees
-from treewise.rl.online.rollout import Continuation, Limits, OpenRollout, start
+from treewise.rl.online.rollout import Continuation, Conversation, Limits, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import SampleRequest
 from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
@@ -33,19 +34,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCollector:
-    """A `Collector` of rollout trees. rewards: how they are computed; each call has a tally of its own. temperature: of
-    training rollouts. model: that is trained, for the lengths that it follows.
+    """A `Collector` of rollout trees; make one with `tree_collector`.
+
+    branching: of training rollouts. temperature: of these. rewards: how they are computed; each call has a tally of its
+    own. model: that is trained, for the lengths that it follows.
     """
 
     task: Task
     chat: ChatTokens
     settings: OnlineSettings
+    branching: Branching
     rewards: RewardRunner
     temperature: float
     model: Any
 
+    @cached_property
+    def limits(self) -> Limits:
+        """When a rollout stops: at most where training no longer follows (`length_limit`).
+
+        Raises:
+            ConfigError: `max_length` is beyond the model's positions.
+        """
+        settings, found = self.settings, length_limit(self.model)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        longest = settings.max_length or positions
+        if longest > positions:
+            raise ConfigError(
+                f"max_length={longest} is beyond the {positions:,} positions of the model (max_position_embeddings)."
+            )
+        longest = longest if found is None else min(longest, found[0])
+        return Limits(settings.max_new_tokens, longest, self.chat.end_ids())
+
     def prompt_ids(self, item: TaskItem) -> list[int]:
-        """As `Collector.prompt_ids`."""
+        """As `Collector.prompt_ids`. Raises `DataError` also of a prompt that leaves a rollout no room."""
         return self._start([item])[0].token_ids
 
     def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
@@ -53,31 +74,29 @@ class TreeCollector:
         rounds = self.rounds(moment, requests[0].num_rollouts)
         trees = self.new_trees(requests)
         grow_trees(trees, rounds)
-        groups = [self._group(request, each, moment) for request, each in zip(requests, trees, strict=True)]
+        groups = [self._group(tree, moment) for tree in trees]
         assert rounds.rewards is not None
         return Collected(groups, rounds.rewards.tally, rounds.seconds)
 
     def rounds(self, moment: Moment, num_rollouts: int | None = None) -> Rounds:
         """How trees grow now. num_rollouts: of each, in one round, whatever they take; None: as the policy asks."""
         settings, state = self.settings, moment.state
-        policy = settings.policy() if num_rollouts is None else branching_named("none", roots=num_rollouts)
-        stop_ids = self.chat.end_ids()
         request = SampleRequest(
             (0,),
             temperature=self.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            stop_ids=stop_ids,
-            want_entropy="entropies" in settings.policy().streams,
+            stop_ids=self.limits.stop_ids,
+            want_entropy="entropies" in self.branching.streams,
             num_top=settings.num_candidates,
             want_routes=settings.routing_replay != "off",
         )
         expected_tokens = None if num_rollouts else state.expected_tokens or float(settings.max_new_tokens)
         return Rounds(
             moment=moment,
-            branching=policy,
+            branching=self.branching if num_rollouts is None else branching_named("none", roots=num_rollouts),
             rewards=self.rewards.begun(moment.trainer_state, state.failures),
-            limits=Limits(settings.max_new_tokens, _longest(settings, self.model), stop_ids),
+            limits=self.limits,
             request=request,
             expected_tokens=expected_tokens,
             episodes_at_once=self.rewards.calls.at_once,
@@ -87,12 +106,12 @@ class TreeCollector:
     def new_trees(self, requests: Sequence[GroupRequest]) -> list[GrowingTree]:
         """Trees before their first round."""
         trees = []
-        for each, first in zip(requests, self._start([each.item for each in requests]), strict=True):
-            tree, rng = RolloutTree(first.token_ids, group=each.item.key), np.random.default_rng(each.seed)
-            trees.append(GrowingTree(each.number, each.item, each.key, tree, first, each.budget, each.seed, rng))
+        for request, first in zip(requests, self._start([request.item for request in requests]), strict=True):
+            tree = RolloutTree(first.token_ids, group=request.item.key)
+            trees.append(GrowingTree(request, tree, first, np.random.default_rng(request.seed)))
         return trees
 
-    def _group(self, request: GroupRequest, grown: GrowingTree, moment: Moment) -> Group:
+    def _group(self, grown: GrowingTree, moment: Moment) -> Group:
         tree = grown.tree
         rows = tree.trajectories(source=f"{moment.where}, {tree.group}")
         if self.settings.routing_replay == "by_tokens":
@@ -100,7 +119,7 @@ class TreeCollector:
         account, prompt = tree.account(rows), node_values(tree, self.settings.success_at)[0]
         branched = [node for node in tree.nodes if node.parent != PROMPT]
         return Group(
-            request=request,
+            request=grown.request,
             prompt_ids=tree.prompt_ids.tolist(),
             rows=rows,
             rewards=[tree[leaf].reward for leaf in tree.leaves],
@@ -149,15 +168,34 @@ class TreeCollector:
         return HeldOut(item.key, prompt, text, reward, ended.num_drawn, failure)
 
     def facts(self) -> dict[str, str]:
-        """None beside the settings."""
+        """Nothing: the loop's settings decide all of its rollouts."""
         return {}
 
     def close(self) -> None:
         """Ends the processes of rewards and environments."""
         self.rewards.close()
 
-    def _start(self, items: Sequence[TaskItem]) -> Sequence[OpenRollout]:
-        return started(self.task, items, self.chat, self.rewards.calls, self.settings, self.model)
+    def _start(self, items: Sequence[TaskItem]) -> Sequence[Conversation]:
+        """A conversation for each item, which stands behind its prompt.
+
+        Raises:
+            ConfigError: as `limits`.
+            UnsupportedModelError: a rollout might become longer than training follows, as far as `max_length` lets it.
+            DataError: no token can follow a prompt.
+        """
+        conversations, longest = start(self.task, items, self.chat, self.rewards.calls), self.limits.max_length
+        num_new, most = self.settings.max_new_tokens, self.settings.max_length
+        for item, conversation in zip(items, conversations, strict=True):
+            num_prompt = len(conversation.token_ids)
+            what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+            num_tokens = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+            refuse_lengths(self.model, num_tokens, what, "Lower max_new_tokens, or set max_length")
+            if num_prompt >= longest:
+                raise DataError(
+                    f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
+                    f"{longest:,} (max_length, or the model's positions)."
+                )
+        return conversations
 
 
 def tree_collector(
@@ -170,44 +208,8 @@ def tree_collector(
         task=task,
         chat=ChatTokens(tokenizer, settings.chat_template),
         settings=settings,
+        branching=settings.policy(),
         rewards=RewardRunner(calls, settings.on_reward_error, extras),
         temperature=args.temperature,
         model=model,
     )
-
-
-def started(
-    task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls, settings: OnlineSettings, model: Any
-) -> Sequence[OpenRollout]:
-    """A conversation for each item, which stands behind its prompt.
-
-    Raises:
-        ConfigError: `max_length` is beyond the model's positions.
-        UnsupportedModelError: a rollout might become longer than training follows, as far as `max_length` lets it.
-        DataError: no token can follow a prompt.
-    """
-    conversations, longest = start(task, items, chat, calls), _longest(settings, model)
-    num_new, most = settings.max_new_tokens, settings.max_length
-    for item, conversation in zip(items, conversations, strict=True):
-        num_prompt = len(conversation.token_ids)
-        what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
-        num_tokens = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
-        refuse_lengths(model, num_tokens, what, "Lower max_new_tokens, or set max_length")
-        if num_prompt >= longest:
-            raise DataError(
-                f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "
-                f"{longest:,} (max_length, or the model's positions)."
-            )
-    return conversations
-
-
-def _longest(settings: OnlineSettings, model: Any) -> int:
-    """Tokens at which a conversation ends: at most as many as training follows (`length_limit`)."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    most = settings.max_length or positions
-    if most > positions:
-        raise ConfigError(
-            f"max_length={most} is beyond the {positions:,} positions of the model (max_position_embeddings)."
-        )
-    found = length_limit(model)
-    return most if found is None else min(most, found[0])

@@ -180,7 +180,7 @@ def _restarts(server: Server) -> Found:
 
 
 def _handing_over(server: Server) -> Found:
-    """Which ways are open."""
+    """In which ways the server takes weights from a folder."""
     ways = {"reload": "/collective_rpc", "adapter": "/v1/load_lora_adapter"}
     found = [way for way, path in ways.items() if server.has(path)]
     way_out = "start vLLM with VLLM_SERVER_DEV_MODE=1 for weights: reload"

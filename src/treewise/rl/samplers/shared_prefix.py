@@ -228,7 +228,7 @@ class RowsLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row."""
         return self.prefix_keys.shape[2] + self.num_own
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -236,7 +236,7 @@ class RowsLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """-1: a row may become as long as it does."""
         return -1
 
     def select(self, groups: torch.Tensor, rows: torch.Tensor) -> None:

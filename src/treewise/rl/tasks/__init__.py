@@ -3,7 +3,7 @@
 from treewise.rl.tasks.calls import Calls
 from treewise.rl.tasks.chat_tokens import ChatTokens
 from treewise.rl.tasks.environment import EnvironmentTask, GuessNumber
-from treewise.rl.tasks.episode import Episode
+from treewise.rl.tasks.episode import EnvironmentEpisode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TaskItem, TurnTask
 from treewise.rl.tasks.reward_functions import math_reward
 from treewise.rl.tasks.rewards import RewardFailure, RewardRunner
@@ -13,7 +13,7 @@ __all__ = [
     "Calls",
     "ChatTokens",
     "EnvironmentTask",
-    "Episode",
+    "EnvironmentEpisode",
     "GuessNumber",
     "ReasoningGymTask",
     "RewardFailure",

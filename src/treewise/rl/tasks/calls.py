@@ -73,7 +73,7 @@ def found_by_name(name: str, what: str) -> object:
 
 
 def _load_files(paths: Sequence[str]) -> None:
-    """In a worker process."""
+    """Imports the user's files where a worker process begins, so that what is sent to it can be unpickled."""
     for path in paths:
         _module_of_file(path)
 

@@ -331,5 +331,5 @@ class GuessNumber:
         return (self.max_tries - self.num_tries + 1) / self.max_tries if self.is_correct else 0.0
 
     def fork(self) -> "GuessNumber":
-        """An independent copy."""
+        """A copy that goes on from here by itself."""
         return copy.copy(self)

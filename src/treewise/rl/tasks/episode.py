@@ -24,7 +24,7 @@ EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
 
 
 @dataclass(slots=True)
-class _Turn:
+class _SampledTurn:
     """A sampled turn while its environment answers.
 
     message: as environments get it. saved: the environment before it. replies: the messages that follow it where the
@@ -44,7 +44,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class Episode:
+class EnvironmentEpisode:
     """One episode, from `start_episodes`.
 
     token_ids: the prompt and all that followed; what the next turn is sampled from. turn_starts: where each turn's
@@ -68,7 +68,7 @@ class Episode:
     failure: FailedCall | None = None
     last: Message | None = None
     num_branches: int = 0
-    _turn: _Turn | None = None
+    _turn: _SampledTurn | None = None
     _restore: Callable[[], Any] | None = None  # of a branch that is not opened
     _lock: Any = field(default_factory=threading.Lock)  # of all branches: one copies at a time
 
@@ -86,7 +86,7 @@ class Episode:
         text, message, calls = self._read(ids, is_cut=finish_reason == "length")
         self.turn_starts.append(len(self.token_ids))
         self.token_ids += ids
-        self._turn = _Turn(text, message, calls, ids[-1], finish_reason)
+        self._turn = _SampledTurn(text, message, calls, ids[-1], finish_reason)
         return partial(self._answer, self._turn)
 
     def end_turn(self) -> None:
@@ -102,7 +102,7 @@ class Episode:
         else:
             self.last = turn.message
 
-    def begin_branch(self, turn: int) -> "Episode":
+    def begin_branch(self, turn: int) -> "EnvironmentEpisode":
         """An independent episode that stands before turn `turn` (0 is the first); `num_turns` copies all turns. Its
         environment is there once it was opened.
         """
@@ -111,7 +111,7 @@ class Episode:
         written = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         written = written[len(written) - self.num_turns :]
         end = self.turn_starts[turn] if turn < self.num_turns else len(self.token_ids)
-        return Episode(
+        return EnvironmentEpisode(
             self.task,
             self.item,
             self.chat,
@@ -179,7 +179,7 @@ class Episode:
         message["num_tokens"] = [len(self.token_ids), len(ids)]
         return text, message, () if is_cut else (ToolCall(env.RESPOND, message),)
 
-    def _answer(self, turn: _Turn) -> None:
+    def _answer(self, turn: _SampledTurn) -> None:
         self._carry_out(turn)
         if turn.finish_reason == "length":
             turn.end_reason = "length"
@@ -194,7 +194,7 @@ class Episode:
         else:
             self._reply(turn)
 
-    def _carry_out(self, turn: _Turn) -> None:
+    def _carry_out(self, turn: _SampledTurn) -> None:
         saved = self._saved()
         if isinstance(saved, FailedCall):
             self._fail(saved, "fork before")
@@ -212,7 +212,7 @@ class Episode:
     def _fail(self, found: FailedCall, what: str) -> None:
         self.failure = FailedCall(found.kind, f"{what} turn {self.num_turns - 1}: {found.message}", found.cause)
 
-    def _reply(self, turn: _Turn) -> None:
+    def _reply(self, turn: _SampledTurn) -> None:
         role = "tool" if self.task.text_tool is None else "user"
         turn.replies = [
             {"role": role, "content": answer, **({"name": call.name} if role == "tool" else {})}
@@ -242,7 +242,9 @@ class Episode:
         return found
 
 
-def start_episodes(task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> list[Episode]:
+def start_episodes(
+    task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls
+) -> list[EnvironmentEpisode]:
     """New episodes: environments are reset, and their text joins the last message of each prompt.
 
     calls: how environments are called.
@@ -260,5 +262,7 @@ def start_episodes(task: TurnTask, items: Sequence[TaskItem], chat: ChatTokens, 
         schemas, method = env.tool_schemas(environment, item.key), env.state_method(environment)
         messages = env.opening(item.prompt, first)  # type: ignore[arg-type]  # of environments always messages
         ids = list(chat.prompt_ids(messages, schemas if task.text_tool is None else None, item.key))
-        episodes.append(Episode(task, item, chat, "0", environment, method, first, schemas, messages, ids, calls))
+        episodes.append(
+            EnvironmentEpisode(task, item, chat, "0", environment, method, first, schemas, messages, ids, calls)
+        )
     return episodes

@@ -76,18 +76,18 @@ class RewardFunctions:
 
     def jobs(self, requests: Sequence[RewardRequest], trainer_state: object = None) -> list[Job]:
         """The calls for a batch: one for each plain function, and one for all coroutine functions together."""
-        batch = arguments_of(requests) | {"trainer_state": trainer_state}
+        batch = reward_arguments(requests) | {"trainer_state": trainer_state}
         coroutines = tuple(each for each in self.functions if is_async(each))
         jobs = [Job(_called, (each, batch), each) for each in self.functions if not is_async(each)]
         return jobs + ([Job(_called_together, (coroutines, batch), coroutines[0])] if coroutines else [])
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
         """The reward of each rollout, by calls here and now; None where a function failed or none answered."""
-        rewards, _ = self.combined([job.function(*job.args) for job in self.jobs(requests)], len(requests))
+        rewards, _ = self.combined([job.function(*job.args) for job in self.jobs(requests)])
         return [each if isinstance(each, float) else None for each in rewards]
 
-    def combined(self, results: Sequence[Any], size: int) -> tuple[list[float | FailedCall], Logged]:
-        """The reward of each of `size` rollouts, from what the jobs returned."""
+    def combined(self, results: Sequence[Any]) -> tuple[list[float | FailedCall], Logged]:
+        """The reward of each rollout, from what the jobs returned."""
         flat = [each for result in results for each in (result if isinstance(result, list) else [result])]
         pairs = list(zip(self.functions, self.weights, strict=True))
         pairs = [each for each in pairs if not is_async(each[0])] + [each for each in pairs if is_async(each[0])]
@@ -97,36 +97,38 @@ class RewardFunctions:
             known = [value for value in values if isinstance(value, float)]
             if known:
                 logged.log_metric(f"rewards/{name_of(function)}/mean", sum(known) / len(known))
-        columns, weights = [values for values, _ in flat], [weight for _, weight in pairs]
-        return [self._total([values[index] for values in columns], weights) for index in range(size)], logged
-
-    def _total(self, values: Sequence[Value], weights: Sequence[float]) -> float | FailedCall:
-        wrong = next((value for value in values if isinstance(value, FailedCall)), None)
-        if wrong is not None:
-            return wrong
-        terms = [weight * value for value, weight in zip(values, weights, strict=True) if isinstance(value, float)]
         names = " and ".join(f"{place_of(each)}{name_of(each)}" for each in self.functions)
-        if not terms:
-            return number(None, f"{names} returned")
-        return number(sum(terms), f"the weighted sum of {names} is")
+        rewards: list[float | FailedCall] = []
+        for values in zip(*(values for values, _ in flat), strict=True):
+            wrong = next((value for value in values if isinstance(value, FailedCall)), None)
+            terms = [weight * v for v, (_, weight) in zip(values, pairs, strict=True) if isinstance(v, float)]
+            if wrong is not None:
+                rewards.append(wrong)
+            elif terms:
+                rewards.append(number(sum(terms), f"the weighted sum of {names} is"))
+            else:
+                rewards.append(number(None, f"{names} returned"))
+        return rewards, logged
 
 
-def arguments_of(requests: Sequence[RewardRequest]) -> dict[str, Any]:
-    """What TRL's trainer passes of a batch: prompts, completions, ids, and the columns of the rows as lists."""
+def reward_arguments(requests: Sequence[RewardRequest]) -> dict[str, Any]:
+    """What TRL's trainer passes of a batch: prompts, completions, ids, and the columns of the rows as lists. A
+    completion is a text for a prompt that is a text, else its message in a list.
+    """
     columns = [key for key in requests[0].item.extra if key not in NOT_COLUMNS]
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    for request in requests:
+        prompt = request.item.prompt
+        message = request.message or {"role": "assistant", "content": request.text}
+        prompts.append(prompt if isinstance(prompt, str) else [dict(each) for each in prompt])
+        completions.append(request.text if isinstance(prompt, str) else [dict(message)])
     return {
-        "prompts": [_given(request.item.prompt) for request in requests],
-        "completions": [completion_of(request) for request in requests],
+        "prompts": prompts,
+        "completions": completions,
         "completion_ids": [list(request.token_ids) for request in requests],
         **{key: [request.item.extra.get(key) for request in requests] for key in columns},
     }
-
-
-def completion_of(request: RewardRequest) -> str | list[dict[str, Any]]:
-    """A completion: a text for a prompt that is a text, else its message in a list."""
-    if isinstance(request.item.prompt, str):
-        return request.text
-    return [dict(request.message) if request.message else {"role": "assistant", "content": request.text}]
 
 
 def loaded_function(function: str | RewardFunction) -> RewardFunction:
@@ -203,10 +205,6 @@ def _values(function: RewardFunction, result: Any, size: int) -> list[Value]:
     if len(values) != size:
         raise ValueError(f"{name_of(function)} returned {num(len(values), 'reward')} for {num(size, 'completion')}")
     return [None if value is None else number(value, where) for value in values]
-
-
-def _given(prompt: Sequence[Message] | str) -> list[Message] | str:
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **_columns: object) -> list[float]:

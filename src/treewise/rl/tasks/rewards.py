@@ -14,9 +14,9 @@ from typing import Any, Literal
 from treewise.data.io.field_checks import printable
 from treewise.errors import TaskError, num
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
-from treewise.rl.tasks.episode import Episode
+from treewise.rl.tasks.episode import EnvironmentEpisode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
-from treewise.rl.tasks.reward_functions import Logged, RewardFunctions, number
+from treewise.rl.tasks.reward_functions import Logged, number
 
 logger = logging.getLogger(__name__)
 MAX_FAILED = 0.5  # the share of rollouts that may have no reward, where nothing else is asked for
@@ -107,7 +107,7 @@ class RewardRunner:
         """
         if not requests:
             return [], Logged()
-        outcomes, logged = self._batch(task, requests)
+        ((outcomes, logged),) = self._called(task, [requests])
         if isinstance(outcomes, FailedCall):
             if self.on_reward_error == "raise":
                 raise TaskError(str(_failure(requests[0].item.key, outcomes))) from outcomes.cause
@@ -115,7 +115,7 @@ class RewardRunner:
         self._write_extras(requests, logged)
         return self._checked([request.item.key for request in requests], outcomes), logged
 
-    def of_episodes(self, episodes: Sequence[Episode]) -> list[Outcome]:
+    def of_episodes(self, episodes: Sequence[EnvironmentEpisode]) -> list[Outcome]:
         """What the environments of finished episodes give, or why there is nothing.
 
         Raises:
@@ -126,10 +126,6 @@ class RewardRunner:
         found = iter(self.calls.run_together(jobs))
         outcomes = [next(found) if episode.failure is None else episode.failure for episode in episodes]
         return self._checked([f"{each.item.key}, episode {each.name}" for each in episodes], outcomes)
-
-    def begin(self, trainer_state: object) -> None:
-        """Begins the tally of an iteration."""
-        self.tally, self.trainer_state = RewardTally(), trainer_state
 
     def begun(self, trainer_state: object, failures: Mapping[str, int]) -> "RewardRunner":
         """A runner with a tally of its own, which shares calls and what was logged. failures: of the run so far."""
@@ -152,25 +148,29 @@ class RewardRunner:
         """Ends worker processes."""
         self.calls.close()
 
-    def _jobs(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> list[Job]:
-        if (functions := functions_of(task)) is not None:
-            state = self.trainer_state
-            if self.calls.workers and state is not None:
-                state = SimpleNamespace(**vars(state))  # its class would import transformers into each worker
-            return functions.jobs(requests, state)
-        return [Job(_rewards_of_task, (task, list(requests)), type(task).rewards)]
-
-    def _combined(
-        self, task: SingleTurnTask, results: Sequence[Any], size: int
-    ) -> tuple[list[Any] | FailedCall, Logged]:
-        failed = next((result for result in results if isinstance(result, FailedCall)), None)
-        if failed is not None:
-            return failed, Logged()
-        functions = functions_of(task)
-        return (results[0], Logged()) if functions is None else functions.combined(results, size)
-
-    def _batch(self, task: SingleTurnTask, requests: Sequence[RewardRequest]) -> tuple[list[Any] | FailedCall, Logged]:
-        return self._combined(task, self.calls.run_all(self._jobs(task, requests)), len(requests))
+    def _called(
+        self, task: SingleTurnTask, batches: Sequence[Sequence[RewardRequest]], total_seconds: float | None = None
+    ) -> list[tuple[list[Any] | FailedCall, Logged]]:
+        """What each batch gets, or the call for it that failed; the calls for all batches go out together."""
+        functions, state = getattr(task, "functions", None), self.trainer_state
+        if self.calls.workers and state is not None:
+            state = SimpleNamespace(**vars(state))  # its class would import transformers into each worker
+        jobs = [
+            [Job(_rewards_of_task, (task, list(requests)), type(task).rewards)]
+            if functions is None
+            else functions.jobs(requests, state)
+            for requests in batches
+        ]
+        results = iter(self.calls.run_all([job for own in jobs for job in own], total_seconds))
+        found: list[tuple[list[Any] | FailedCall, Logged]] = []
+        for own in jobs:
+            answers = [next(results) for _ in own]
+            failed = next((answer for answer in answers if isinstance(answer, FailedCall)), None)
+            if failed is not None or functions is None:
+                found.append((failed or answers[0], Logged()))
+            else:
+                found.append(functions.combined(answers))
+        return found
 
     def _without_culprits(
         self, task: SingleTurnTask, requests: Sequence[RewardRequest], failed: FailedCall
@@ -179,13 +179,12 @@ class RewardRunner:
         if len(requests) == 1:
             return everything, Logged()
         limit = self.calls.timeout_seconds
-        jobs = [self._jobs(task, [request]) for request in requests]
-        flat = iter(self.calls.run_all([job for own in jobs for job in own], None if limit is None else _ALONE * limit))
-        alone = [self._combined(task, [next(flat) for _ in own], 1)[0] for own in jobs]
+        tried = self._called(task, [[request] for request in requests], None if limit is None else _ALONE * limit)
+        alone = [outcome for outcome, _ in tried]
         good = [index for index, outcome in enumerate(alone) if not isinstance(outcome, FailedCall)]
         if not good or len(good) == len(requests):
             return everything, Logged()
-        outcomes, logged = self._batch(task, [requests[index] for index in good])
+        ((outcomes, logged),) = self._called(task, [[requests[index] for index in good]])
         if isinstance(outcomes, FailedCall):
             return everything, Logged()
         result = list(alone)
@@ -214,12 +213,6 @@ class RewardRunner:
                 own = {name: values[index] for name, values in columns.items()}
                 row = {"item": request.item.key, "completion": request.text, **own}
                 stream.write(json.dumps(row, default=printable) + "\n")
-
-
-def functions_of(task: SingleTurnTask) -> RewardFunctions | None:
-    """The reward functions of a task that has some, which are called one by one."""
-    found: RewardFunctions | None = getattr(task, "functions", None)
-    return found
 
 
 def _rewards_of_task(task: SingleTurnTask, requests: list[RewardRequest]) -> list[float | FailedCall]:

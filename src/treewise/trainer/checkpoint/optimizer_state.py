@@ -54,7 +54,7 @@ class OptimizerState:
         return {name: value for name, value in self.flat() if isinstance(value, torch.Tensor)}
 
     def flat(self) -> Iterator[tuple[str, Any]]:
-        """`parameter/entry` and value."""
+        """Every entry with its value, by `parameter/entry`."""
         return ((f"{name}/{entry}", value) for name, each in self.entries.items() for entry, value in each.items())
 
     def mapped(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "OptimizerState":
