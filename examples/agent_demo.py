@@ -31,7 +31,6 @@ from transformers import PrinterCallback, ProgressCallback
 import treewise as tw
 from treewise.cli.main import main as treewise
 from treewise.cli.progress import StepLines
-from treewise.errors import duration
 from treewise.models.load_model import load_model
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
@@ -47,7 +46,7 @@ THINGS = ("ball", "book", "bread", "coin", "cup", "fish", "hat", "key", "lamp", 
 NUM_TASKS, NUM_BOXES, HELD_OUT = 480, 6, 0.1
 NUM_RECORDED, NUM_TRIES, SLIP = 48, 4, 0.3  # further tasks, of the recorded tries
 WARM_UP_TREES = 6  # of a step
-MAX_NEW_TOKENS = 48
+MAX_NEW_TOKENS, TOKENS_PER_EPISODE = 48, 60  # of a turn at most; about
 # What a policy of 135 million parameters needs to see: a tool a line, calls as Hermes and Qwen models write them.
 TEMPLATE = """
 {%- for message in messages -%}
@@ -174,7 +173,6 @@ def words_of(args: argparse.Namespace, output: Path) -> list[str]:
         "output_dir": output / "run",
         "iterations": args.iterations,
         "trees_per_iteration": args.tasks,
-        "max_new_tokens": MAX_NEW_TOKENS,
         "learning_rate": args.learning_rate,
         "max_tokens": 2048,
         "drop_flat_groups": "true",
@@ -189,13 +187,14 @@ def words_of(args: argparse.Namespace, output: Path) -> list[str]:
         "tasks_settings.held_out": HELD_OUT,
     }
     if args.kind == "agent":
-        settings = {"episodes": args.episodes, "gather_seconds": 2, "python": args.python}
-        own |= {"agent": AGENT, "tasks": rows}
+        settings = {"episodes": args.episodes, "gather_seconds": 2, "episode_seconds": 3600, "python": args.python}
+        own |= {"agent": AGENT, "tasks": rows, "max_new_tokens": MAX_NEW_TOKENS}
         own |= {f"agent_settings.{name}": value for name, value in settings.items() if value is not None}
     else:
         own |= {"tasks": f"{HERE / 'box_environment.py'}:boxes", "tasks_settings.rows": rows}
+        own |= {"max_new_tokens": 4 * MAX_NEW_TOKENS, "gather_seconds": "null"}  # of all turns of an episode
         own |= {"branching_settings.roots": args.episodes}
-        own |= {"tokens_per_iteration": args.tasks * args.episodes * 60, "gather_seconds": "null"}
+        own |= {"tokens_per_iteration": args.tasks * args.episodes * TOKENS_PER_EPISODE}
     words = ["rl"]
     for name, value in own.items():
         words += [f"--{name}", str(value)]

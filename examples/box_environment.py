@@ -1,6 +1,6 @@
 """The agent of box_agent.py rewritten as an environment, beside which `make agent-demo` was measured.
 
-    treewise rl --tasks examples/box_environment.py:boxes --tasks_settings.rows tasks.jsonl --model ./my-model ...
+treewise rl --tasks examples/box_environment.py:boxes --tasks_settings.rows tasks.jsonl --model ./my-model ...
 """
 
 import json

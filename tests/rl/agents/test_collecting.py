@@ -346,3 +346,26 @@ def test_a_command_is_an_agent_too():
         found = collector.collect(requests(1), moment(Speaker()))
     assert found.groups[0].rewards == [0.5] * 3
     assert "OPENAI_API_KEY" not in os.environ
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_episodes(tmp_path):
+    """What is recalled counts, too; each completion is told, so that whoever watches may end the collecting."""
+    path, told = tmp_path / "journal.jsonl", []
+    with collector_of("right") as collector:
+        assert collector.amount(2, 100, LoopState(SuccessBook(BookSettings()))) == (6, "episode")
+        for _ in range(2):
+            collector.collect(requests(), moment(Speaker(), path, progress=told.append))
+    assert [sum(told[:-6]), told[-6:]] == [6, [1] * 6]
+    assert told.count(0) == 6
+    with collector_of("right", episodes=None) as collector:
+        assert collector.amount(2, 100, LoopState(SuccessBook(BookSettings()))) == (16, "episode")
+
+
+def test_held_out_episodes_that_fail_are_named(caplog):
+    with collector_of("raising") as collector:
+        collector.evaluate([TASK.item("held_out", 0)], moment(Speaker(), where="evaluation"), 9)
+    assert "evaluation: 1 of 1 episodes have no reward and are set aside: 1 raised." in caplog.text
+    assert "ValueError: no idea" in caplog.text

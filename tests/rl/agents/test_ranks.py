@@ -1,4 +1,4 @@
-"""Two processes are one: same episodes, same weights to rounding, also after a resumption and while the policy trains."""
+"""Two processes are one: same episodes, same weights to rounding, after a resumption and while the policy trains."""
 
 import os
 import traceback
@@ -103,7 +103,7 @@ def test_one_port_is_not_that_of_several_processes(tmp_path):
     def work(rank):
         model = tiny_policy()
         own = AgentSettings(port=free_port())
-        with pytest.raises(ConfigError, match="agent_settings.port=.* 2 processes"):
+        with pytest.raises(ConfigError, match=r"agent_settings\.port=\d+ is one port, and each of the 2 processes"):
             AgentCollector(f"{PLAIN}:right", TOKENIZER, model, AgentTask([{}] * 10), settings(branching="none"), own)
 
     on_two(work)

@@ -6,6 +6,7 @@ episode share its reward and its number of a rollout, and all rows of a task are
 """
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -33,11 +34,13 @@ from treewise.rl.agents.stop_ids import stop_ids_of
 from treewise.rl.agents.tasks import AgentTask, request_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
+from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
+logger = logging.getLogger("treewise")
 POLL_SECONDS = 0.2  # between two looks for a signal while episodes run
 MAX_SHOWN = 5  # different failures of an iteration that are named
 
@@ -118,6 +121,10 @@ class AgentCollector:
         ids: list[int] = self.writer.prompt_ids(written).tolist()
         return ids
 
+    def amount(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
+        """See `Collector`: episodes, whose tokens nobody knows before."""
+        return num_groups * self.own.num_episodes(budget // num_groups, state.expected_tokens), "episode"
+
     def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
         """See `Collector`."""
         expected = moment.state.expected_tokens
@@ -149,6 +156,8 @@ class AgentCollector:
         ]
         limits = replace(self.limits, temperature=self.settings.eval_temperature, top_p=1.0, top_k=0)
         _, parts = self._run(wanted, moment, limits)
+        for line in _warnings(parts) if ranks.own() == 0 else ():
+            logger.warning("%s: %s", moment.where, line)
         records = [parts[number % ranks.count()][f"{seed}/{number}"] for number in range(len(items))]
         found = Collected([])
         held_out = []
@@ -259,9 +268,8 @@ class _InProgress:
     def _run_agents(self, left: Sequence[Wanted]) -> None:
         collector, own = self.collector, self.collector.own
 
-        def on_sampled(num_tokens: int) -> None:
-            if self.moment.progress is not None:
-                self.events.put(lambda: self.moment.progress(num_tokens))  # type: ignore[misc]
+        def on_sampled(_num_tokens: int) -> None:
+            self.events.put(lambda: self._advance(0))  # whoever watches may end the collecting
 
         batcher = Batcher(self.moment.sampler, gather_seconds=own.gather_seconds, on_sampled=on_sampled)
         batcher.num_expected = 0
@@ -291,12 +299,17 @@ class _InProgress:
             threads.shutdown()
             batcher.close()
 
+    def _advance(self, num_episodes: int) -> None:
+        if self.moment.progress is not None:
+            self.moment.progress(num_episodes * ranks.count())  # of all processes, as each does its share
+
     def _recalled(self, wanted: Wanted) -> bool:
         journal = self.moment.journal
         record = journal.recall("episode", wanted.name, self.collector.question(wanted, self.limits))
         if record is None:
             return False
         self._keep(wanted, record)
+        self._advance(1)
         return True
 
     def _one(self, wanted: Wanted, batcher: Batcher) -> tuple[Wanted, dict[str, Any]]:
@@ -328,6 +341,7 @@ class _InProgress:
         journal, question = self.moment.journal, self.collector.question(wanted, self.limits)
         journal.record("episode", [(wanted.name, question, record)])
         self._keep(wanted, record)
+        self._advance(1)
 
     def _keep(self, wanted: Wanted, record: dict[str, Any]) -> None:
         self.found[wanted.name] = record

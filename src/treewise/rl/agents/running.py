@@ -94,7 +94,8 @@ class AgentRunner:
         except OSError as error:
             self._link.close()
             self._folder.cleanup()
-            raise ConfigError(f"agent_settings.python: {python}: {error.strerror}; name a Python 3.10 or later.") from None
+            what = f"{python}: {error.strerror}; name a Python 3.10 or later"
+            raise ConfigError(f"agent_settings.python: {what}.") from None
         finally:
             other.close()
         self._lines = self._link.makefile("rb")
