@@ -4,8 +4,8 @@ Runs of examples/agent_demo.py from the same weights on the same tasks: the agen
 endpoint, and the environment, side by side on a thread each, so that both share whatever else the machine does. CPU
 seconds are those of all processes, agents included.
 
-    python benchmarks/bench_agents.py [--python .venv-agents/bin/python]       # `make agents` makes that environment
-    python benchmarks/bench_agents.py --model smollm2                          # the times, with a policy that has a size
+    python benchmarks/bench_agents.py [--python .venv-agents/bin/python]     # `make agents` makes that environment
+    python benchmarks/bench_agents.py --model smollm2                        # the times, with a policy of some size
 
 The tiny policy is a Llama of 0.2 million parameters that has imitated the recorded tries until it half knows the task;
 with it an iteration is mostly the agents' own time. Runs that the result holds are not repeated.
@@ -143,7 +143,7 @@ def side_by_side(model: str, seed: int, start: Path, folder: Path, python: str) 
 
 
 def compared(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each pair: what the agent took for a sampled token, over what the environment took, and the success of both."""
+    """Of each pair: what the agent took for a sampled token, over what the environment took; the success of both."""
     rows = []
     for model, seed in sorted({(run["model"], run["seed"]) for run in runs}):
         own = {run["kind"]: run for run in runs if (run["model"], run["seed"]) == (model, seed)}

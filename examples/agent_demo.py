@@ -52,11 +52,13 @@ TEMPLATE = """
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
 {%- if message.role == 'system' %}{% for tool in tools or [] -%}
-{{ '\\n' + tool.function.name + '(' + tool.function.parameters.properties | join(', ') + '): ' + tool.function.description }}
+{%- set own = tool.function -%}
+{{ '\\n' + own.name + '(' + own.parameters.properties | join(', ') + '): ' + own.description }}
 {%- endfor %}{% endif -%}
 {%- for call in message.tool_calls or [] -%}
-{%- set given = call.function.arguments -%}
-{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (given if given is string else given | tojson) + '}</tool_call>' }}
+{%- set own = call.function -%}
+{%- set given = own.arguments if own.arguments is string else own.arguments | tojson -%}
+{{ '<tool_call>{"name": "' + own.name + '", "arguments": ' + given + '}</tool_call>' }}
 {%- endfor -%}
 {{ '<|im_end|>\\n' }}
 {%- endfor -%}
@@ -120,7 +122,7 @@ def called(name: str, **arguments: str) -> str:
 
 
 def recorded_tries(tokenizer: Any, model: Any, python: str | None) -> list[list[tw.Trajectory]]:
-    """What the endpoint records of the agent while the script speaks: a tree of each task, its sampled tokens trained."""
+    """What the endpoint records of the agent while the script speaks: a tree of each task, whose turns are trained."""
     task = AgentTask(tasks_of("recorded", NUM_RECORDED), held_out=0.0, name="recorded")
     online = tw.OnlineSettings(max_new_tokens=MAX_NEW_TOKENS, chat_template=TEMPLATE)
     own = AgentSettings(episodes=NUM_TRIES, python=python)
