@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(ROOT / "examples"))
-from agent_demo import PEOPLE, SLIP, THINGS, called, tasks_of
+from agent_demo import SLIP, WRONG, tasks_of, turn_of
 
 DEMO = ROOT / "examples" / "agent_demo.py"
 KINDS = ("agent", "environment")
@@ -60,17 +60,17 @@ def recorded(row: dict[str, Any], draw: random.Random, slip: float) -> Parts:
     end, header = "<|im_end|>", "<|im_start|>assistant\n"
     tools = "box_of(person): The number of a person's box.\nlook_in(box): What lies in a box."
     asked = f"<|im_start|>system\nUse the tools, then answer with one word.\n{tools}{end}\n<|im_start|>user\n"
-    person = row["question"].split()[3].removesuffix("'s")
-    person = draw.choice(PEOPLE) if draw.random() < slip else person
+    person, looked, answer = (wrong if draw.random() < slip else None for wrong in WRONG)
+    person = person or row["question"].split()[3].removesuffix("'s")
     box = row["boxes"].get(person, "nobody")
-    looked = str(draw.randrange(10, 100)) if draw.random() < slip else box
+    looked = looked or box
     thing = row["things"].get(looked, "nothing")
-    answer = draw.choice(THINGS) if draw.random() < slip else thing
+    answer = answer or thing
     return [
         (f"{asked}{row['question']}{end}\n{header}", False),
-        (called("box_of", person=person) + end, True),
+        (turn_of(0, person) + end, True),
         (f"\n<|im_start|>tool\n{box}{end}\n{header}", False),
-        (called("look_in", box=looked) + end, True),
+        (turn_of(1, looked) + end, True),
         (f"\n<|im_start|>tool\n{thing}{end}\n{header}", False),
         (answer + end, True),
     ]

@@ -5,7 +5,7 @@
 
 The agent (box_agent.py) has two tools, one that says whose box has which number and one that looks into a box. First a
 minute of fine-tuning on recorded tries: the agent's own calls, as the endpoint recorded them while a script spoke in
-place of the model, and three words of ten that it gave on were wrong. Then `treewise rl --agent`, whose reward is 1 for
+place of the model, and three turns of ten were a bad habit. Then `treewise rl --agent`, whose reward is 1 for
 the right word. `--kind environment` trains the same agent rewritten as an environment (box_environment.py), from the
 same weights on the same tasks.
 
@@ -44,7 +44,8 @@ HERE = Path(__file__).parent
 PEOPLE = ("Anna", "Ben", "Carl", "Dora", "Emma", "Fred", "Gina", "Hans", "Ida", "Jack")
 THINGS = ("ball", "book", "bread", "coin", "cup", "fish", "hat", "key", "lamp", "map", "pen", "ring", "shoe", "stone")
 NUM_TASKS, NUM_BOXES, HELD_OUT = 480, 6, 0.1
-NUM_RECORDED, NUM_TRIES, SLIP = 48, 4, 0.3  # further tasks, of the recorded tries
+NUM_RECORDED, NUM_TRIES = 48, 4  # further tasks, of the recorded tries
+SLIP, WRONG = 0.3, ("Anna", "7", "nothing")  # how often a recorded turn is wrong, and its person, box or answer then
 WARM_UP_TREES = 6  # of a step
 MAX_NEW_TOKENS, TOKENS_PER_EPISODE = 48, 60  # of a turn at most; about
 # What a policy of 135 million parameters needs to see: a tool a line, calls as Hermes and Qwen models write them.
@@ -84,10 +85,10 @@ def tasks_of(name: str, count: int) -> list[dict[str, Any]]:
 
 
 class Script:
-    """A sampler that does the right thing but for slips: another person, another number, another word."""
+    """A sampler that does the right thing, but for bad habits."""
 
-    def __init__(self, tokenizer: Any, slip: float = SLIP) -> None:
-        self.tokenizer, self.slip = tokenizer, slip
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         """A turn behind each prefix."""
@@ -104,21 +105,19 @@ class Script:
         talk = self.tokenizer.decode(list(request.prefix_ids))
         said = [each.removesuffix("<|im_end|>\n").partition("\n") for each in talk.split("<|im_start|>")]
         results = [text for role, _, text in said if role == "tool"]
-        slips = draw.random() < self.slip
-        if not results:
-            person = draw.choice(PEOPLE) if slips else said[2][2].split()[3].removesuffix("'s")
-            text = called("box_of", person=person)
-        elif len(results) == 1:
-            text = called("look_in", box=str(draw.randrange(10, 100)) if slips else results[0])
-        else:
-            text = draw.choice(THINGS) if slips else results[1]
+        person = said[2][2].split()[3].removesuffix("'s")
+        word = WRONG[len(results)] if draw.random() < SLIP else [person, *results][len(results)]
+        text = turn_of(len(results), word)
         ids = [*self.tokenizer(text).input_ids, self.tokenizer.eos_token_id]
         return Completion(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), "stop")
 
 
-def called(name: str, **arguments: str) -> str:
-    """A call as the template writes it."""
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+def turn_of(number: int, word: str) -> str:
+    """The first turn asks for a person's box, the second looks into one, the third answers."""
+    if number == 2:
+        return word
+    name, argument = (("box_of", "person"), ("look_in", "box"))[number]
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {argument: word}})}</tool_call>"
 
 
 def recorded_tries(tokenizer: Any, model: Any, python: str | None) -> list[list[tw.Trajectory]]:

@@ -170,7 +170,7 @@ def post(path, body):
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as answer:
+    with opener.open(request, timeout=600) as answer:
         read = answer.read()
     return read.decode() if body.get("stream") else json.loads(read)
 

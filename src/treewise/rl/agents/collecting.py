@@ -24,6 +24,7 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit
 from treewise.rl.agents.batching import Batcher
+from treewise.rl.agents.calls import calls_of, write_calls
 from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episode, Episodes
@@ -63,7 +64,7 @@ class AgentCollector:
         model: that is trained.
         task: whose items are the agent's tasks.
         temperature: of trained calls.
-        folder: of the run, for what reward functions log.
+        folder: of the run, for the calls of each iteration and what reward functions log.
 
     Raises:
         ConfigError: the agent cannot be loaded, the endpoint not listen, or a setting has no meaning with an agent.
@@ -88,6 +89,7 @@ class AgentCollector:
                 "this run has an endpoint of its own; leave it out."
             )
         self.agent, self.task, self.settings, self.own = agent, task, settings, agent_settings
+        self.folder = folder
         self.extras = (
             None
             if folder is None
@@ -137,13 +139,17 @@ class AgentCollector:
                 name = "/".join(map(str, request.seed))
                 wanted += [Wanted(f"{name}/{n}", request.item, (*request.seed, n)) for n in range(count)]
         seconds, parts = self._run(wanted, moment, self.limits)
-        found = Collected([], seconds=seconds)
+        found, shown = Collected([], seconds=seconds), list[dict[str, Any]]()
         for request, count in zip(requests, sizes, strict=True):
             own = parts[request.number % ranks.count()]
             name = "/".join(map(str, request.seed))
             records = [own[f"{name}/{n}"] for n in range(count)]
             found.groups.append(self._group(request, records, moment))
             _count(found, records)
+            shown += [{**record, "task": request.key} for record in records]
+        if self.folder is not None and moment.trainer_state is not None and ranks.own() == 0:
+            number, is_first = moment.trainer_state.global_step + 1, requests[0].number == 0
+            write_calls(self.folder, number, shown, is_first=is_first)
         found.warnings = _warnings(parts)
         return found
 
@@ -406,7 +412,7 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
         "account": asdict(account),
         "reasons": dict(episode.recording.reasons),
         "refused": dict(episode.refused),
-        "calls": _calls_of(episode),
+        "calls": calls_of(episode),
     }
 
 
@@ -426,23 +432,6 @@ def _talk_of(episode: Episode) -> list[dict[str, Any]]:
 
 def _question_of_reward(record: Mapping[str, Any]) -> list[Any]:
     return [record["talk"], record["agent_reward"]]
-
-
-def _calls_of(episode: Episode) -> list[dict[str, Any]]:
-    """The calls as a tree: where each went on from, and what came."""
-    return [
-        {
-            "call": call.id,
-            "from": None if call.start is None else call.start.call.number,
-            "model": call.asked.model,
-            "is_trained": call.is_trained,
-            "prompt_tokens": call.num_prompt,
-            "tokens": [choice.num_sampled for choice in call.choices],
-            "finish": [choice.finish for choice in call.choices],
-            "fork": call.reason,
-        }
-        for call in episode.recording.calls
-    ]
 
 
 def _prompt_of(row: Mapping[str, Any]) -> list[int]:
