@@ -31,6 +31,7 @@ from transformers import PrinterCallback, ProgressCallback
 import treewise as tw
 from treewise.cli.main import main as treewise
 from treewise.cli.progress import StepLines
+from treewise.errors import duration
 from treewise.models.load_model import load_model
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
@@ -100,8 +101,12 @@ class Script:
     def close(self) -> None:
         """Nothing to close."""
 
+    def draw_of(self, request: SampleRequest) -> random.Random:
+        """What decides whether a turn is a bad habit."""
+        return random.Random(request.seed)
+
     def _turn(self, request: SampleRequest) -> Completion:
-        draw = random.Random(request.seed)
+        draw = self.draw_of(request)
         talk = self.tokenizer.decode(list(request.prefix_ids))
         said = [each.removesuffix("<|im_end|>\n").partition("\n") for each in talk.split("<|im_start|>")]
         results = [text for role, _, text in said if role == "tool"]
@@ -205,7 +210,8 @@ def words_of(args: argparse.Namespace, output: Path) -> list[str]:
 AGENT = f"{HERE / 'box_agent.py'}:run"
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
     parser = argparse.ArgumentParser(description="An agent of the OpenAI Agents SDK learns: tools, then online RL.")
     parser.add_argument("--model", default="smollm2-demo")
     parser.add_argument("--output", type=Path, help="folder of the run (runs/agent-demo, or runs/agent-demo-2, ...)")
@@ -221,7 +227,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="goes on with the run in the folder")
     parser.add_argument("--record", type=Path, help="a JSON file for the figures")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     started = time.perf_counter()
     output = args.output or free_folder(Path("runs/agent-demo"), is_resumed=args.resume)
     print(f"an agent with two tools, on {torch.get_num_threads()} threads, in {output}")
@@ -247,9 +257,13 @@ def main() -> None:
         "seconds": time.perf_counter() - began,
         "cpu_seconds": cpu_seconds() - cpu,
     }
-    show(result, output / "run")
     if args.record:
         args.record.write_text(json.dumps(result))
+        return
+    page, rollouts = output / "report.html", output / "run" / "rollouts" / f"iteration-{args.iterations:05d}.jsonl"
+    model = str(args.start or output / "warm-up")
+    treewise(["inspect", str(rollouts), "--tokenizer", model, "--run", str(output / "run"), "--html", str(page)])
+    show(result, output / "run", page)
 
 
 def cpu_seconds() -> float:
@@ -273,9 +287,32 @@ def figures(run: Path) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any], run: Path) -> None:
+def show(result: dict[str, Any], run: Path, page: Path) -> None:
     """Success of each iteration as bars, and where everything lies."""
-    print(json.dumps(result, indent=1))
+    held_out, width = result["held_out_success"], 50
+    print("\niteration  success of what was sampled for training, | of held-out tasks")
+    for iteration, value in enumerate([None, *result["success"]]):
+        bar = list("█" * round((value or 0.0) * width) + " " * (width + 1 - round((value or 0.0) * width)))
+        if iteration in held_out:
+            bar[round(held_out[iteration] * width)] = "|"
+        shown = "     " if value is None else f"{value:.3f}"
+        after = f"{held_out[iteration]:.3f}" if iteration in held_out else ""
+        print(f"{iteration:>9}  {shown} {''.join(bar)} {after}")
+    if held_out:
+        print(
+            f"\nheld-out success {held_out[min(held_out)]:.3f} after the warm-up, {held_out[max(held_out)]:.3f} after RL"
+        )
+    print(
+        f"{sum(result['sampled_tokens']):,.0f} tokens sampled and trained in {result['agent_calls']:,.0f} calls, "
+        f"{result['agent_forks']:,.0f} of which changed what stood before\n"
+        f"{duration(result['seconds_warm_up'])} of warm-up, {duration(result['seconds'])} of RL, in which "
+        f"{result['cpu_seconds']:.0f} seconds of CPU, the agents' included\n"
+        f"the page, with each call and its text: {page}\n"
+        f"every rollout: {run}/rollouts\n"
+        "\nnow yours:\n"
+        "  treewise rl --agent my_agent.py:run --tasks tasks.jsonl --model MODEL --output_dir runs/mine\n"
+        "  treewise inspect --run runs/mine --html mine.html"
+    )
 
 
 if __name__ == "__main__":
