@@ -47,7 +47,7 @@ class Setting:
 
 
 SETTINGS = {
-    "tiny": Setting(3, ("--iterations", "12", "--eval_every", "2", "--learning_rate", "1e-3")),
+    "tiny": Setting(3, ("--iterations", "12", "--eval_every", "3", "--learning_rate", "1e-3")),
     "smollm2": Setting(1, ("--iterations", "3", "--eval_every", "0")),
 }
 
@@ -166,6 +166,7 @@ def saved_runs() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(SETTINGS), default="tiny")
+    parser.add_argument("--seed", type=int, help="of one pair; without it of all")
     parser.add_argument("--python", default=str(ROOT / ".venv-agents" / "bin" / "python"), help="with openai-agents")
     parser.add_argument("--folder", type=Path, default=Path("build/agents"), help="for the runs while they last")
     args = parser.parse_args()
@@ -186,12 +187,12 @@ def main() -> None:
             ]
             subprocess.run(words, check=True)
             (args.folder / "warm-up").rename(start)
-    for seed in range(SETTINGS[args.model].seeds):
+    for seed in range(SETTINGS[args.model].seeds) if args.seed is None else [args.seed]:
         if all((run["model"], run["seed"]) != (args.model, seed) for run in runs):
-            runs += side_by_side(args.model, seed, start, args.folder, args.python)
-            print(compared(runs)[-1], flush=True)
+            found = side_by_side(args.model, seed, start, args.folder, args.python)
+            runs = sorted([*saved_runs(), *found], key=lambda run: (run["model"], run["seed"], run["kind"]))
+            print(compared(found)[0], flush=True)
             save("agents", [*compared(runs), *runs])  # lest an interruption lose it
-    print("written to", save("agents", [*compared(runs), *runs]))
 
 
 if __name__ == "__main__":

@@ -299,9 +299,8 @@ def show(result: dict[str, Any], run: Path, page: Path) -> None:
         after = f"{held_out[iteration]:.3f}" if iteration in held_out else ""
         print(f"{iteration:>9}  {shown} {''.join(bar)} {after}")
     if held_out:
-        print(
-            f"\nheld-out success {held_out[min(held_out)]:.3f} after the warm-up, {held_out[max(held_out)]:.3f} after RL"
-        )
+        first, last = held_out[min(held_out)], held_out[max(held_out)]
+        print(f"\nheld-out success {first:.3f} after the warm-up, {last:.3f} after RL")
     print(
         f"{sum(result['sampled_tokens']):,.0f} tokens sampled and trained in {result['agent_calls']:,.0f} calls, "
         f"{result['agent_forks']:,.0f} of which changed what stood before\n"

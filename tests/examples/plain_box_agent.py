@@ -1,4 +1,4 @@
-"""The agent of examples/box_agent.py on the standard library alone: what `make agents` runs with the SDK, runs anywhere."""
+"""The agent of examples/box_agent.py on the standard library alone, which runs anywhere."""
 
 import json
 import os
