@@ -22,7 +22,7 @@
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make environments  environments of other packages (verifiers, textarena, openenv), in an environment of its own (.venv-environments)
-#   make agents   agents of seven SDKs and frameworks on the endpoint, in an environment of their own (.venv-agents)
+#   make agents   agents of eight SDKs and frameworks on the endpoint, in an environment of their own (.venv-agents)
 #   make verl     verl's engines and its trainer on Ray with trees and without, on a CPU, in an environment of its own (.venv-verl)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
@@ -197,7 +197,8 @@ $(ENVIRONMENTS)/.ready: pyproject.toml
 
 # Frameworks of agents, which speak HTTP alone: apart from torch, in an environment that the tests' agents run in.
 AGENT_PACKAGES := openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 \
-  smolagents==1.26.0 "pydantic-ai-slim[openai,anthropic]==2.68.0" mini-swe-agent==2.4.6
+  smolagents==1.26.0 "pydantic-ai-slim[openai,anthropic]==2.68.0" mini-swe-agent==2.4.6 \
+  autogen-agentchat==0.7.5 "autogen-ext[openai]==0.7.5"
 agents: $(VENV)/.dev $(AGENTS)/.ready
 	TREEWISE_AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rl/agents/frameworks tests/examples/test_agent_demo.py
 

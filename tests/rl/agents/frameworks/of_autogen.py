@@ -9,7 +9,7 @@ from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-FACTS = {"vision": False, "function_calling": True, "json_output": False, "family": "unknown", "structured_output": False}
+CANNOT = dict.fromkeys(("vision", "json_output", "structured_output"), False)
 
 
 async def add(a: int, b: int) -> int:
@@ -18,7 +18,9 @@ async def add(a: int, b: int) -> int:
 
 
 async def run(task):
-    client = OpenAIChatCompletionClient(model="policy", model_info=FACTS)
+    client = OpenAIChatCompletionClient(
+        model="policy", model_info={**CANNOT, "function_calling": True, "family": "unknown"}
+    )
     counter = AssistantAgent("counter", client, tools=[add], system_message="You count.", reflect_on_tool_use=True)
     for text in (task["question"], "And again?"):
         print((await counter.run(task=text)).messages[-1].content)
