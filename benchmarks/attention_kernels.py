@@ -38,13 +38,12 @@ from torch._dynamo.utils import counters
 from treewise.bench import make
 from treewise.bench.results import hardware
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
-from treewise.nn.attention.implementations import FASTER
 from treewise.nn.attention.kernel_cases import Case, is_within, kernel_errors, shown, with_gradients
 from treewise.nn.attention.mask import LayerRule
-from treewise.nn.attention.needs import CAPS, CHUNKS, SINKS, WINDOWS, Asked, place_of
+from treewise.nn.attention.needs import CAPS, CHUNKS, FASTER, NEEDS, SINKS, WINDOWS, Asked, place_of
 from treewise.nn.attention.reference import visible
 from treewise.nn.device import synchronized_clock
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 from treewise.planning.planner import plan
 from treewise.planning.plans import lay_out
 from treewise.tree.forest import Forest
@@ -166,7 +165,7 @@ def run_one(args: argparse.Namespace) -> int:
     """All of one kernel, in this process."""
     device = torch.device(args.device)
     name, deadline = args.kernel, perf_counter() + 0.95 * args.seconds
-    needs = IMPLEMENTATIONS[name].needs
+    needs = NEEDS.get(name)
     packages = {} if needs is None else {each: _release(installed_version(each)) for each in needs.packages}
     dtype = torch.bfloat16
     place = place_of(device.type, dtype)
@@ -201,7 +200,7 @@ def _is_right(each: dict[str, Any]) -> bool:
 
 
 def _right(each: dict[str, Any], attention: Attention, size: int, _: str, device: torch.device, name: str) -> None:
-    needs = IMPLEMENTATIONS[name].needs
+    needs = NEEDS.get(name)
     each["right"] = {}
     for case_name, case in CASES.items():
         asked = Asked(frozenset({(size, size)}), frozenset({case_name} - {*NOT_FEATURES}))

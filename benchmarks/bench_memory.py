@@ -26,7 +26,7 @@ from treewise.bench.measure import peak_bytes
 from treewise.engine.budget import gateway_token_bytes
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import step_memory
-from treewise.nn.device import keep_few_kernels, keep_freed_memory
+from treewise.nn.platform.memory import keep_few_kernels, keep_freed_memory
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

@@ -27,7 +27,7 @@ from treewise.bench import SHAPES, make
 from treewise.engine.step import StepLoss, Walk
 from treewise.engine.step_memory import Results, without_data
 from treewise.nn import host_memory
-from treewise.nn.attention import flex, gateway
+from treewise.nn.attention import flex, gateway, side_copies
 from treewise.nn.host_memory import HostMemory
 from treewise.nn.lm_head import sized_as
 from treewise.nn.model import split_model
@@ -135,7 +135,7 @@ def counted(counts: Counts) -> Iterator[None]:
         around.enter_context(sized_as("cuda", "meta"))
         for module in (gateway, host_memory):
             around.enter_context(mock.patch.object(module, "on_host", mode.copied_back))
-        around.enter_context(mock.patch.object(gateway, "free_bytes", return_value=FREE_BYTES))
+        around.enter_context(mock.patch.object(side_copies, "free_bytes", return_value=FREE_BYTES))
         around.enter_context(mock.patch.object(flex, "_uncompiled", attend))
         around.enter_context(mode)
         yield

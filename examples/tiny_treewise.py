@@ -5,8 +5,9 @@ computes a shared prefix once per sequence. Here it is computed once, in micro-b
 parameter gets the gradient of flat training, to the last bits of float64: the last block asserts it.
 
 Read it from top to bottom. Each block names the module of treewise that does it for real: in linear time, on models of
-transformers, in bfloat16, on several ranks. What is left out here on purpose: trunks longer than a micro-batch, kernels
-that never build a mask, logits in chunks, recurrent layers.
+transformers, in bfloat16, on several ranks; the functions of a step name their parts of `treewise.engine.step`. What is
+left out here on purpose: trunks longer than a micro-batch, kernels that never build a mask, logits in chunks, recurrent
+layers.
 
 Letters: T tokens of a micro-batch, K keys (those of the gateway first), E edges, M width, H heads, D width of a head.
 """
@@ -127,10 +128,14 @@ class Transformer(nn.Module):
 # Every token but a first one has one parent, so its log-prob belongs to the edge parent -> token, and one hidden row at
 # a fork predicts several tokens. A gather along the paths restores the log-probs of each trajectory; the gradient of
 # that gather sums over branches. So a loss that is written for flat trajectories is exact on trees as it stands.
+# Where a loss is a sum over tokens nothing is restored: `StepLoss` of treewise.engine.step.
 
 
 def restore(logprobs: Tensor, tree: Tree) -> list[Tensor]:
-    """Of [all tokens] log-probs on the tree, those of every trajectory's tokens but the first: [length - 1] each."""
+    """Of [all tokens] log-probs on the tree, those of every trajectory's tokens but the first: [length - 1] each.
+
+    This is `restored_logprobs` of treewise.engine.values.
+    """
     return [logprobs[path[1:]] for path in tree.paths]
 
 
@@ -161,7 +166,7 @@ def grpo(logprobs: list[Tensor], rewards: Tensor, old_logprobs: list[Tensor], cl
 
 
 def partition(tree: Tree, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Positions in the tree of the trunk, and of each piece."""
+    """Positions in the tree of the trunk, and of each piece: `plan` of treewise.planning.planner."""
     size = tree.end - np.arange(len(tree.end))
     is_open = size > budget
     assert is_open.sum() <= budget, "more open tokens than the budget; treewise.planning cuts a trunk at any token"
@@ -174,7 +179,8 @@ def partition(tree: Tree, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def run(model: Transformer, tree: Tree, rows: np.ndarray, trunk: np.ndarray, gateway: KeysValues | None):
-    """Tokens that the edges from a micro-batch lead to ([E]), their log-probs ([E]), and its keys and values."""
+    """One micro-batch, `Walk.forward` of treewise.engine.step: tokens that its edges lead to ([E]), their log-probs
+    ([E], `EdgeScorer` of treewise.engine.edge_scorer), and its keys and values."""
     mask_TK = visible(tree, rows, np.concatenate([trunk, rows]) if gateway else rows)
     hidden_TM, keys_values = model(tree.token_ids[rows], tree.depth[rows], mask_TK, gateway)
     edges = np.flatnonzero(np.isin(tree.parent, rows))  # a child may stand in another micro-batch
@@ -183,7 +189,11 @@ def run(model: Transformer, tree: Tree, rows: np.ndarray, trunk: np.ndarray, gat
 
 
 def tree_backward(model: Transformer, sequences: Sequence[Sequence[int]], loss_of: Loss, budget: int) -> Tensor:
-    """Adds the gradients of any loss of all log-probs, in micro-batches of at most `budget` tokens."""
+    """Adds the gradients of any loss of all log-probs, in micro-batches of at most `budget` tokens.
+
+    `take_step` of treewise.engine.step; the passes are `Walk.visit` and `Walk.train`, the loss between them is
+    `backward_through` of treewise.engine.values.
+    """
     tree = prefix_tree(sequences)
     trunk, pieces = partition(tree, budget)
 

@@ -45,9 +45,6 @@ READS = {
     "unique_consecutive",
     "unique_dim",
 }
-# Products of experts. CUDA has a kernel for them in bfloat16 (compute capability 9.0 and 10.0); else the host reads the
-# sizes of the groups, and multiplies one after the other.
-OF_GROUPS = {"_grouped_mm"}
 # Operations that may get tensors of both devices.
 CROSSING = {"copy_", "_to_copy"}
 # Operations that look at shapes alone.
@@ -59,8 +56,7 @@ INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_
 class PretendCuda(TorchFunctionMode):
     """Makes and follows tensors marked as on `cuda:0`.
 
-    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`, the
-    `sizes of groups` of experts, which torch reads in dtypes for which it has no kernel. queued:
+    waits: how often the host waited, by (what, location): `read` of a result, a blocking copy `to the device`. queued:
     copies between the devices that it did not wait for, by where they went.
     """
 
@@ -306,8 +302,6 @@ class _Operations(TorchDispatchMode):
         outer = self.outer
         if name in READS:
             outer.wait("read")
-        elif name in OF_GROUPS and given[0].dtype != torch.bfloat16:
-            outer.wait("sizes of groups")
         elif name in INDEXING:
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -385,8 +379,7 @@ def _libraries() -> dict[str, str]:
 @contextmanager
 def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     """A GPU as `PretendCuda` has it, with the answers of torch.cuda for one; FlexAttention runs uncompiled."""
-    from treewise.nn.attention import flex, gateway, mask_audit
-    from treewise.nn.attention.side_copies import SideCopies
+    from treewise.nn.attention import flex, mask_audit, side_copies
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -403,7 +396,7 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pretend.streams.current)
         told = pretend.streams.told
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told(_storage(tensor), stream))
-        monkeypatch.setattr(gateway, "side_copies", cache(SideCopies))
+        monkeypatch.setattr(side_copies, "side_copies", cache(side_copies.SideCopies))
         hooks = lambda self, pack, unpack: make(self, pretend.again(pack), pretend.again(unpack))  # noqa: E731
         monkeypatch.setattr(saved_tensors_hooks, "__init__", hooks)
         monkeypatch.setattr(mask_audit, "_on_host", pretend.on_host)

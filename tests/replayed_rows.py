@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
+from treewise.nn import routing
 from treewise.nn.model import split_model
-from treewise.nn.routing import heard, routers_of
+from treewise.nn.routing import routers_of
 from treewise.nn.support_table import SUPPORTED, CapabilityTable
 from treewise.tree.trajectory import Trajectory
 
@@ -36,11 +37,7 @@ _found: dict[type, tuple[Formula, torch.Tensor]] = {}
 
 def router_sizes(model: nn.Module) -> list[tuple[int, int]]:
     """Experts, and how many are chosen, of each router."""
-    decoder: Any = split_model(model).decoder
-    with torch.no_grad(), heard(decoder):
-        model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
-    choices = [vars(each.module)["_treewise_choice"] for each in routers_of(decoder)]
-    return [(each.num_experts, each.num_chosen) for each in choices]
+    return [(each.num_experts, each.num_chosen) for each in routing.router_sizes(model, split_model(model).decoder)]
 
 
 def random_routes(

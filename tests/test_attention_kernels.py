@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import attention_kernels
 from benchmarks.attention_kernels import CASES, num_wrong_pairs
-from treewise.nn.attention import implementations
+from treewise.nn.attention import needs
 from treewise.nn.attention.kernel_cases import _with_a_wrong_key
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.needs import WINDOWS
@@ -58,10 +58,10 @@ def test_a_run_is_saved_and_adopted_only_where_it_passed(tmp_path, monkeypatch, 
     assert (row["kernel"], row["speed"], row["head_sizes"], row["result"]) == ("flash", 1.4, [128, 128], file.name)
     assert WINDOWS in row["features"]
     assert "cudnn: not adopted, a race" in capsys.readouterr().out
-    implementations.measured.cache_clear()
-    place = implementations.Place("cuda", (9, 0), "bfloat16")
-    assert implementations._row_of("flash", place, (128, 128), row["packages"]) == row
-    implementations.measured.cache_clear()
+    needs.measured.cache_clear()
+    place = needs.Place("cuda", (9, 0), "bfloat16")
+    assert needs._row_of("flash", place, (128, 128), row["packages"]) == row
+    needs.measured.cache_clear()
 
 
 def test_a_race_and_a_process_that_dies_do_not_pass(tmp_path, monkeypatch):

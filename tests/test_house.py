@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,29 @@ def test_a_reader_can_keep_the_top_in_the_head() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     rooms |= {path.name for path in PACKAGE.glob("[!_]*.py")}
     assert len(rooms) <= MAX_ROOMS, sorted(rooms)
+
+
+def test_no_folder_imports_what_imports_it() -> None:
+    """At any depth; what is imported for types alone, and the modules at the top, count for none."""
+    imports: dict[str, set[str]] = {}
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in MODULES}
+    folders = {name.removesuffix(".__init__"): name.rpartition(".")[0] for name in names.values()}
+    for path, name in names.items():
+        tree = ast.parse(path.read_text())
+        for_types = {
+            id(each)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for each in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or id(node) in for_types:
+                continue
+            for found in (f"{node.module}.{each.name}" for each in node.names):
+                folder = folders.get(found, folders.get(str(node.module), "treewise"))
+                if "treewise" not in (folder, own := name.rpartition(".")[0]) and folder != own:
+                    imports.setdefault(own, set()).add(folder)
+    tuple(TopologicalSorter(imports).static_order())  # raises `CycleError` with the folders of a circle
 
 
 def test_imports_and_loggers_stand_at_the_top() -> None:

@@ -3,7 +3,7 @@ from . import errors as errors
 from .data import load_trees as load_trees
 from .engine import TreeEngine as TreeEngine
 from .integrations.any_trainer import share_prefixes as share_prefixes
-from .nn.device import keep_freed_memory as keep_freed_memory
+from .nn.platform.memory import keep_freed_memory as keep_freed_memory
 from .objectives import CISPO as CISPO
 from .objectives import DAPO as DAPO
 from .objectives import DPO as DPO

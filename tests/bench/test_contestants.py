@@ -117,6 +117,6 @@ def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pyte
     monkeypatch.setattr("treewise.bench.contestants.free_bytes", lambda _: 300_000)
     few = prepare(builders(twin(model), items, Settings(["flat"]))["flat"])
     assert few.num_micro_batches > many.num_micro_batches == 1  # rows shrink until they fit
-    monkeypatch.setattr("treewise.nn.device.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("treewise.nn.platform.memory.free_bytes", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match="weights and gradients take"):
         random_model("qwen3-tiny", torch.float32, CPU)

@@ -15,7 +15,8 @@ from treewise.errors import ConfigError
 from treewise.nn.model import split_model
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
-from treewise.trainer.checkpoint.weights import save_shards, sharded_weights
+from treewise.trainer.checkpoint.contents import sharded_weights
+from treewise.trainer.checkpoint.weights import save_shards
 
 
 def sharded(work):

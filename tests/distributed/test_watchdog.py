@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.trainer.forked_ranks import free_port
-from treewise.distributed import ranks, watchdog
+from treewise.distributed import watchdog
 from treewise.distributed.watchdog import Watchdog
 from treewise.errors import ConfigError, LostRankError, StoppedError
 
@@ -70,7 +70,7 @@ def test_the_reason_of_a_process_that_failed_reaches_the_others(watched):
 def test_a_process_that_does_not_end_by_itself_is_ended_with_the_reason(watched, monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.01)
-    monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    monkeypatch.setattr(watchdog.groups.os, "_exit", lambda code: ended.set() if code == 3 else None)
     watched[1].__exit__(ConfigError, ConfigError("no such key"), None)
     assert ended.wait(SECONDS)
     assert "treewise: rank 0 failed: ConfigError: no such key; rank 0 ends, too" in capfd.readouterr().err
@@ -102,7 +102,7 @@ def test_a_store_that_does_not_answer_ends_the_process_at_the_timeout(monkeypatc
     ended, asked = threading.Event(), threading.Event()
     monkeypatch.setattr(watchdog, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.01)
-    monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    monkeypatch.setattr(watchdog.groups.os, "_exit", lambda code: ended.set() if code == 3 else None)
     watch = Watchdog(0.05)
     watch._exchange = lambda store: asked.wait()  # as a request to a process that is stopped
     watch._thread = threading.Thread(target=watch._watch, args=(HashStore(),))
@@ -116,8 +116,8 @@ def test_a_store_that_does_not_answer_ends_the_process_at_the_timeout(monkeypatc
 
 def test_a_group_that_does_not_come_about_ends_the_process(monkeypatch, capfd):
     ended = threading.Event()
-    monkeypatch.setattr(watchdog.ranks.os, "_exit", lambda code: ended.set() if code == 3 else None)
-    with ranks.ended_after(0.01, "rank 1 waited."):
+    monkeypatch.setattr(watchdog.groups.os, "_exit", lambda code: ended.set() if code == 3 else None)
+    with watchdog.groups.ended_after(0.01, "rank 1 waited."):
         assert ended.wait(SECONDS)
     assert "treewise: rank 1 waited. End all of them" in capfd.readouterr().err
 

@@ -3,9 +3,12 @@
 import pytest
 
 from tests.trainer.helpers import some_trees, tiny_model
+from treewise.bench.workloads import make
 from treewise.engine.engine import TreeEngine
+from treewise.engine.prepared import PlanSettings, PreparedForest
 from treewise.errors import DataError
 from treewise.objectives import GRPO, SFT
+from treewise.planning.planner import fastest_plan, plan
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.tree.forest import Forest
 
@@ -49,3 +52,23 @@ def test_terms_of_another_objective_are_not_used(forest):
 def test_what_an_objective_misses_is_an_error_of_the_preparation(forest):
     with pytest.raises(DataError, match="advantages"):
         TreeEngine(tiny_model(), 24).prepare(forest, GRPO())
+
+
+def test_a_plan_of_smaller_pieces_gives_the_gradients_of_the_whole_tree():
+    """Where a device waits for its host (`nn.launching`), which no CPU does."""
+    tree = Forest.from_trajectories(list(make("ratio-6.5", "cpu", 60).trajectories))
+    limit, least = tree.num_tokens // 3, tree.num_tokens
+    plain, found = plan(tree, limit), fastest_plan(tree, limit, least_tokens=least)
+    assert found.num_micro_batches < plain.num_micro_batches
+    assert found.num_open_tokens > plain.num_open_tokens
+    losses, gradients = [], []
+    for most in (None, limit):
+        model = tiny_model().double()
+        engine = TreeEngine(model, most, check=False)
+        settings = PlanSettings(most, is_measured=False, hold="auto")
+        out = engine.step(PreparedForest(tree, settings, found) if most else tree)
+        assert out.num_micro_batches == (found.num_micro_batches if most else 1)
+        losses.append(out.loss)
+        gradients.append(gradients_of(model))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-12)
+    assert gradient_error(*gradients) < 1e-12

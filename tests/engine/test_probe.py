@@ -16,8 +16,8 @@ from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
 from treewise.engine import step
 from treewise.engine.probe import probe
-from treewise.engine.step import EdgeScorer
 from treewise.errors import UnsupportedModelError
+from treewise.nn import lm_head
 from treewise.nn.attention import NOTHING, interface
 from treewise.nn.attention.gateway import Gateway
 from treewise.nn.model import split_model
@@ -286,16 +286,13 @@ def scores_scaled(patch, model):
 
 @fault()
 def edge_without_gradient(patch, model):
-    own = EdgeScorer.__call__
+    own = lm_head._gradients_of
 
-    def changed(self, output):
-        entries = own(self, output)
-        if entries is None:
-            return None
-        values = entries[1]["log_probs"]
-        return entries[0], {"log_probs": torch.cat([values[:1].detach(), values[1:]])}
+    def changed(loss_of, values, edges):
+        loss, grads = own(loss_of, values, edges)
+        return loss, [torch.cat([torch.zeros_like(grad[:1]), grad[1:]]) for grad in grads]
 
-    patch.setattr(EdgeScorer, "__call__", changed)
+    patch.setattr(lm_head, "_gradients_of", changed)
 
 
 class Scaled(torch.autograd.Function):

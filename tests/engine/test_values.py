@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treewise import Forest, Trajectory, TreeEngine
-from treewise.engine.step import EdgeScorer
+from treewise.engine.edge_scorer import EdgeScorer
 from treewise.engine.values import Reader, token_reader
 from treewise.errors import ConfigError
 from treewise.nn.lm_head import OUTPUTS

@@ -7,11 +7,14 @@ import runpy
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+
+from treewise.engine import step
 
 PATH = Path(__file__).parents[2] / "examples" / "tiny_treewise.py"
 SOURCE = PATH.read_text(encoding="utf-8")
@@ -111,3 +114,14 @@ def test_a_mistake_is_noticed(tiny: ModuleType, make: Callable[[ModuleType], Non
     make(tiny)
     with pytest.raises(AssertionError, match=r"away from those of flat training|loss .*, flat "):
         tiny.main()
+
+
+def test_it_and_the_step_name_each_others_parts(tiny: ModuleType) -> None:
+    named = re.findall(r"`([\w.]+)` of (treewise(?:\.[a-z_]+)+)", SOURCE)
+    assert len(named) >= 6
+    for name, module in named:
+        assert resolve_name(f"{module}:{name}")
+    paragraph = str(step.__doc__).partition("tiny_treewise.py")[2].partition("\n\n")[0]
+    of_the_example = re.findall(r"`(\w+)`", paragraph)
+    assert of_the_example == ["tree_backward", "run", "partition"]
+    assert all(callable(getattr(tiny, name)) for name in of_the_example)

@@ -12,8 +12,10 @@ import torch
 
 from tests.distributed.test_mesh import fork_ranks
 from tests.integrations import verl_runs
+from tests.replayed_rows import replayed
 from treewise import share_prefixes
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.tree.trajectory import Trajectory
 
 verl = pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl, ray and torch, as without the line
@@ -49,6 +51,12 @@ def run_all(folder, cases):
             found[name, line] = verl_runs.outcome(folder / family, **settings)
         dealt = verl_runs.dealt_outcome(folder / "llama", 60, by_trees=line, **library)
         found["dealt to ranks", line] = dealt
+    if torch.distributed.get_world_size() == 1:
+        line = {"external_lib": "treewise.integrations.verl"}
+        for packed in (True, False):
+            found["replay", packed] = verl_runs.replayed_outcome(
+                folder / "qwen3_moe", use_remove_padding=packed, **line
+            )
     FSDPEngineWithLMHead.initialize = before  # as without the line
     return found | {"refusals": refusals(folder) if torch.distributed.get_world_size() == 1 else None}
 
@@ -124,6 +132,22 @@ def test_everything_is_what_it_is_without_the_line(runs, ranks, case):
         assert counts.num_left == 0
         assert counts.share_ratio > 1.4
         torch.testing.assert_close(tree, plain, **tolerance)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_experts_that_the_rollout_recorded_are_taken(runs, packed):
+    folder, every = runs
+    found, model = every[1][0]["replay", packed], verl_runs.save_model(folder / "qwen3_moe", "qwen3_moe")
+    for number, ids in enumerate(verl_runs.rows_of(3)):
+        item = Trajectory(ids, routed_experts=found["experts"][number][:-1])
+        with torch.no_grad(), replayed(model) as replayer, replayer.row(item):
+            logprobs = (model(torch.tensor(ids)[None]).logits[0] / 0.7).log_softmax(-1)
+        alone = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(found["found"][number][:-1], alone, rtol=1e-5, atol=1e-5)
+        assert (found["found"][number] - found["live"][number])[:-1].abs().max() > 1e-4
+    assert found["router"].abs().max() > 0
+    assert 0 < found["counts"].num_otherwise <= found["counts"].num_recorded
+    assert found["counts"].num_left == 0
 
 
 def test_log_probs_and_entropies_are_those_of_each_row_alone(runs):

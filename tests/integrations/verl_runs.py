@@ -70,7 +70,25 @@ def rows_of(seed):
     return [np.concatenate([prompt, turns[row // 2], draw(size=3 + row)]) for row in range(ANSWERS)]
 
 
-def batch_of(seed, engine, micro_batch_size=ANSWERS, max_tokens=None):
+def experts_of(seed, rows, config):
+    """Recorded experts of each row; rows with the same tokens so far have the same. verl fills the last with zeros."""
+    rng, drawn = np.random.default_rng(seed), {}
+
+    def draw():
+        return [
+            rng.permutation(config.num_experts)[: config.num_experts_per_tok] for _ in range(config.num_hidden_layers)
+        ]
+
+    tables = [
+        np.array([drawn.setdefault(tuple(row[: at + 1]), draw()) for at in range(len(row))], dtype=np.int16)
+        for row in rows
+    ]
+    for table in tables:
+        table[-1] = 0
+    return tables
+
+
+def batch_of(seed, engine, micro_batch_size=ANSWERS, max_tokens=None, *, replay=False):
     from verl.utils import tensordict_utils as tu
 
     rows, torch_rng = rows_of(seed), torch.Generator().manual_seed(seed)
@@ -86,6 +104,9 @@ def batch_of(seed, engine, micro_batch_size=ANSWERS, max_tokens=None):
         "old_log_probs": [-4 + 0.1 * torch.randn(length, generator=torch_rng) for length in answers],
         "advantages": [torch.randn(1, generator=torch_rng).repeat(length) for length in answers],
     }
+    if replay:
+        tables = experts_of(seed, rows, engine.model_config.hf_config)
+        tensors["routed_experts"] = [torch.from_numpy(table) for table in tables]
     settings = {
         "use_dynamic_bsz": max_tokens is not None,
         **({} if max_tokens is None else {"max_token_len_per_gpu": max_tokens}),
@@ -162,6 +183,23 @@ def ppo_loss_of(micro_batch_size):
 
 def whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+
+
+def replayed_outcome(folder, **settings):
+    """Log-probs of a batch with recorded experts and without, the records, the gradient of a router, and counts."""
+    warnings.simplefilter("ignore")
+    engine = engine_of(folder, **settings)
+    with engine.eval_mode():
+        found, live = (
+            [each.float() for each in engine.infer_batch(batch)["model_output"]["log_probs"].unbind()]
+            for batch in (batch_of(3, engine, replay=True), batch_of(3, engine))
+        )
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch_of(3, engine, replay=True), ppo_loss_of(ANSWERS))
+        router = whole(engine.module.model.layers[1].mlp.gate.weight.grad)
+    experts = experts_of(3, rows_of(3), engine.model_config.hf_config)
+    return {"found": found, "live": live, "experts": experts, "router": router, "counts": engine.treewise.counts}
 
 
 def outcome(folder, micro_batch_size=ANSWERS, max_tokens=None, **settings):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treewise.nn import lm_head
-from treewise.nn.lm_head import OUTPUTS, Head, edge_values
+from treewise.nn.lm_head import OUTPUTS, Head, edge_loss, edge_values
 from treewise.nn.module_head import ModuleHead
 
 
@@ -54,7 +54,7 @@ def test_values_and_gradients(
     mixed = torch.randn(2, num_edges, dtype=torch.float64, generator=generator)
     found = sum((values[name] * weight).sum() for name, weight in zip(OUTPUTS, mixed, strict=True) if name in values)
     wanted = (expected * mixed[0] + (entropy * mixed[1] if with_entropy else 0)).sum()
-    right = torch.autograd.grad(wanted, inputs, allow_unused=True)
+    right = torch.autograd.grad(wanted, inputs, allow_unused=True, retain_graph=True)
     # A second backward has no logits of the forward to take over.
     for retain_graph in (True, False):
         left = torch.autograd.grad(found, inputs, allow_unused=True, retain_graph=retain_graph)
@@ -63,6 +63,27 @@ def test_values_and_gradients(
             torch.testing.assert_close(
                 zero if one is None else one, zero if other is None else other, rtol=0, atol=1e-11
             )
+
+    def squares(values: dict[str, torch.Tensor], edges: slice) -> torch.Tensor:
+        """Its gradients depend on the values."""
+        return sum(
+            (mix[edges] * values[name].square()).sum()
+            for name, mix in zip(OUTPUTS, mixed, strict=True)
+            if name in values
+        )
+
+    with mock.patch.dict(lm_head.MAX_LOGITS, cpu=max_logits):
+        loss, of_edges = edge_loss(hidden, head, source, target, squares, OUTPUTS if with_entropy else ("log_probs",))
+    wanted = (expected.square() * mixed[0] + (entropy.square() * mixed[1] if with_entropy else 0)).sum()
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-11)
+    for name, value in of_edges.items():
+        torch.testing.assert_close(value, values[name].detach(), rtol=0, atol=1e-12)
+        assert not value.requires_grad
+    right = torch.autograd.grad(wanted, inputs, allow_unused=True)
+    left = torch.autograd.grad(loss, inputs, allow_unused=True)
+    for one, other, leaf_ in zip(left, right, inputs, strict=True):
+        zero = torch.zeros_like(leaf_)
+        torch.testing.assert_close(zero if one is None else one, zero if other is None else other, rtol=0, atol=1e-10)
 
 
 def test_the_backward_takes_over_the_logits_of_the_latest_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +134,53 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
     found.sum().backward()
     assert max(each.numel() for each in largest) == 500
     assert len(largest) == 2 * 10 - 1  # the last chunk is taken over
+
+
+@pytest.mark.parametrize("trains", ["both", "hidden", "weight"])
+def test_a_loss_projects_each_row_once(monkeypatch: pytest.MonkeyPatch, trains: str) -> None:
+    largest = []
+    project = lm_head._logits
+
+    def watched(*args, **options):
+        found = project(*args, **options)
+        largest.append(found[0].numel())
+        return found
+
+    monkeypatch.setattr(lm_head, "_logits", watched)
+    hidden = torch.randn(100, 4, requires_grad=trains != "weight")
+    weight = torch.randn(50, 4, requires_grad=trains != "hidden")
+    source = torch.arange(100)
+    monkeypatch.setitem(lm_head.MAX_LOGITS, "cpu", 500)
+    loss, _ = edge_loss(hidden, Head(weight), source, source % 50, lambda values, _: values["log_probs"].sum())
+    loss.backward()
+    assert largest == 10 * [500]
+    wanted = torch.log_softmax(hidden @ weight.t(), 1)[source, source % 50].sum()
+    for leaf in (each for each in (hidden, weight) if each.requires_grad):
+        (right,) = torch.autograd.grad(wanted, [leaf], retain_graph=True)
+        torch.testing.assert_close(leaf.grad, right)
+
+
+def test_a_collecting_head_has_the_gradients_of_a_loss_at_once() -> None:
+    hidden, weight, source = (
+        torch.randn(6, 4, requires_grad=True),
+        torch.randn(5, 4, requires_grad=True),
+        torch.arange(6),
+    )
+    head = Head(weight).collecting()
+    for rows in (slice(0, 2), slice(2, 6)):
+        part = edge_loss(
+            hidden[rows],
+            head,
+            source[: rows.stop - rows.start],
+            source[rows] % 5,
+            lambda values, _: -values["log_probs"].sum(),
+        )
+        part[0].backward()
+    assert weight.grad is None
+    head.gradients.join()
+    wanted = -torch.log_softmax(hidden @ weight.t(), 1)[source, source % 5].sum()
+    for leaf, right in zip((hidden, weight), torch.autograd.grad(wanted, [hidden, weight]), strict=True):
+        torch.testing.assert_close(leaf.grad, right)
 
 
 def test_low_precision_accumulates_in_float32() -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests import replayed_rows
 from tests.capability import SUPPORTED, sample_trajectories
 from treewise import SFT, Forest, TreeEngine
+from treewise.engine.flat import FlatLoss
 from treewise.errors import UnsupportedModelError
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
@@ -128,6 +130,41 @@ def test_expert_load_and_z_loss_equal_flat(max_tokens):
     out = TreeEngine(model, max_tokens, router_z_coefficient=0.1).step(Forest.from_trajectories(trajectories))
     np.testing.assert_allclose(out.routing.expert_load, load, atol=1e-12)
     assert out.routing.z_loss == pytest.approx(float(z_loss), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+@pytest.mark.parametrize("choices", ["live", "replayed"])
+def test_replayed_choices_are_counted_where_that_is_asked_for(max_tokens, choices):
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    rng = np.random.default_rng(3)
+    items = replayed_rows.random_routes(replayed_rows.router_sizes(model), sample_trajectories(), rng)
+    filled, logits, chosen = replayed_rows.filled(items), [], []
+    with replayed_rows.replayed(model) as replayer:
+        for item in filled:
+            with replayer.row(item):
+                out = model(input_ids=torch.from_numpy(item.token_ids).long()[None], output_router_logits=True)
+            live = torch.cat([each.topk(2).indices for each in out.router_logits])
+            recorded = torch.from_numpy(np.concatenate(list(item.routed_experts.swapaxes(0, 1)))).long()
+            logits.append(torch.cat(out.router_logits))
+            chosen.append(torch.where(recorded >= 0, recorded, live) if choices == "replayed" else live)
+        counts = torch.cat(chosen).flatten().bincount(minlength=4)
+        rows = torch.cat(logits)
+        loss = 4 * (counts * rows.softmax(-1).sum(0)).sum() / len(rows) ** 2
+        model.zero_grad()
+        (0.1 * loss).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    engine = TreeEngine(model, max_tokens, check=False, router_loss_choices=choices)
+    zero = SFT(normalization="constant", constant=1e30)
+    out = engine.step(Forest.from_trajectories(items), zero)
+    assert out.routing.aux_loss == pytest.approx(float(loss.detach()), rel=TOLERANCE)
+    assert gradient_error(gradients_of(model), expected) < TOLERANCE
+    np.testing.assert_allclose(out.routing.expert_load.sum(0) / 3, counts.double() / counts.sum(), atol=1e-12)
+    found = FlatLoss(filled, zero, routers=engine.router_loss_rule).run(model, torch.device("cpu"))
+    assert found.loss == pytest.approx(0.1 * float(loss.detach()), rel=TOLERANCE)
 
 
 @given(forests_and_budgets(), st.integers(0, 2**32 - 1))

@@ -45,6 +45,42 @@ def needs(made, limit: int) -> int:
     return min(made.max_tokens, limit) + made.peak_gateway_tokens
 
 
+@pytest.mark.parametrize("least", [200, 400])
+def test_smaller_pieces_where_micro_batches_wait_for_the_host(least: int):
+    rng = np.random.default_rng(1)
+    num_better = 0
+    for _ in range(20):
+        forest = agents(rng)
+        limit = int(forest.num_tokens * rng.choice([0.6, 0.4, 0.25]))
+        largest, found = plan(forest, limit), fastest_plan(forest, limit, least_tokens=least)
+        assert found.cost(least) <= fastest_plan(forest, limit).cost(least) <= largest.cost(least)
+        live = max(tokens for _, tokens in found.timeline)
+        assert live <= limit
+        assert live + found.peak_gateway_tokens <= limit + largest.peak_gateway_tokens + limit / 8
+        positions = np.concatenate([batch.positions() for batch in found.micro_batches])
+        assert np.array_equal(np.sort(positions), np.arange(forest.num_tokens))
+        num_better += found.cost(least) < 0.99 * fastest_plan(forest, limit).cost(least)
+    assert num_better > 0
+
+
+def test_a_cost_counts_each_micro_batch_as_at_least_so_many_tokens():
+    forest = Forest.from_trajectories([Trajectory(np.arange(start, start + 100)) for start in (0, 200)])
+    made = plan(forest, 100)
+    assert made.cost() == made.cost(100) == made.relative_cost == 200 + 2 * 64
+    assert made.cost(150) == made.relative_cost + 2 * 50
+
+
+# Tokens that take an H100 as long as its host launches the kernels of Qwen3-1.7B, and workloads measured there.
+@pytest.mark.parametrize(("workload", "share", "before"), [("ratio-6.5", 0.97, 0.75), ("tau2", 0.9, 0.9)])
+def test_a_third_of_the_trees_that_an_h100_measured(workload: str, share: float, before: float):
+    forest = Forest.from_trajectories(list(make(workload, "full", 151_936).trajectories))
+    limit, least = forest.num_tokens // 3, 4_800
+    plain, found = plan(forest, limit), fastest_plan(forest, limit, least_tokens=least)
+    bound = forest.num_tokens + plain.num_recomputed_tokens / 3  # what recomputation leaves
+    assert bound / found.cost(least) >= share
+    assert bound / plain.cost(least) < before
+
+
 @pytest.mark.parametrize("max_tokens", [None, 57, 100])
 def test_a_forest_that_fits_stays_whole(max_tokens: int | None):
     forest = Forest.from_trajectories([Trajectory(np.arange(57, dtype=np.int32))])

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.replayed_rows import replayed
 from tests.serve.servers import flat_losses, tree_of_data
+from treewise.errors import DataError
 from treewise.serve.adapter_slots import Shape
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import read_rows
 from treewise.testing.families import tiny_model
+from treewise.tree.trajectory import Trajectory
 
 from tinker import types  # isort: skip
 from tinker.proto.request_conv import forward_backward_request_to_proto  # isort: skip
@@ -29,13 +32,13 @@ LOSSES = {
 ADAM = types.AdamParams(learning_rate=0.1, eps=1e-12, weight_decay=0.1, grad_clip_norm=1.0)
 
 
-def rows_of(data, loss, settings):
+def rows_of(data, loss, settings, model=None):
     asked = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings)
     message = forward_backward_request_to_proto(
         types.ForwardBackwardRequest(forward_backward_input=asked, model_id="m", seq_id=1)
     )
     facts = SimpleNamespace(vocabulary=64, image_token=None, settings=ServeSettings(model="tiny"))
-    return read_rows(message.SerializeToString(), facts)
+    return read_rows(message.SerializeToString(), model or facts)
 
 
 def served(family="llama", max_tokens="none", share="all", **settings):
@@ -128,6 +131,57 @@ def test_targets_that_are_not_the_next_tokens():
     assert found.losses.sum() == pytest.approx(wanted, rel=1e-5)
     assert np.abs(found.logprobs - np.concatenate([each.ravel() for each in logprobs])).max() < 1e-5
     assert all(relative(each.grad, gradients[name]) < 1e-5 for name, each in weights.parameters.items())
+
+
+def test_recorded_experts_are_taken():
+    """Of rows whose routes part, whole and in parts, against each row alone with its own."""
+    for max_tokens in ("none", "16"):
+        model, data = served("qwen3_moe", max_tokens=max_tokens), tree_of_data("ppo")
+        rng = np.random.default_rng(1)
+        drawn = {}
+        for number, each in enumerate(data):
+            ids = each.model_input.to_ints()
+            prefixes = [(tuple(ids[: at + 1]), number if at > 4 else 0) for at in range(len(ids))]
+            tables = [
+                drawn.setdefault(prefix, rng.permuted(np.tile(np.arange(4), (3, 1)), axis=1)) for prefix in prefixes
+            ]
+            inputs = {**each.loss_fn_inputs, "routed_experts": torch.from_numpy(np.stack(tables)[..., :2].copy())}
+            data[number] = types.Datum(model_input=each.model_input, loss_fn_inputs=inputs)
+        weights = noisy(model)
+        rows = rows_of(data, "ppo", LOSSES["ppo"], model)
+        found, _ = model.compute(weights, rows, gradients=True)
+        alone = noisy(model)
+        for row in rows:
+            model.compute(alone, [row], gradients=True)
+        live, _ = model.compute(noisy(model), rows_of(tree_of_data("ppo"), "ppo", LOSSES["ppo"], model), gradients=True)
+        assert np.abs(found.logprobs - live.logprobs).max() > 1e-3
+        with model.using(weights):
+            trajectory = Trajectory(rows[2].token_ids, routed_experts=rows[2].routed_experts)
+            with torch.no_grad(), replayed(model.model) as replayer, replayer.row(trajectory):
+                logits = model.model(input_ids=torch.from_numpy(rows[2].token_ids).long()[None]).logits[0, :-1]
+        own = logits.log_softmax(-1).gather(1, torch.from_numpy(rows[2].targets))[:, 0].numpy()
+        assert np.abs(found.logprobs[found.bounds[2] : found.bounds[3]] - own).max() < 1e-5
+        for name, each in weights.parameters.items():
+            assert relative(each.grad, alone.parameters[name].grad) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("family", "table", "says"),
+    [
+        ("llama", (3, 2), r"data\[0\]: routed_experts are given, but the model is no mixture"),
+        ("qwen3_moe", (2, 2), r"routed_experts of 2 layers, but the model has 3 routers"),
+        ("qwen3_moe", (3, 1), r"routed_experts of 1 expert a token, but layer 0 of the model chooses 2"),
+        ("phimoe", (3, 2), r"data\[0\]: routed_experts: .*chooses experts in another way"),
+    ],
+)
+def test_experts_of_another_model_are_named(family, table, says):
+    data = tree_of_data("cross_entropy")[:1]
+    length = data[0].model_input.length
+    experts = torch.from_numpy(np.tile(np.arange(table[1]), (length, table[0], 1)))
+    inputs = {**data[0].loss_fn_inputs, "routed_experts": experts}
+    data = [types.Datum(model_input=data[0].model_input, loss_fn_inputs=inputs)]
+    with pytest.raises(DataError, match=says):
+        rows_of(data, "cross_entropy", {}, served(family))
 
 
 def test_losses_of_several_calls_in_one_forest():

@@ -66,7 +66,6 @@ def test_settings_of_the_engine_reach_it(make_trainer, trees):
         ({"max_token": 16}, r"no setting 'max_token'\. Did you mean 'max_tokens'\?"),
         ({"max_length": 16}, r"no setting 'max_length'\. It is of records: TreeTrainer\(..., render="),
         ({"adam_beta2": 1.0}, "adam_beta2=1 must be 0 or positive and below 1"),
-        ({"torch_compile": True, "sharded": True}, "torch_compile cannot be combined with sharded"),
         ({"torch_compile": True, "compile_layers": "never"}, "compile_layers=never and torch_compile .* contradict"),
         ({"compile_layers": "true"}, "compile_layers='true' is unknown; choose one of auto, always, never"),
         ({"use_liger_kernel": True}, r"use_liger_kernel needs liger-kernel 0\.8 or later, and it is not installed"),

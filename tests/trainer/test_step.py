@@ -10,10 +10,11 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from tests.trainer.helpers import tiny_model
+from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, DataError
 from treewise.nn import compilation
 from treewise.nn.wrapped import is_compiled
-from treewise.objectives import GSPO
+from treewise.objectives import GSPO, SFT
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.trainer import TreeTrainingArguments, step
@@ -102,6 +103,68 @@ def test_an_optimizer_that_has_not_run_needs_two_moments():
     assert optimizer_bytes(model, optimizer) == 0
 
 
+def test_an_optimizer_of_8_bits_needs_two_bytes():
+    model = tiny_model().bfloat16()
+    number = sum(each.numel() for each in model.parameters())
+    sizes = {name: optimizer_bytes(model, None, name) / number for name in ("adamw_torch", "adamw_torch_8bit", "sgd")}
+    assert sizes == {"adamw_torch": 4.0, "adamw_torch_8bit": 2.0, "sgd": 0.0}
+
+
+# -- sums of gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_gradients_of_a_step_are_added_up_in_float32(make_runner, forests, is_wide):
+    """And rounded once: the sum of what each batch gives alone."""
+    parts = {}
+    for forest in forests:
+        model = family_model(dtype=torch.bfloat16)
+        runner = make_runner(model, max_tokens=None, max_grad_norm=0.0)
+        denominator = SFT().denominator(Forest.concatenate(forests))
+        runner.engine.step([forest], SFT(), denominator=denominator)
+        for name, each in model.named_parameters():
+            parts.setdefault(name, []).append(each.grad.float())
+    settings = {"float32_gradients": True} if is_wide else {}
+    runner = make_runner(model := family_model(dtype=torch.bfloat16), max_tokens=None, max_grad_norm=0.0, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in (1, 2):
+        batches = [runner.prepare([forest]) for forest in forests]
+        runner.begin_step(batches, number)
+        for batch in batches:
+            runner.train_batch(batch)
+        assert all(each.grad.dtype == (torch.float32 if is_wide else each.dtype) for each in model.parameters())
+        runner.end_step()
+        if number == 1:
+            sums = {name: torch.stack(each).sum(0).bfloat16() for name, each in parts.items()}
+            equal = [torch.equal(each.grad, sums[name]) for name, each in model.named_parameters()]
+            assert all(equal) == is_wide
+        optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("max_tokens", [5, None])
+def test_sums_in_float32_are_nearer_to_flat_training(make_runner, forests, max_tokens):
+    exact = family_model(dtype=torch.float64)
+    TreeEngine(exact, check=False).step(forests)
+    expected, errors = gradients_of(exact), {}
+    for is_wide in (False, True):
+        model = family_model(dtype=torch.bfloat16)
+        runner = make_runner(model, max_tokens=max_tokens, max_grad_norm=0.0, float32_gradients=is_wide)
+        batches = [runner.prepare([forest]) for forest in forests]
+        runner.begin_step(batches, 1)
+        for batch in batches:
+            runner.train_batch(batch)
+        runner.end_step()
+        errors[is_wide] = gradient_error(gradients_of(model), expected)
+    assert errors[True] < errors[False]
+
+
+def test_shards_add_their_gradients_up_themselves(tmp_path, forests):
+    args = TreeTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, sharded=True, float32_gradients=True)
+    with pytest.raises(ConfigError, match="float32_gradients=True, and parameters are divided"):
+        StepRunner(tiny_model(), SFT(), args, lambda: forests[0])
+
+
 # -- compiled layers ---------------------------------------------------------------------------------------------------
 
 DYNAMO = pytest.mark.filterwarnings(
@@ -140,11 +203,11 @@ def test_layers_are_compiled_by_themselves_on_a_gpu_alone(make_trainer, trees, m
         {"compile_layers": "never"},
         {"compile_layers": "always"},
         {"torch_compile": True},
-        {"tp_size": 2},
-        {"sharded": True},
     ):
         assert not replace_settings(args, **settings).compiles_by_itself
     assert replace_settings(args, compile_layers="always").torch_compile
+    for settings in ({"tp_size": 2}, {"sharded": True}, {"context_size": 2}):
+        assert replace_settings(args, **settings).compiles_by_itself
 
 
 def replace_settings(args, **changes):

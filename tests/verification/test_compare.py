@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from treewise import objectives
 from treewise.base import progress
 from treewise.engine import TreeEngine, checks, step, values
-from treewise.engine.flat import flat_weights
+from treewise.engine.flat_terms import flat_weights
 from treewise.errors import ConfigError, DataError, VerificationError
 from treewise.nn.attention import cascade, gateway
 from treewise.nn.attention.gateway import Gateway

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     class Context(FunctionCtx):
         """Of a `torch.autograd.Function`: what its forward keeps there for its backward."""
 
+        saved_tensors: tuple[Tensor, ...]
+        needs_input_grad: tuple[bool, ...]
+
         def save_for_backward(self, *tensors: Tensor | None) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: object) -> None: ...

@@ -22,10 +22,10 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.decoder import DecoderAndHead
-from treewise.nn.device import free_bytes
 from treewise.nn.lm_head import LogitsSlot
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.platform.memory import free_bytes
 from treewise.nn.recurrent import kinds_of
 from treewise.nn.wrapped import base_model
 from treewise.planning.plans import Plan, lay_out

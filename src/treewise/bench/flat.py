@@ -10,6 +10,7 @@ the model's own forward and is the tests' oracle.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +22,9 @@ from treewise.bench.varlen import varlen_attention
 from treewise.nn import recurrent
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import LayerReach
-from treewise.nn.lm_head import edge_values
+from treewise.nn.lm_head import edge_loss
 from treewise.nn.model_flops import flop_model
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.vision import flat_images
 from treewise.nn.wrapped import base_model
 from treewise.planning.bin_packing import best_fit
@@ -82,14 +83,16 @@ class FlatRows:
             for number, row in enumerate(self.rows, 1):
                 source, *streams = row.edges
                 target, weight = (to_device(each, device) for each in streams)
-                logprobs = edge_values(self._hidden(row), self.lm.head(), source, target)["log_probs"]
-                loss = -(logprobs * weight.to(logprobs.dtype)).sum() / self.denominator
+                loss, _ = edge_loss(self._hidden(row), self.lm.head(), source, target, partial(self._loss, weight))
                 loss.backward()
                 losses.append(loss.detach())
                 done += len(row.token_ids)
                 if on_part is not None:
                     on_part(number, len(self.rows), done / self.num_computed_tokens)
         return float(torch.stack(losses).double().sum())
+
+    def _loss(self, weight: torch.Tensor, values: dict[str, torch.Tensor], edges: slice) -> torch.Tensor:
+        return -(values["log_probs"] * weight[edges].to(values["log_probs"].dtype)).sum() / self.denominator
 
     def _packed(self, items: Sequence[Trajectory], processor: object) -> _PackedRow:
         lengths = [len(item) for item in items]

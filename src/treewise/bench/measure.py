@@ -27,10 +27,11 @@ from treewise.bench.settings import REFERENCES, Settings
 from treewise.bench.varlen import HALF, kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
-from treewise.nn.device import free_bytes, synchronized_clock
+from treewise.nn.device import synchronized_clock
 from treewise.nn.gradients import Gradients, gradient_error, gradients_of, take_gradients, zero_gradients
 from treewise.nn.model_flops import flop_model
-from treewise.nn.tensors import is_out_of_memory
+from treewise.nn.platform.memory import free_bytes
+from treewise.nn.platform.tensors import is_out_of_memory
 from treewise.tree.forest import Forest
 
 Contestants = dict[str, Callable[[], float]]

@@ -221,8 +221,8 @@ def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "Pr
     import torch
     from transformers import AutoConfig
 
-    from treewise.nn.device import free_bytes
     from treewise.nn.model_flops import auto_class
+    from treewise.nn.platform.memory import free_bytes
 
     if name not in SHAPES:
         raise ConfigError(f"shape {name!r} is unknown; choose one of {', '.join(SHAPES)}.")

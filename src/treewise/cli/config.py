@@ -207,9 +207,9 @@ def _plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     return value if isinstance(value, str | int | float | bool) else None
 
 
@@ -245,7 +245,7 @@ def _checked(key: str, value: object, known: Mapping[str, Any], location: str) -
         if key == "lora":
             return _checked_lora(checked)
         if isinstance(checked, dict):  # a part that stands alone is true
-            return {name: isinstance(each, _Alone) or each for name, each in checked.items()}
+            return {name: isinstance(setting, _Alone) or setting for name, setting in checked.items()}
         return checked
     except ConfigError as error:
         raise ConfigError(f"{location}: {error}") from None

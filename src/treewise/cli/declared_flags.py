@@ -18,29 +18,29 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     """Adds a flag for each field of a dataclass, with its sentence (`Doc`); mappings take `--name.key value`, too."""
     hints = typing.get_type_hints(kind, include_extras=True)
     mappings = _mappings(kind)
-    for each in dataclasses.fields(kind):
-        own, *declared = typing.get_args(hints[each.name])
+    for field in dataclasses.fields(kind):
+        own, *declared = typing.get_args(hints[field.name])
         (text,) = (item.documentation for item in declared if isinstance(item, Doc))
         options: dict[str, Any] = {"help": text}
-        if each.default is dataclasses.MISSING:
+        if field.default is dataclasses.MISSING:
             options["required"] = True
         else:
-            options["default"] = each.default
-            options["help"] += "" if each.default is None else f" ({each.default})"
+            options["default"] = field.default
+            options["help"] += "" if field.default is None else f" ({field.default})"
         if typing.get_origin(own) is Literal:
             options["choices"] = typing.get_args(own)
-        elif each.name in mappings:
+        elif field.name in mappings:
             options["metavar"] = "{KEY: VALUE}"
         else:
             plain = typing.get_args(own) if isinstance(own, types.UnionType) else (own,)
             options["type"] = next(item for item in plain if item is not types.NoneType)
-        parser.add_argument(f"--{each.name}", **options)
+        parser.add_argument(f"--{field.name}", **options)
     parser.set_defaults(overrides=[])  # --sampler_settings.KEY VALUE
 
 
 def settings_of(args: argparse.Namespace, kind: type, command: str) -> Any:
     """The settings that were given. Raises `ConfigError` for a flag that is unknown, or a value that is wrong."""
-    fields, mappings = [each.name for each in dataclasses.fields(kind)], _mappings(kind)
+    fields, mappings = [field.name for field in dataclasses.fields(kind)], _mappings(kind)
     values = {name: getattr(args, name) for name in fields}
     for name in mappings:
         if values[name] is not None:

@@ -134,12 +134,12 @@ _GROUPS = {
         "drop_flat_groups max_failed logprob_gap_limit"
     ),
     "Trees": (
-        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient weighting "
-        "normalization constant"
+        "max_tokens attention compile_layers merge_across_trees temperature offload router_z_coefficient "
+        "router_loss_choices weighting normalization constant"
     ),
     "Steps": (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_epoch num_train_epochs max_steps "
-        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 "
+        "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm bf16 float32_gradients "
         "activation_checkpointing prepare_ahead use_cpu seed data_seed full_determinism"
     ),
     "Evaluation, checkpoints, logs": (
@@ -184,7 +184,7 @@ def schema(more: Keys | None = None) -> dict[str, Any]:
 
 def key_names(more: Iterable[str] = ()) -> list[str]:
     """The keys of `schema` without their types, and without the seconds that torch and transformers take."""
-    training = [name for each in TRAINING for name in declared(*each) if name not in ELSEWHERE]
+    training = [name for heading in TRAINING for name in declared(*heading) if name not in ELSEWHERE]
     return list(dict.fromkeys([*OWN, *declared(*RENDERING), *training, *more]))
 
 

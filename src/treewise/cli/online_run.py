@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     from treewise.rl.samplers import SAMPLERS, sampler_named
 
     recorded: list[Any] = [config.data, config.eval_data]
-    if any(each is not None for each in recorded):
+    if any(data is not None for data in recorded):
         raise ConfigError(
             "tasks and data are both given: a run samples its rollouts or trains on recorded ones, not both."
         )
@@ -122,7 +122,7 @@ def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
     from treewise.rl.online.settings import OnlineSettings
     from treewise.rl.update import method_of
 
-    names = {each.name for each in fields(OnlineSettings)}
+    names = {field.name for field in fields(OnlineSettings)}
     values = {name: value for name, value in config.more.items() if name in names and value is not None}
     values["advantages"] = method_of(objective, values.get("advantages"))
     return OnlineSettings(**values)
@@ -172,6 +172,6 @@ def _summary(config: RunConfig, settings: "OnlineSettings", task: "Task") -> str
         ("sampler", config.more.get("sampler", "transformers")),
     ]
     if config.more.get("agent"):
-        lines = [each for each in lines if each[0] not in ("branching", "budget")]
+        lines = [line for line in lines if line[0] not in ("branching", "budget")]
         lines += agent_run.summary(config, settings)
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

@@ -96,7 +96,7 @@ def opened(
         CheckpointError: no such checkpoint.
     """
     from treewise.distributed import ranks
-    from treewise.nn.device import keep_few_kernels, keep_freed_memory
+    from treewise.nn.platform.memory import keep_few_kernels, keep_freed_memory
     from treewise.trainer.run_context import RunLock
 
     folder = Path(arguments.output_dir)

@@ -238,8 +238,8 @@ def train(
         raise
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)
-    for each in (StepLines(Path(arguments.output_dir)), *callbacks):
-        trainer.add_callback(each)
+    for callback in (StepLines(Path(arguments.output_dir)), *callbacks):
+        trainer.add_callback(callback)
     try:
         trainer.train(resume_from_checkpoint=resume_from)
     except StoppedError as error:

@@ -184,7 +184,7 @@ def choices_of(annotation: object) -> list[str]:
     kinds = [kind for kind, _ in parts_of(annotation)]
     names = [str(each.value) for kind in kinds if isinstance(kind, enum.EnumType) for each in list[Any](kind)]
     literals = [each for kind in kinds if typing.get_origin(kind) is Literal for each in typing.get_args(kind)]
-    return names + [each for each in literals if isinstance(each, str)]
+    return names + [literal for literal in literals if isinstance(literal, str)]
 
 
 def _fits(value: object, kinds: set[Any]) -> bool:

@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from treewise.base.features import feature
-from treewise.base.lazy_sequence import LazySequence
 from treewise.data.io.options import LoadReport
 from treewise.data.io.rows import first_id_outside, table_columns, trajectories_of
 from treewise.errors import DataError, num
-from treewise.tree.forest import Forest
+from treewise.tree.forest import Forest, LazySequence
 from treewise.tree.trajectory import Trajectory
 
 
@@ -116,7 +115,7 @@ class TreeDataset(LazySequence[TrainingTree]):
         is_declared = rows["parent"][0] is not None
         trajectories = None if is_declared else trajectories_of(rows)
         if trajectories is not None and self._routing_replay == "off":
-            trajectories = [replace(each, routed_experts=None) for each in trajectories]
+            trajectories = [replace(trajectory, routed_experts=None) for trajectory in trajectories]
         if trajectories is not None and self._routing_replay == "by_tokens":
             trajectories = feature("routes").by_tokens(trajectories)
         return TrainingTree(

@@ -66,7 +66,7 @@ def load_trees(
     read_only: bool = False,
     **unknown: object,
 ) -> "Trees":
-    """Reads records of any form (`treewise.data.forms`) from any source, and groups them into training trees.
+    """Reads records of any form (`treewise.data.io.forms`) from any source, and groups them into training trees.
 
     Parameters:
         data: `.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.arrow` files, folders or globs of them; a folder that
@@ -117,7 +117,7 @@ def load_trees(
 
 def _refuse(unknown: Mapping[str, object]) -> None:
     for name in unknown:
-        own = [each for each in signature(load_trees).parameters if each != "unknown"]
+        own = [parameter for parameter in signature(load_trees).parameters if parameter != "unknown"]
         options = list(RenderOptions.__dataclass_fields__)
         is_option = name in options
         hint = f" It is an option: options={{{name!r}: ...}}." if is_option else did_you_mean(name, [*own, *options])

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from treewise.data.formats import detect_format
-from treewise.data.forms import FORMS, Record
 from treewise.data.io.field_checks import shown
+from treewise.data.io.formats import detect_format
+from treewise.data.io.forms import FORMS, Record
 from treewise.errors import DataError, did_you_mean
 from treewise.tree.trajectory import STREAMS
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import FORMS, Record, forms_of, is_packed, parse, with_unknown_keys
 from treewise.data.io.field_checks import label, number, printable, shown
 from treewise.data.io.files import PartialTailError, Placed, RawRecord, raw_text
+from treewise.data.io.forms import FORMS, Record, forms_of, is_packed, parse, with_unknown_keys
 from treewise.data.io.options import RenderOptions
 from treewise.data.io.replies import KEYS, UnusableError
 from treewise.data.io.rows import RecordResult, Row

@@ -16,7 +16,6 @@ import numpy as np
 
 from treewise.base.features import feature
 from treewise.base.paths import path_of
-from treewise.data.forms import has_form, parse
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
     DEFAULT_MAX_RECORD_BYTES,
@@ -27,6 +26,7 @@ from treewise.data.io.files import (
     find_files,
     json_lines,
 )
+from treewise.data.io.forms import has_form, parse
 from treewise.data.io.options import LoadReport
 from treewise.data.raw import is_table
 from treewise.errors import DataError
@@ -201,6 +201,6 @@ def _format_of(first: RawRecord) -> str | None:
         return None
     if has_form(record):
         return None
-    from treewise.data.formats import detect_format
+    from treewise.data.io.formats import detect_format
 
     return detect_format(record)

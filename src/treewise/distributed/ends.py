@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from treewise.distributed.divided_tensors import divided_dimensions, local_part, placed_like
 from treewise.distributed.mesh import Mesh, broadcast
-from treewise.distributed.parts import divided_dimensions, local_part, placed_like
 
 
 class Ends:

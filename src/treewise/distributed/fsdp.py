@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from treewise.distributed import ranks
+from treewise.distributed import groups, ranks
+from treewise.distributed.divided_tensors import divided_dimensions, local_part, num_copies
 from treewise.distributed.ends import Ends
 from treewise.distributed.mesh import Mesh, broadcast, spread_experts
-from treewise.distributed.parts import divided_dimensions, local_part, mesh_of, num_copies
+from treewise.distributed.parts import mesh_of
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.compilation import decoder_layers
 from treewise.nn.decoder import DecoderAndHead
@@ -214,9 +215,9 @@ def data_mesh(device: torch.device, num_copies: int) -> DeviceMesh:
             "give a divisor, less than all."
         )
     names = ("dp_replicate", "dp_shard")
-    with ranks.making_groups():
+    with groups.making_groups():
         copies = init_device_mesh(device.type, (num_copies, num_ranks // num_copies), mesh_dim_names=names)
-    ranks.follow_timeout(copies)
+    groups.follow_timeout(copies)
     return copies
 
 

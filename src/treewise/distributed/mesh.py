@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from treewise.distributed import ranks
-from treewise.distributed.parts import differing, local_part, mesh_of, sum_gradients
+from treewise.distributed import groups, ranks
+from treewise.distributed.divided_tensors import local_part, sum_gradients
+from treewise.distributed.parts import mesh_of
+from treewise.distributed.same_plan import differing
 from treewise.distributed.watchdog import join_as_launched
 from treewise.errors import ConfigError, DataError, UnsupportedModelError, num
 from treewise.nn.tensor_parallel import require_meshes
@@ -114,9 +116,9 @@ def mesh_loaded(manager: Any, config: Any) -> Mesh:
 def _in_rows(mesh: DeviceMesh, axis: str, num_rows: int) -> DeviceMesh:
     """The mesh with one axis in two; FSDP2 asks for parts of the mesh that a model was loaded on."""
     sizes, names = (num_rows, mesh[axis].size() // num_rows), (f"{axis}_copies", f"{axis}_shards")
-    with ranks.making_groups():
+    with groups.making_groups():
         divided: DeviceMesh = mesh._unflatten(axis, sizes, names)  # noqa: SLF001
-    ranks.follow_timeout(divided)
+    groups.follow_timeout(divided)
     return divided
 
 
@@ -155,10 +157,10 @@ def load_on_mesh(folder: str, *, tp_size: int = 1, ep_size: int = 1, **options: 
 
     def prepare(cls: type, distributed_config: DistributedConfig, device_map: object = None) -> tuple[object, ...]:
         del cls, device_map
-        with ranks.making_groups():
+        with groups.making_groups():
             device, manager = initialize_distributed_mesh(distributed_config)
         for axes in (("fsdp", "tp"), ("efsdp", "ep")) if manager is not None else ():
-            ranks.follow_timeout(manager.get_mesh(axes))
+            groups.follow_timeout(manager.get_mesh(axes))
         return distributed_config, device, manager
 
     def make(cls: type, *args: object, **settings: object) -> object:

@@ -29,7 +29,7 @@ from torch import accelerator, distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from treewise.distributed import ranks
+from treewise.distributed import groups, ranks
 from treewise.errors import StoppedError, TreewiseError
 
 GRACE_SECONDS = 2.0
@@ -126,7 +126,7 @@ def start_group(timeout_seconds: float) -> None:
         f"rank {rank} waited {timeout_seconds:g} s (ddp_timeout) for {{}} to start: stopped, or its machine is gone."
     )
     timeout, store = timedelta(seconds=timeout_seconds), None
-    with ranks.ended_after(timeout_seconds + GRACE_SECONDS, waited.format(holder)):
+    with groups.ended_after(timeout_seconds + GRACE_SECONDS, waited.format(holder)):
         try:
             found, own, size = next(rendezvous("env://", timeout=timeout))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -141,7 +141,7 @@ def start_group(timeout_seconds: float) -> None:
                 absent = [each for each in others if store is not None and not store.check([each])]
                 missing = holder if store is None else " and ".join(absent) or " or ".join(others)
             gone = f"rank {rank} lost the connection to {missing} while they started: its process was gone (killed?)."
-            raise ranks.lost(waited.format(missing) if _is_timeout(error) else gone) from error
+            raise groups.lost(waited.format(missing) if _is_timeout(error) else gone) from error
 
 
 class Watchdog:
@@ -162,7 +162,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if ranks.count() > 1:
             group: Any = distributed.group.WORLD
-            with ranks.ended_after(self._timeout_seconds + GRACE_SECONDS, self._unanswered()), self.explaining():
+            with groups.ended_after(self._timeout_seconds + GRACE_SECONDS, self._unanswered()), self.explaining():
                 store = group.get_group_store().clone()  # with a connection of its own
             own_store = PrefixStore(f"treewise/watchdog/{next(_RUNS)}", store)
             target, arguments = self._watch, (own_store,)
@@ -195,9 +195,9 @@ class Watchdog:
             if not _is_timeout(error):
                 gone = [f"rank {rank} failed: its process was gone (killed?)" for rank in silent]
                 reason = self._failure or "; ".join(gone) or "its error is printed there"
-                raise ranks.lost(f"rank {ranks.own()} lost the connection to another process: {reason}.") from error
+                raise groups.lost(f"rank {ranks.own()} lost the connection to another process: {reason}.") from error
             lines = [f"Rank {rank} does not answer: it is stopped or stuck, or its machine is gone." for rank in silent]
-            raise ranks.lost(
+            raise groups.lost(
                 f"rank {ranks.own()} waited {self._timeout_seconds:g} s (ddp_timeout) for another process. "
                 f"{self._failure or ' '.join(lines + located)}",
                 " Raise ddp_timeout if a step or a save may take that long.",
@@ -230,7 +230,7 @@ class Watchdog:
         while not self._is_over.wait(_POLL_SECONDS) and self._thread is not None and self._thread.is_alive():
             self._silent_polls += 1
             if self._silent_polls * _POLL_SECONDS > self._timeout_seconds + GRACE_SECONDS:
-                ranks.end_now(ranks.lost(self._unanswered()))
+                groups.end_now(groups.lost(self._unanswered()))
 
     def _unanswered(self) -> str:
         """Of the process that holds the store."""
@@ -241,7 +241,7 @@ class Watchdog:
         if store.check(["failure"]):
             self._failure = store.get("failure").decode()
             if not self._is_over.wait(GRACE_SECONDS):  # else this process is leaving by itself
-                ranks.end_now(f"{self._failure}; rank {ranks.own()} ends, too")
+                groups.end_now(f"{self._failure}; rank {ranks.own()} ends, too")
         if self._is_asking:
             store.set("question", "")
             others = set(range(ranks.count())) - {ranks.own()}

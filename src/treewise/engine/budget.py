@@ -14,10 +14,10 @@ from treewise.engine.probed_rows import text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import bytes_as_text
 from treewise.nn.decoder import DecoderAndHead
-from treewise.nn.device import free_bytes
 from treewise.nn.flops import gateway_bytes
-from treewise.nn.gradients import gradients_restored
+from treewise.nn.gradients import gradient_bytes, gradients_restored
 from treewise.nn.model_flops import gateway_values
+from treewise.nn.platform.memory import free_bytes
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
@@ -31,8 +31,10 @@ _USABLE_FRACTION = 0.6
 # Memory of activations and of the gradients that flow back through them, over that of activations.
 _BACKWARD_FACTOR = 1.25
 SLOW_TOKENS = 128  # fewer at a time leave most of a matrix product's speed unused
-# More tokens at a time are not faster, and on a CPU the first use of memory is slow.
-MAX_TOKENS = {"cpu": 4096, "cuda": 65536}
+# On a CPU more tokens at a time are not faster, and the first use of memory is slow. On a GPU every cut costs launches
+# and tokens that are computed twice: as many as fit.
+MAX_TOKENS = {"cpu": 4096, "cuda": 2**20}
+MAX_SCORED_TOKENS = {"cpu": 4096, "cuda": 2**16}  # without a graph, which nothing cuts for memory's sake
 # Of the two runs that are measured. FlexAttention fills up to whole blocks, two at least: fewer would take as much.
 CALIBRATION_TOKENS = {"cpu": (32, 96), "cuda": (256, 512)}
 
@@ -117,7 +119,7 @@ def measure(
     reserve_bytes: memory that others will allocate later (the optimizer's state).
     """
     if not any(each.requires_grad for each in lm.model.parameters()):
-        budget.tokens = budget.tokens or MAX_TOKENS.get(lm.device.type, MAX_TOKENS["cpu"])
+        budget.tokens = budget.tokens or MAX_SCORED_TOKENS.get(lm.device.type, MAX_SCORED_TOKENS["cpu"])
         return
     state_size = feature("recurrent").state_bytes(lm) if lm.is_recurrent else 0
     token_size = gateway_token_bytes(lm)
@@ -136,8 +138,7 @@ def measure(
     least = max(1, forest.images.largest)  # an image is never cut
     with busy_with("measuring the budget"), gradients_restored(lm.model):
         token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size, lm.device.type)
-    missing = (each for each in lm.model.parameters() if each.requires_grad and each.grad is None)
-    free = free_bytes(lm.device) - sum(each.numel() * each.element_size() for each in missing) - reserve_bytes
+    free = free_bytes(lm.device) - gradient_bytes(lm.model.parameters()) - reserve_bytes
     budget.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)
     budget.is_measured = True
     logger.info(

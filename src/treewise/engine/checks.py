@@ -20,7 +20,7 @@ from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import warn_of_slow_precision
-from treewise.nn.tensors import autocast_dtype
+from treewise.nn.platform.tensors import autocast_dtype
 from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
@@ -34,7 +34,7 @@ def refuse_no_gradients(model: nn.Module) -> None:
             "step computes gradients, which are disabled here (torch.no_grad or inference_mode); for the loss alone "
             "call evaluate."
         )
-    if not any(each.requires_grad for each in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "no parameter of the model requires a gradient, so a step would do nothing (PEFT loads adapters so without "
             "is_trainable=True)."
@@ -148,11 +148,12 @@ class StepChecks:
         state, has_gradients = _state_of(lm, self.stands_in_for), torch.is_grad_enabled()
         has_images = forest.has_images and processor is not None
         passed = None
-        for each in reversed(self._passed):
-            is_same = (each.state.modules, each.state.outer) == (state.modules, state.outer)
-            is_trained_same = not has_gradients or state.is_trained == each.state.is_trained
-            if is_same and is_trained_same and each.with_images == has_images and each.with_gradients >= has_gradients:
-                passed = each
+        for earlier in reversed(self._passed):
+            is_same = (earlier.state.modules, earlier.state.outer) == (state.modules, state.outer)
+            is_trained_same = not has_gradients or state.is_trained == earlier.state.is_trained
+            is_probed_so = earlier.with_images == has_images and earlier.with_gradients >= has_gradients
+            if is_same and is_trained_same and is_probed_so:
+                passed = earlier
                 break
         limits = self._limits(lm) if passed is None else passed.limits
         limits.check(lm, forest)
@@ -189,31 +190,31 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
     # Hooks are numbered by torch, each number once; functions and modules are compared by identity.
     modules = tuple(
         (
-            id(each),
-            type(each).forward,
-            each.training,
-            tuple(each._forward_hooks),
-            tuple(each._forward_pre_hooks),
-            tuple(each._backward_hooks),
-            tuple(each._backward_pre_hooks),
-            None if each is stands_in_for else vars(each).get("forward"),
+            id(module),
+            type(module).forward,
+            module.training,
+            tuple(module._forward_hooks),
+            tuple(module._forward_pre_hooks),
+            tuple(module._backward_hooks),
+            tuple(module._backward_pre_hooks),
+            None if module is stands_in_for else vars(module).get("forward"),
             [
                 value
-                for name, value in vars(each).items()
+                for name, value in vars(module).items()
                 if type(value) is float and (name == "p" or "dropout" in name or name.endswith(model_checks.NOISE))
             ],
         )
-        for each in lm.model.modules()
+        for module in lm.model.modules()
     )
     base: Any = lm.base
-    outside = {id(each): each for each in (lm.model, base, *base.children(), lm.output) if each is not lm.decoder}
-    owners = [(type(each).__name__, each) for each in outside.values()]
+    outside = {id(part): part for part in (lm.model, base, *base.children(), lm.output) if part is not lm.decoder}
+    owners = [(type(part).__name__, part) for part in outside.values()]
     owners += [("config", base.config), ("text config", base.config.get_text_config()), ("config", lm.decoder.config)]
     outer = tuple(
         (f"{owner}.{name}", value)
-        for owner, each in owners
-        for name, value in vars(each).items()
+        for owner, part in owners
+        for name, value in vars(part).items()
         # `save_pretrained` makes a text of `dtype`, on the one rank that writes; no module reads it again.
         if type(value) in (int, float, str, bool) and name != "dtype"
     )
-    return _State(modules, outer, tuple(each.requires_grad for each in lm.model.parameters()))
+    return _State(modules, outer, tuple(parameter.requires_grad for parameter in lm.model.parameters()))

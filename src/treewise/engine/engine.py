@@ -8,7 +8,7 @@ log-probs or hidden states are asked for).
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,19 +16,19 @@ from torch import Tensor, distributed, nn
 from treewise.base.features import feature
 from treewise.base.shapes import Float
 from treewise.distributed import ranks
-from treewise.distributed.parts import check_same_plan, mesh_of
+from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
+from treewise.engine.edge_scorer import Values
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
-from treewise.engine.step import LossFunction, StepLoss, Values, Walk, take_step, with_less_memory
+from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.attention.needs import asked_by
-from treewise.nn.device import warn_of_untested_torch
 from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
-from treewise.nn.tensors import autocast_dtype
+from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.platform.versions import warn_of_untested_torch
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import fastest_plan
@@ -38,7 +38,7 @@ from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from treewise.engine.values import Reader
+    from treewise.engine.values import LossFunction, Reader
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
@@ -63,6 +63,8 @@ class TreeEngine:
         router_aux_loss: whether steps add the load-balancing loss of a mixture of experts, with the model's factor
             (`router_aux_loss_coef`); None: as its configuration says (`output_router_logits`).
         router_z_coefficient: the factor of a z-loss on router logits; 0: none.
+        router_loss_choices: what the load-balancing loss counts where recorded experts are replayed: `live`, what the
+            routers would choose now, or `replayed`, what they are made to choose.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
         context: the ranks that compute each batch together, a part of the tokens of every micro-batch each
             (`treewise.distributed.mesh.context_group`). Gradients are then this rank's part of a sum over them.
@@ -85,6 +87,7 @@ class TreeEngine:
         reserve_bytes: int = 0,
         router_aux_loss: bool | None = None,
         router_z_coefficient: float = 0.0,
+        router_loss_choices: Literal["live", "replayed"] = "live",
         processor: object = None,
         context: Any = None,
     ) -> None:
@@ -98,10 +101,17 @@ class TreeEngine:
         choose(attention, self.lm.device.type)  # raises for an unknown name
         self._implementations: dict[Any, str] = {}  # by type of device and dtype
         warn_of_untested_torch()
+        self.replay: Any = None
+        check_choice("router_loss_choices", router_loss_choices, ("live", "replayed"))
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
             rule_of = feature("router_loss").router_loss_rule
-            self.router_loss_rule = rule_of(self.lm.base, wants_aux=router_aux_loss, z_coefficient=router_z_coefficient)
+            self.router_loss_rule = rule_of(
+                self.lm.base,
+                wants_aux=router_aux_loss,
+                z_coefficient=router_z_coefficient,
+                choices=router_loss_choices,
+            )
         self._checks = StepChecks(model, has_probes=check)
         self._images: Any = None
         # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
@@ -135,7 +145,7 @@ class TreeEngine:
         kind = self.lm.device.type
         key = kind, autocast_dtype(kind) or self.lm.decoder.dtype
         if key not in self._implementations:
-            self._implementations[key] = choose(self.attention, *key, asked_by(self.lm.decoder))
+            self._implementations[key] = choose(self.attention, *key, self.lm.decoder)
         return self._implementations[key]
 
     @property
@@ -166,7 +176,7 @@ class TreeEngine:
         plan = ready.plan if is_current else self._planned(ready.joined, settings)
         assert plan is not None
         if self._batch_group is not None:
-            check_same_plan(self._batch_group[0], plan, self._batch_group[1])
+            feature("same_plan").check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:
@@ -193,18 +203,25 @@ class TreeEngine:
             return Plan.whole(forest, most)
         if settings.costs is not None:
             return settings.costs.plan(forest, most, hold=settings.hold)
-        return (fastest_plan if settings.is_measured else make_plan)(forest, most, hold=settings.hold)
+        if settings.is_measured or settings.least_tokens:
+            return fastest_plan(forest, most, hold=settings.hold, least_tokens=settings.least_tokens)
+        return make_plan(forest, most, hold=settings.hold)
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:
-        costs = self.images.costs_of(forest) if forest.has_images else None
-        return PlanSettings(self.budget.tokens, self.budget.setting == AUTO, self.hold, costs)
+        most, is_measured = self.budget.tokens, self.budget.setting == AUTO
+        if forest.has_images:
+            return PlanSettings(most, is_measured, self.hold, self.images.costs_of(forest))
+        if most is None or forest.num_tokens <= most or self.lm.device.type == "cpu":
+            return PlanSettings(most, is_measured, self.hold)
+        least = feature("launching").least_tokens(self.lm, forest)
+        return PlanSettings(most, is_measured, self.hold, least_tokens=least)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(
         self,
         forests: Forests,
-        objective: Objective | LossFunction | None = None,
+        objective: "Objective | LossFunction | None" = None,
         *,
         denominator: float | None = None,
         router_counts: Any = None,
@@ -268,11 +285,14 @@ class TreeEngine:
 
     def _router_losses(self, plan: Plan, counts: Any = None) -> Any:
         add_up = None if self._context is None else self._context.add_up
-        return feature("router_loss").RouterLosses(self.router_loss_rule, plan.forest.multiplicity, counts, add_up)
+        rule, forest = self.router_loss_rule, plan.forest
+        takes_recorded = rule.counts_recorded and forest.has_routes
+        experts = feature("routing").recorded_choices(self.lm, forest) if takes_recorded else None
+        return feature("router_loss").RouterLosses(rule, forest.multiplicity, counts, add_up, experts)
 
     @torch.no_grad()
     def evaluate(
-        self, forests: Forests, objective: Objective | LossFunction | None = None, *, denominator: float | None = None
+        self, forests: Forests, objective: "Objective | LossFunction | None" = None, *, denominator: float | None = None
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
         objective = checked_objective(objective)
@@ -358,12 +378,15 @@ class TreeEngine:
     def values(self, plan: Plan, readers: "Sequence[Reader]", pixels_of: Any = None) -> list[Values]:
         """Each reader's values over the plan's forest, by name; differentiable at any budget (see `tree_values`).
 
-        pixels_of: maps an image to its tensors; None: the engine's processor makes them.
+        pixels_of: maps an image to its tensors; None: the engine's processor makes them. Afterwards `replay` is that of
+        a `StepOutput`.
         """
         self.check(plan.forest)
-        guests, reads_routers = self._guests(plan, pixels_of), any(each.reads_routers for each in readers)
+        guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
         values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
+        add_up = (lambda tensor: tensor) if self._context is None else self._context.add_up
+        self.replay = next((found for guest in guests if (found := guest.replayed(add_up)) is not None), None)
         return values
 
     # -- walks --------------------------------------------------------------------------------------------------------
@@ -386,7 +409,7 @@ class TreeEngine:
                 "experts are spread over ranks with different batches (ep_size > tp_size), which have to run the same "
                 "passes: call engine.check(forest) with one forest on all ranks, then engine.enable_lockstep(...)."
             )
-        guests = [each for each in (self._context, self._lockstep, self._host_memory) if each is not None]
+        guests = [guest for guest in (self._context, self._lockstep, self._host_memory) if guest is not None]
         if plan.forest.has_routes:
             guests.append(feature("routing").Replay(self.lm, plan.forest))
         if images is not None:

@@ -1,18 +1,14 @@
 """The flat oracle of the probe, `verify` and tests: every trajectory alone, by the model's own forward.
 
-Plain code without trees. SFT is written out from its definition, and so are the losses on routers. Any other objective
-computes its terms on trajectories between which nothing is merged, so its own formulas run on flat rows; a function
-gets the flat log-probs. Shared tokens are recognised by the hash of the path to them, so that `weighting` applies.
+Plain code without trees. The mean over trained tokens, which the probe takes, is written out here. What other losses
+are on flat rows, those on routers too, stands in `flat_terms`; a function gets the flat log-probs.
 
-Letters: V vocabulary, L tokens of one trajectory, P terms of one trajectory, N trajectories, E experts, R rows of all
-routers.
+Letters: V vocabulary, L tokens of one trajectory, P terms of one trajectory, N trajectories.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +21,7 @@ from treewise.errors import ConfigError
 from treewise.nn.model import split_model
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT
-from treewise.tree.forest import Forest
-from treewise.tree.trajectory import Trajectory, number_rollouts
+from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from treewise.nn.router_loss import RouterLossRule
@@ -81,15 +76,18 @@ class FlatLoss:
         self.items, self.objective, self.processor = list(trajectories), objective, processor
         self.temperature, self.routers = temperature, routers
         trees = [0] * len(self.items) if trees is None else trees
-        if isinstance(objective, SFT):
-            weights = flat_weights(self.items, objective, trees)
-            pairs = zip(self.items, weights, strict=True)
-            self.terms = [replace(_every_token(item), streams={"weights": weight[1:]}) for item, weight in pairs]
-            self.denominator, self.is_separable = 1.0, True
+        self.denominator, self.is_separable = 1.0, True
+        if objective == SFT():  # the mean over trained tokens, as the probe takes it
+            weights = [item.loss_weights[1:].astype(np.float64) for item in self.items]
+            total = sum(weight.sum() for weight in weights)
+            self.terms = [
+                every_token(item, {"weights": each / total}) for item, each in zip(self.items, weights, strict=True)
+            ]
         elif isinstance(objective, Objective):
-            self.terms, self.denominator, self.is_separable = _objective_terms(self.items, objective, trees)
+            found = feature("flat_terms").terms_of(objective, self.items, trees)
+            self.terms, self.denominator, self.is_separable = found
         elif callable(objective):
-            self.terms, self.denominator, self.is_separable = [_every_token(each) for each in self.items], 1.0, False
+            self.terms, self.is_separable = [every_token(each, {}) for each in self.items], False
         else:
             raise ConfigError(f"objective is a {type(objective).__name__}; give an objective or a function.")
 
@@ -101,7 +99,7 @@ class FlatLoss:
         """
         slopes: list[Values] | None = None
         loss = size = 0.0
-        routers = None if self.routers is None else _FlatRouters(self.routers)
+        routers = None if self.routers is None else feature("flat_terms").FlatRouters(self.routers)
         if routers is not None or not self.is_separable:
             with torch.no_grad():
                 values_N = [
@@ -151,7 +149,7 @@ class FlatLoss:
         tell_progress(what, done, total)
 
     def _values(
-        self, model: nn.Module, device: torch.device, index: int, routers: "_FlatRouters | None" = None
+        self, model: nn.Module, device: torch.device, index: int, routers: Any = None
     ) -> tuple[Values, torch.Tensor, torch.Tensor | None]:
         """[P] values of a trajectory's terms by name, the [L - 1] log-probs of its own tokens without a graph, and its
         part of the losses on routers."""
@@ -165,7 +163,7 @@ class FlatLoss:
         if isinstance(self.objective, Objective) and "entropy" in self.objective.outputs:
             probabilities = torch.exp(logits_LV - lse_L[:, None])
             values["entropy"] = (lse_L - (probabilities * logits_LV).sum(-1))[row]
-        return values, logprobs, None if routers is None else routers.part(router_logits)
+        return values, logprobs, None if routers is None else routers.part(model, self.items[index], router_logits)
 
     def _own_slopes(self, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         """[L - 1] gradients by a trajectory's own log-probs; None where the loss depends on more than these.
@@ -204,33 +202,6 @@ class FlatLoss:
         return loss.item(), size.item(), [{name: next(slopes) for name in each} for each in leaves]
 
 
-class _FlatRouters:
-    """The losses on the routers of a mixture of experts over all flat rows as one batch.
-
-    `E * sum_e (choices_e / R) * (probability_e / R)` (Fedus et al. 2022, arXiv:2101.03961, equations 4 to 6), and the
-    mean square of the log-sum-exp (Zoph et al. 2022, arXiv:2202.08906, equation 5), each with its factor.
-    """
-
-    def __init__(self, rule: "RouterLossRule") -> None:
-        self.rule, self.is_counted = rule, False
-        self._choices: torch.Tensor | float = 0.0  # [E]
-        self._num_rows = 0
-
-    def part(self, router_logits: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Counts the rows of one trajectory ([.., E] of each layer); once all are counted, its part of the losses."""
-        logits_RE = torch.cat([each.reshape(-1, each.shape[-1]) for each in router_logits])
-        logits_RE = logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32))
-        probability_RE = logits_RE.softmax(-1)
-        if not self.is_counted:
-            chosen = probability_RE.topk(self.rule.num_chosen, dim=-1).indices
-            self._choices = self._choices + chosen.reshape(-1).bincount(minlength=logits_RE.shape[-1])
-            self._num_rows += len(logits_RE)
-            return None
-        balance = logits_RE.shape[-1] * (self._choices * probability_RE.sum(0)).sum() / self._num_rows**2
-        square = logits_RE.logsumexp(-1).square().sum() / self._num_rows
-        return self.rule.aux_coefficient * balance + self.rule.z_coefficient * square
-
-
 def flat_logits(
     model: nn.Module,
     item: Trajectory,
@@ -253,104 +224,6 @@ def flat_logits(
     return logits_LV, torch.logsumexp(logits_LV, dim=-1), ids, output.router_logits if with_routers else ()
 
 
-def flat_weights(
-    trajectories: Sequence[Trajectory], objective: SFT, trees: Sequence[int] | None = None
-) -> list[np.ndarray]:
-    """The weight of each token's negative log-prob in the flat loss ([L] float64 per trajectory).
-
-    Written from the definition of the objective, without a tree.
-    """
-    trees = [0] * len(trajectories) if trees is None else trees
-    weights = _counted_weights(trajectories, objective.weighting, trees)
-    rollouts = number_rollouts(trajectories)
-    if objective.normalization == "trajectory_mean":
-        return [weight / weight.sum() / len(weights) for weight in weights]
-    if objective.normalization == "rollout_mean":
-        totals = np.bincount(rollouts, weights=[weight.sum() for weight in weights])
-        return [weight / totals[rollout] / len(totals) for rollout, weight in zip(rollouts, weights, strict=True)]
-    if objective.normalization == "rollout_sum":
-        divisor = (objective.constant or 1.0) * (int(rollouts.max()) + 1)
-        return [weight / divisor for weight in weights]
-    if objective.normalization == "constant":
-        assert objective.constant is not None
-        return [weight / objective.constant for weight in weights]
-    total = sum(weight.sum() for weight in weights)
-    return [weight / total for weight in weights]
-
-
-def _every_token(item: Trajectory) -> FlatTerms:
-    return FlatTerms(np.arange(len(item) - 1), item.token_ids[1:], {})
-
-
-def _objective_terms(
-    items: list[Trajectory], objective: Objective, trees: Sequence[int]
-) -> tuple[list[FlatTerms], float, bool]:
-    """Terms by trajectory, denominator, and whether the loss is a sum over tokens: computed by the objective itself, on
-    trajectories with nothing merged."""
-    unknown = set(objective.outputs) - {"log_probs", "entropy"}
-    if unknown:
-        raise ConfigError(f"verify computes log-probs and entropies of flat rows, not {', '.join(sorted(unknown))}.")
-    plain: Any = objective
-    weighting = getattr(objective, "weighting", "per_trajectory")
-    if weighting != "per_trajectory":
-        weights = _counted_weights(items, weighting, trees)
-        items = [replace(item, loss_weights=weight) for item, weight in zip(items, weights, strict=True)]
-        plain = replace(plain, weighting="per_trajectory")
-    _refuse_joint_tokens(items, objective)
-    apart = Forest.concatenate([Forest.from_trajectories([item]) for item in items])
-    terms = plain.terms(apart)
-    starts = np.concatenate([[0], np.cumsum([len(item) for item in items])])
-    bounds = np.searchsorted(terms.positions, starts)
-    tokens = apart.token_ids[terms.positions] if terms.tokens is None else terms.tokens
-    flat_terms = []
-    for index in range(len(items)):
-        part = slice(bounds[index], bounds[index + 1])
-        streams = {name: stream[part] for name, stream in terms.streams.items()}
-        flat_terms.append(FlatTerms(terms.positions[part] - starts[index] - 1, tokens[part], streams))
-    return flat_terms, plain.denominator(apart), plain.is_separable(apart)
-
-
-def _refuse_joint_tokens(items: Sequence[Trajectory], objective: object) -> None:
-    """Raises if two rows of a rollout train one token: a ratio of the whole rollout counts it once, flat rows twice."""
-    if not getattr(objective, "has_sequence_ratios", False):
-        return
-    seen: set[tuple[int, bytes]] = set()
-    for rollout, item in zip(number_rollouts(items).tolist(), items, strict=True):
-        keys = _prefix_keys(item)
-        trained = {(rollout, keys[position]) for position in np.flatnonzero(np.asarray(item.loss_weights)).tolist()}
-        if trained & seen:
-            raise ConfigError(
-                "two rows of one rollout train the same token, which a ratio of whole sequences counts once; flat rows "
-                "would count it twice. Verify with rollouts of one row each."
-            )
-        seen |= trained
-
-
-def _counted_weights(trajectories: Sequence[Trajectory], weighting: str, trees: Sequence[int]) -> list[np.ndarray]:
-    """[L] float64 loss weights of each trajectory, divided by how many train the token, by `weighting`."""
-    weights = [np.asarray(item.loss_weights, dtype=np.float64) for item in trajectories]
-    if weighting == "per_trajectory":
-        return weights
-    rollouts = number_rollouts(trajectories)
-    of_rollout = rollouts if weighting == "per_rollout" else np.zeros_like(rollouts)
-    keys = [
-        [(rollout, tree, key) for key in _prefix_keys(item)]
-        for rollout, tree, item in zip(of_rollout.tolist(), trees, trajectories, strict=True)
-    ]
-    trains = Counter(
-        key for each, weight in zip(keys, weights, strict=True) for key, w in zip(each, weight, strict=True) if w
-    )
-    return [weight / [max(1, trains[key]) for key in each] for each, weight in zip(keys, weights, strict=True)]
-
-
-def _prefix_keys(item: Trajectory) -> list[bytes]:
-    """[L] hashes, each of the path to a token, the images on it and the experts that were recorded there."""
-    state, keys = blake2b(digest_size=16), []
-    experts = item.routed_experts
-    image_at = {image.start: image.digest for image in item.images}
-    for position, token in enumerate(item.token_ids.astype("<i4")):
-        state.update(token.tobytes() + image_at.get(position, "").encode())
-        if experts is not None:
-            state.update(experts[position].tobytes())
-        keys.append(state.digest())
-    return keys
+def every_token(item: Trajectory, streams: dict[str, np.ndarray]) -> FlatTerms:
+    """A term for each token of a trajectory but the first. streams: [L - 1] each."""
+    return FlatTerms(np.arange(len(item) - 1), item.token_ids[1:], streams)

@@ -57,13 +57,15 @@ class PlanSettings:
     """What a plan depends on beside the forest.
 
     is_measured: whether the budget was measured (`auto`), so that the fastest plan within it is taken. costs: of the
-    model, for forests with images.
+    model, for forests with images. least_tokens: a micro-batch of fewer is no faster (`nn.launching`); the fastest plan
+    is taken then, too.
     """
 
     max_tokens: int | None
     is_measured: bool
     hold: str
     costs: "FlopModel | None" = field(default=None, compare=False)
+    least_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

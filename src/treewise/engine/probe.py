@@ -35,11 +35,10 @@ from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
-from treewise.nn.compiler_errors import compiler_failure
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.gradients import hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.nn.wrapped import adapter_parameters, stirred, uncompiled
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
@@ -224,7 +223,8 @@ def _failing_as(lm: DecoderAndHead, what: str) -> Iterator[None]:
         name, dtype = type(lm.decoder).__name__, str(lm.decoder.dtype).removeprefix("torch.")
         size = getattr(lm.decoder.config, "head_dim", None)
         heads = "" if size is None else f", heads of {size}"
-        if failure := compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device):
+        failure = feature("compiler_errors").compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device)
+        if failure is not None:
             raise failure from error
         if not isinstance(error, AttributeError | RuntimeError | TypeError | ValueError):
             raise
@@ -240,17 +240,18 @@ def _on_tree(
     """
     tree, guests = plan.forest, list[Guest]([feature("host_memory").HostMemory()] if offload else [])
     loss = StepLoss(tree, SFT(), None)
+    loss.denominator /= _TREE_SCALE
     hidden: list[tuple[np.ndarray, Tensor]] = []
     logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
 
     def minus_half(output: MicroBatchOutput) -> Tensor | None:
         hidden.append((output.positions, output.hidden.detach()))
-        entries = loss.score(output)
-        if entries is None:
+        scored = loss.scored(output)
+        if scored is None:
             return None
-        at = loss.terms.positions[entries[0]]
-        logprobs[torch.from_numpy(at)] = entries[1]["log_probs"].detach().double().cpu()
-        return loss.of_terms(entries[1], entries[0]) * _TREE_SCALE
+        part, (entries, values) = scored
+        logprobs[torch.from_numpy(loss.terms.positions[entries])] = values["log_probs"].double().cpu()
+        return part
 
     with _failing_as(lm, f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):

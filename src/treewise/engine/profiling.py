@@ -38,6 +38,7 @@ PARTS = (
 _NAMES = (
     ("embedding", EMBEDDING),
     ("_EdgeValues", HEAD),
+    ("_EdgeLoss", HEAD),
     ("AccumulateGrad", ADDING),
     ("_Extend", GATEWAYS),
     ("_Inject", GATEWAYS),

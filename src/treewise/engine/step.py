@@ -3,13 +3,16 @@
     take_step     a forest is planned, walked, reported; the same again with less memory where it ran out
     Walk.train    the passes over its micro-batches, depth first
     Walk.forward  one micro-batch: its mask, what it reads of those above it, the model
-    StepLoss      log-probs of edges, the objective's losses of tokens, their sum
+    StepLoss      log-probs of edges (`edge_scorer`), the objective's losses of tokens, their sum
 
 A token's log-prob is an edge from its parent, so a shared token is computed once and stands in the losses of all its
 trajectories: gradients add up at it, which is the *gradient restoration* of Tree Training (arXiv 2511.00413). A tree
 beyond memory is walked depth first (AReaL-DTA, arXiv 2602.00482); a micro-batch that others hang from leaves a
 *gateway*, the keys and values that they read and the gradients that they send back, so each token below is computed
 forward and backward once, in full micro-batches.
+
+`examples/tiny_treewise.py` is this in one file without transformers: `tree_backward` takes the step, `run` is a
+micro-batch (`Walk.forward`), `partition` the plan.
 
 Left out on purpose: images, recurrent layers, router losses, other ranks and host memory, which join as guests
 (`nn.guest`); losses that need all log-probs at once, which walk twice (`engine.values`).
@@ -32,25 +35,22 @@ from treewise.base.features import feature
 from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
+from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
 from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
-from treewise.nn.lm_head import AnyHead, edge_values
-from treewise.nn.tensors import is_out_of_memory, to_device
+from treewise.nn.lm_head import AnyHead
+from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
-from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, edges_of, lay_out
+from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, lay_out
 from treewise.tree.forest import Forest
-from treewise.tree.prefix_merge import concatenated_ranges
 
 logger = logging.getLogger("treewise")
 
 LossOf = Callable[[MicroBatchOutput], Tensor | None]
-LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
-Entries = tuple[np.ndarray, dict[str, Tensor]]  # [E] indices of terms, and by name the [E] values of these
-Values = dict[str, Tensor]
 T = TypeVar("T")
 
 
@@ -96,7 +96,7 @@ def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, 
             be kept apart with `max_tokens="auto"`.
     """
     is_auto = budget.setting == AUTO
-    is_fresh = is_auto or model is None or all(each.grad is None for each in model.parameters())
+    is_fresh = is_auto or model is None or all(parameter.grad is None for parameter in model.parameters())
     with gradients_set_aside(model) if is_auto and model is not None else nullcontext():
         while True:
             try:
@@ -148,16 +148,16 @@ class Walk:
         if lm.is_recurrent:
             guests = [*guests, feature("recurrent").RecurrentRows(plan)]
         self.lm, self.plan, self.impl, self.guests, self.temperature = lm, plan, impl, guests, temperature
-        self.reads_routers = reads_routers or any(each.reads_routers for each in guests)
-        self.in_lockstep = any(each.in_lockstep for each in guests)
-        self.splits_tokens = any(each.splits_tokens for each in guests)
+        self.reads_routers = reads_routers or any(guest.reads_routers for guest in guests)
+        self.in_lockstep = any(guest.in_lockstep for guest in guests)
+        self.splits_tokens = any(guest.splits_tokens for guest in guests)
         # Whether one backward is all: of a single micro-batch, whose graph holds what it reads.
-        self.has_one_root = plan.is_whole and all(each.is_in_graph for each in guests)
+        self.has_one_root = plan.is_whole and all(guest.is_in_graph for guest in guests)
         # Whether the caller's graph can hold the whole walk: all in one graph, and no rank to keep in step with.
         self.is_one_graph = self.has_one_root and not self.in_lockstep and not self.splits_tokens
         self.num_visits = 0
         self._running: dict[int, RunningMicroBatch] = {}
-        meets_images = self.in_lockstep or any(each.may_meet_images for each in guests)
+        meets_images = self.in_lockstep or any(guest.may_meet_images for guest in guests)
         self._alike = meets_images or self.splits_tokens  # all micro-batches carry what one of them has to
         self._carried = NOTHING  # by micro-batches below others, and by all where they are alike
         if self._alike or not self.has_one_root:
@@ -173,7 +173,7 @@ class Walk:
         Raises:
             UnsupportedModelError: nothing that the walk computed requires a gradient.
         """
-        if not (self.plan.is_whole and not self.splits_tokens) and any(each.needs_visit for each in self.guests):
+        if not (self.plan.is_whole and not self.splits_tokens) and any(guest.needs_visit for guest in self.guests):
             self.visit(lambda _: None)
         has_gradient = False
         with ExitStack() as around:
@@ -249,7 +249,7 @@ class Walk:
         for guest in self.guests:
             guest.enter(run)
         if leaves_gateway:
-            run.gateway = Gateway(any(each.keeps_on_host for each in self.guests))
+            run.gateway = Gateway(any(guest.keeps_on_host for guest in self.guests))
         layout, reads = run.layout, []
         # What its gradients have to reach beyond its own parameters.
         carried = self._carried if len(layout.gateway_rows) or self._alike else NOTHING
@@ -299,12 +299,8 @@ class Walk:
         """The tensor that a micro-batch's backward starts from."""
         loss = loss_of(output)
         more = self.loss_of_guests(output) if self.guests else None
-        # Without a loss of its own an open micro-batch still carries the gradients of its gateway.
-        if loss is None and more is None:
-            return output.hidden
-        if more is None:
-            assert loss is not None
-            return loss
+        if more is None:  # without a loss of its own an open micro-batch still carries the gradients of its gateway
+            return output.hidden if loss is None else loss
         # FSDP2 gathers a layer's parameters when a gradient reaches its output, so there is one, if only of zeros.
         more = more + (output.hidden * 0).sum().to(more.dtype)
         return more if loss is None else loss + more.to(loss.dtype)
@@ -316,46 +312,7 @@ class Walk:
         return tensor
 
 
-# -- the loss: log-probs of edges, losses of tokens, their sum ------------------------------------------------------
-
-
-class EdgeScorer:
-    """Scores the tokens that each micro-batch predicts. Called on its output; None where it predicts none of them.
-
-    positions: [P] int64 tree positions of the scored tokens, ascending, none of them a first token; each is predicted
-    from the path to its parent. tokens: [P] token ids that are scored there; None: the tree's own, and then each
-    position is projected once however often it is listed. outputs: names out of `lm_head.OUTPUTS`.
-    """
-
-    def __init__(
-        self,
-        forest: Forest,
-        positions: Int[np.ndarray, " P"],
-        tokens: Int[np.ndarray, " P"] | None = None,
-        outputs: tuple[str, ...] = ("log_probs",),
-    ) -> None:
-        self.forest, self.positions, self.tokens, self.outputs = forest, positions, tokens, outputs
-        self._is_needed = np.zeros(forest.num_tokens, dtype=bool)
-        self._is_needed[positions] = True
-
-    def __call__(self, output: MicroBatchOutput) -> Entries | None:
-        """[E] indices of scored tokens, and their [E] values by name."""
-        edges = edges_of(self.forest, output.positions, self._is_needed)
-        if len(edges.target) == 0:
-            return None
-        first = np.searchsorted(self.positions, edges.target, side="left")
-        count = np.searchsorted(self.positions, edges.target, side="right") - first
-        edge, entry = np.repeat(np.arange(len(edges.target)), count), concatenated_ranges(first, count)
-        device = output.hidden.device
-        if self.tokens is not None:
-            tokens = to_device(self.tokens[entry], device, torch.long)
-            return entry, edge_values(output.hidden, output.head(), edges.source[edge], tokens, self.outputs)
-        tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
-        values = edge_values(output.hidden, output.head(), edges.source, tokens, self.outputs)
-        if len(entry) != len(edges.target):
-            index = to_device(edge, device)
-            values = {name: value[index] for name, value in values.items()}
-        return entry, values
+# -- the loss: losses of tokens, from the log-probs of edges, and their sum ------------------------------------------
 
 
 class Loss(Protocol):
@@ -363,15 +320,12 @@ class Loss(Protocol):
 
     def backward(self, new_walk: Callable[[], Walk]) -> Walk:
         """Adds the gradients, by one walk or two; returns the last."""
-        ...
 
     def evaluate(self, walk: Walk) -> None:
         """The loss alone, by one walk without a graph."""
-        ...
 
     def output(self, walk: Walk) -> StepOutput:
         """What the step reports, after its walks."""
-        ...
 
 
 class StepLoss:
@@ -404,23 +358,45 @@ class StepLoss:
         walk.visit(self.of_micro_batch)
 
     def of_micro_batch(self, output: MicroBatchOutput) -> Float[Tensor, ""] | None:
-        """The part of one micro-batch, a scalar; None without a trained token."""
-        entries = self.score(output)
-        return None if entries is None else self.of_terms(entries[1], entries[0])
+        """The part of one micro-batch, a scalar from which a backward starts; None without a trained token."""
+        found = self.scored(output)
+        return None if found is None else found[0]
 
-    def of_terms(self, values: Values, entries: Int[np.ndarray, " E"] | None = None) -> Float[Tensor, ""]:
-        """The loss of some terms ([E] int64 `entries`), or of all, a scalar, from their [E] values by name."""
-        like = values["log_probs"]
+    def scored(self, output: MicroBatchOutput) -> tuple[Float[Tensor, ""], Entries] | None:
+        """The part of one micro-batch, and the values of its terms, detached; None without a trained token."""
+        streams: Values = {}
+
+        def of_part(values: Values, entries: np.ndarray, part: slice) -> Tensor:
+            streams.update({} if streams else self._streams(values["log_probs"], entries))
+            return self._loss(values, {name: stream[part] for name, stream in streams.items()})
+
+        found = self.score.loss(output, of_part)
+        if found is None:
+            return None
+        self._report(found[0], found[1][1], streams)
+        return found
+
+    def of_terms(self, values: Values) -> Float[Tensor, ""]:
+        """The loss of all terms, a scalar, from their [P] values by name."""
+        streams = self._streams(values["log_probs"])
+        loss = self._loss(values, streams)
+        self._report(loss, {name: value.detach() for name, value in values.items()}, streams)
+        return loss
+
+    def _streams(self, like: Tensor, entries: Int[np.ndarray, " E"] | None = None) -> Values:
         streams = {}
         for name, stream in self.terms.streams.items():
             dtype = like.dtype if stream.dtype.kind == "f" else torch.long
             streams[name] = to_device(stream if entries is None else stream[entries], like.device, dtype)
-        loss = self.objective.token_losses(values, streams).sum() / self.denominator
-        with torch.no_grad():
-            constants = {name: value.detach() for name, value in values.items()}
-            metrics = self.objective.token_metrics(constants, streams)
+        return streams
+
+    def _loss(self, values: Values, streams: Values) -> Float[Tensor, ""]:
+        return self.objective.token_losses(values, streams).sum() / self.denominator
+
+    @torch.no_grad()
+    def _report(self, loss: Tensor, values: Values, streams: Values) -> None:
+        metrics = self.objective.token_metrics(values, streams)
         self._reported.append({"": loss.detach()} | {name: value.sum() for name, value in metrics.items()})
-        return loss
 
     def output(self, walk: Walk, *, is_part: bool = True) -> StepOutput:
         """What the step reports, after its walk; the only wait for a device. is_part: other ranks have other terms."""
@@ -435,15 +411,11 @@ class StepLoss:
         return step_output(walk, totals[""], len(np.unique(self.terms.positions)), metrics, self.terms.weight)
 
 
-# -- what a step reports ----------------------------------------------------------------------------------------------
-
-
 def step_output(
     walk: Walk, loss: float, num_trained_tokens: int, metrics: Mapping[str, float] | None = None, weight: float = 0.0
 ) -> StepOutput:
     """The output of a step or an evaluation. loss: without what guests add. weight: of the metrics."""
     plan, forest = walk.plan, walk.plan.forest
-    routing = next((report for guest in walk.guests if (report := guest.report()) is not None), None)
     return StepOutput(
         loss=loss + sum(guest.added_loss() for guest in walk.guests),
         num_trained_tokens=num_trained_tokens,
@@ -453,6 +425,6 @@ def step_output(
         num_micro_batches=plan.num_micro_batches,
         metrics=metrics or {},
         weight=weight,
-        routing=routing,
+        routing=next((report for guest in walk.guests if (report := guest.report()) is not None), None),
         replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
     )

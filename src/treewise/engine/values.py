@@ -19,25 +19,19 @@ import torch
 from torch import Tensor
 
 from treewise.base.progress import tell_progress
-from treewise.base.shapes import Bool, Float
+from treewise.base.shapes import Bool, Context, Float, Int
 from treewise.engine.carried import refuse_no_gradient
+from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import StepOutput
-from treewise.engine.step import (
-    EdgeScorer,
-    Entries,
-    LossFunction,
-    LossOf,
-    StepLoss,
-    Values,
-    Walk,
-    step_output,
-)
+from treewise.engine.step import LossOf, StepLoss, Walk, step_output
 from treewise.errors import ConfigError
-from treewise.nn.gradients import BackwardContext, gradients_restored, spare_hooks_no_gradient
+from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
 from treewise.nn.guest import MicroBatchOutput
-from treewise.nn.tensors import Autocast, to_device
+from treewise.nn.platform.tensors import Autocast, to_device
 from treewise.objectives.sft import described
 from treewise.tree.forest import Forest
+
+LossFunction = Callable[[list[Tensor]], Tensor]  # from the log-probs of each trajectory to a scalar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +40,8 @@ class Reader:
 
     read: the entries of one micro-batch, each of which no other micro-batch may give; None if it has none. names: of
     the values. num_entries: length of the result. without_gradient: names of values that carry no gradient.
-    reads_routers: whether `read` needs router logits.
+    reads_routers: whether `read` needs router logits. places: [n] int64, where each entry stands in the result; None:
+    at its own index.
     """
 
     read: Callable[[MicroBatchOutput], Entries | None]
@@ -54,6 +49,11 @@ class Reader:
     num_entries: int
     without_gradient: tuple[str, ...] = ()
     reads_routers: bool = False
+    places: np.ndarray | None = None
+
+    def where(self, index: Int[np.ndarray, " E"], device: torch.device) -> Int[Tensor, " E"]:
+        """Where entries stand in the result, on a device."""
+        return to_device(index if self.places is None else self.places[index], device)
 
 
 def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list[Values]:
@@ -130,13 +130,7 @@ def token_reader(
     """
     has_parent = forest.parent >= 0
     positions = np.flatnonzero(has_parent if is_needed is None else has_parent & is_needed)
-    score = EdgeScorer(forest, positions, outputs=outputs)
-
-    def read(output: MicroBatchOutput) -> Entries | None:
-        entries = score(output)
-        return None if entries is None else (positions[entries[0]], entries[1])
-
-    return Reader(read, outputs, forest.num_tokens)
+    return Reader(EdgeScorer(forest, positions, outputs=outputs), outputs, forest.num_tokens, places=positions)
 
 
 def logprob_reader(forest: Forest, *, trained_only: bool) -> Reader:
@@ -262,7 +256,7 @@ class _FirstOrder(torch.autograd.Function):
 class _TreeValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: BackwardContext,
+        ctx: Context,
         _: Tensor,
         new_walk: Callable[[], Walk],
         readers: tuple[Reader, ...],
@@ -286,7 +280,7 @@ class _TreeValues(torch.autograd.Function):
         return tuple(tensor for tensor, _ in tensors)
 
     @staticmethod
-    def backward(ctx: BackwardContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the walk, which starts with none; autograd adds them to those that are there."""
         _refuse_second_order()
         if any(_version(each) != version for each, version in ctx.versions):
@@ -321,24 +315,32 @@ def _loss_with_gradients(readers: Sequence[Reader], grads_of: Sequence[dict[str,
         dots = [
             dot
             for reader, grad_of in zip(readers, grads_of, strict=True)
-            for dot in _dots(reader.read(output), grad_of)
+            if (dot := _dot(reader, output, grad_of)) is not None
         ]
         return torch.stack(dots).sum() if dots else None
 
     return loss_of
 
 
-def _dots(entries: Entries | None, grad_of: dict[str, Tensor | None]) -> list[Tensor]:
-    """Scalars whose gradients are those of the result, for one micro-batch: values times their gradients, summed."""
-    if entries is None:
-        return []
-    index, values = entries
-    dots = []
-    for name, grad in grad_of.items():
-        if grad is not None and values[name].requires_grad:
-            index_E = to_device(index, grad.device)
-            dots.append((values[name] * grad[index_E].to(values[name].dtype)).sum())
-    return dots
+def _dot(reader: Reader, output: MicroBatchOutput, grad_of: dict[str, Tensor | None]) -> Tensor | None:
+    """A scalar whose gradients are those of the result, for one micro-batch: values times their gradients, summed."""
+    grads = {name: grad for name, grad in grad_of.items() if grad is not None}
+    if not grads:
+        return None
+    index: list[Tensor] = []
+
+    def dot(values: Values, entries: np.ndarray, part: slice) -> Tensor:
+        if not index:
+            index.append(reader.where(entries, output.hidden.device))
+        with_gradient = [name for name in grads if values[name].requires_grad]
+        dots = [(values[name] * grads[name][index[0][part]].to(values[name].dtype)).sum() for name in with_gradient]
+        return torch.stack(dots).sum() if dots else output.hidden.sum() * 0
+
+    if isinstance(reader.read, EdgeScorer):
+        found = reader.read.loss(output, dot)
+        return None if found is None else found[0]
+    read = reader.read(output)
+    return None if read is None else dot(read[1], read[0], slice(None))
 
 
 def _version(parameter: Tensor) -> int:
@@ -370,7 +372,7 @@ def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: Float[Ten
         wide = torch.promote_types(hidden.dtype, torch.float32)
         zeros = torch.zeros(reader.num_entries, device=hidden.device, dtype=wide)
         return {name: hidden.sum().to(wide) * zeros for name in reader.names}
-    index = to_device(np.concatenate([index for index, _ in present]), hidden.device)
+    index = reader.where(np.concatenate([index for index, _ in present]), hidden.device)
     result = {}
     for name in reader.names:
         values = torch.cat([values[name] for _, values in present])

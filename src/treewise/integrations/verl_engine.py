@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -39,12 +40,13 @@ _OF_THE_ROWS = ("input_ids", "attention_mask", "position_ids", "shift_labels")
 _OTHERS = ("use_cache", "return_dict", "temperature", "cu_seqlens", "cu_seqlens_cpu")
 
 
-def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool) -> Rows | None:
+def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool, routed_experts: np.ndarray | None = None) -> Rows | None:
     """A micro-batch as a forest; None if it has no token with a label.
 
     Packed (`use_remove_padding`): one row of all sequences, which begin where positions start anew, with the label of
     each token. Padded: a mask, and the next token of each row is the label. The last token of a sequence has a label,
-    too (what stands next in memory), because verl computes it and drops it later.
+    too (what stands next in memory), because verl computes it and drops it later. routed_experts: [F, layers, k] of the
+    sequences one behind the other; of tokens behind them, which fill up, there are none.
 
     Raises:
         NotShareable: the micro-batch has to be computed by verl's own forward.
@@ -64,9 +66,25 @@ def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool) -> Rows | None:
     if mask is not None:
         labels = labels.masked_fill(mask == 0, IGNORED)
         positions = None  # of padding they are zero; tokens of a row count on from its first
+    num_real = token_ids.numel() if mask is None else int(mask.count_nonzero())
+    if routed_experts is not None and len(routed_experts) < num_real:
+        more = np.full((num_real - len(routed_experts), *routed_experts.shape[1:]), -1)
+        routed_experts = np.concatenate([routed_experts, more])
     return rows_to_forest(
-        as_numpy(token_ids), as_numpy(labels), as_numpy(mask), as_numpy(positions), is_relative=is_relative
+        *(as_numpy(each) for each in (token_ids, labels, mask, positions)),
+        is_relative=is_relative,
+        routed_experts=routed_experts,
     )
+
+
+def recorded_experts(micro_batch: Any) -> np.ndarray | None:
+    """[F, layers, k] the experts that verl's rollout recorded (`enable_rollout_routing_replay`), of the sequences of a
+    micro-batch one behind the other; None where it recorded none. verl fills up with rows of zeros."""
+    experts = micro_batch.get("routed_experts", None)
+    if experts is None:
+        return None
+    table = as_numpy(torch.cat(list(experts.unbind())))
+    return np.where((table == 0).all((1, 2), keepdims=True), -1, table)
 
 
 class VerlHead:
@@ -100,6 +118,7 @@ class EngineSharing:
         self.counts = self._batches.counts
         self._own: Callable[..., Any] = type(model).forward
         self._is_compared = False
+        self._experts: np.ndarray | None = None  # of the micro-batch that runs
         model.forward = MethodType(self._forward_of(), model)
         own = type(of_verl).forward_backward_batch
 
@@ -109,11 +128,23 @@ class EngineSharing:
                 return own(of_verl, *args, **kwargs)
 
         of_verl.forward_backward_batch = forward_backward_batch
+        own_step = type(of_verl).forward_step
+
+        @functools.wraps(own_step)
+        def forward_step(micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._experts = recorded_experts(micro_batch)
+            try:
+                return own_step(of_verl, micro_batch, *args, **kwargs)
+            finally:
+                self._experts = None
+
+        of_verl.forward_step = forward_step
 
     def remove(self) -> None:
         """Computes every micro-batch by verl's own forward again."""
         self.model.__dict__.pop("forward", None)
-        self._of_verl.__dict__.pop("forward_backward_batch", None)
+        for name in ("forward_backward_batch", "forward_step"):
+            self._of_verl.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
         return f"EngineSharing({self.counts})"
@@ -134,12 +165,8 @@ class EngineSharing:
                 expected = self._own(self.model, **kwargs).log_probs
         # Of several ranks all compare their first micro-batch, whatever it is, because layers are gathered by all.
         self._is_compared = ranks.count() > 1
-        shape, is_relative = kwargs["input_ids"].shape, self._batches.is_relative
-        rows = self._batches.rows(
-            self.model,
-            lambda: (rows_of_call(kwargs, is_relative=is_relative), shape.numel()),
-            whatever_size=expected is not None,
-        )
+        shape = kwargs["input_ids"].shape
+        rows = self._rows(kwargs, self._experts, whatever_size=expected is not None)
         if rows is None:
             return self._own(self.model, **kwargs)
         head = VerlHead(self.model, self.engine.lm.decoder, self._own, kwargs["temperature"])
@@ -147,10 +174,39 @@ class EngineSharing:
         self._batches.count(rows, rows.forest.num_trajectories, plan)
         fields = fields_in_rows(fields, rows, shape)
         if expected is not None:
-            self._compare(fields["log_probs"], expected, rows)
+            self._compare(self._live(kwargs, fields, head)["log_probs"], expected, rows)
         from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
         return CausalLMOutputForPPO(log_probs=fields["log_probs"], entropy=fields["entropy"])
+
+    def _rows(self, kwargs: dict[str, Any], experts: np.ndarray | None, *, whatever_size: bool) -> Rows | None:
+        """The rows of a call, through recorded experts; None for those that are left to verl's own forward.
+
+        Raises:
+            ConfigError: with recorded experts, which that forward would not take.
+        """
+        shape, is_relative = kwargs["input_ids"].shape, self._batches.is_relative
+        rows = self._batches.rows(
+            self.model,
+            lambda: (rows_of_call(kwargs, is_relative=is_relative, routed_experts=experts), shape.numel()),
+            whatever_size=whatever_size or experts is not None,
+        )
+        if rows is None and experts is not None:
+            raise ConfigError(
+                "a micro-batch with routed_experts cannot be computed as a tree (the warning above says why), and "
+                "verl's own forward would choose other experts; set "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=False."
+            )
+        return rows
+
+    @torch.no_grad()
+    def _live(self, kwargs: dict[str, Any], fields: Fields, head: VerlHead) -> Fields:
+        """The fields of a micro-batch as its routers choose now, which verl's own forward is compared with."""
+        if self._experts is None:
+            return fields
+        rows = self._rows(kwargs, None, whatever_size=True)
+        assert rows is not None
+        return fields_in_rows(self._batches.fields(rows, head)[0], rows, kwargs["input_ids"].shape)
 
     def _compare(self, found: torch.Tensor, expected: torch.Tensor, rows: Rows) -> None:
         """Raises `UnsupportedModelError` where the tree's log-probs are not verl's."""

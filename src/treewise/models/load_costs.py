@@ -17,12 +17,13 @@ from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.errors import ConfigError
 from treewise.models.load_model import load_shapes, locate, place_in_cache
 from treewise.nn.adapters import ADAPTER_WEIGHTS, ADAPTERS, adapter_folder
-from treewise.nn.flops import NO_FLOPS, FlopModel, LayerReach, VisionCosts
+from treewise.nn.flops import FlopModel, LayerReach
+from treewise.nn.tower_flops import NO_FLOPS, VisionCosts
 
 logger = logging.getLogger("treewise")
 
 _COUNTED_BY = ("torch", "transformers", "peft")
-_COUNTING = ("flops.py", "model_flops.py", "vision/costs.py")  # of `nn`
+_COUNTING = ("flops.py", "tower_flops.py", "model_flops.py", "vision/costs.py")  # of `nn`
 
 
 def load_costs(name: str, gguf_file: str | None = None, lora: Mapping[str, Any] | None = None) -> FlopModel:

@@ -3,7 +3,8 @@
 A compiled model as a whole would not help: the engine calls the decoder, which reads the tree of each micro-batch. A
 layer is compiled once for all lengths, and layers of one class share their code. The attention of a tree and the mixers
 of hybrids are left out of the graphs (`torch.compiler.disable`), so a layer is two graphs: what is before attention and
-what is behind it.
+what is behind it. Layers that are to be sharded are compiled before, with the hooks of FSDP around their graphs; of
+those that tensor parallelism divides, products with weights are left out, too.
 """
 
 from collections.abc import Collection
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from treewise.base.features import feature
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.wrapped import base_model
@@ -69,6 +72,8 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     config.nested_graph_breaks = True
     for layer in layers:
+        if any(isinstance(each, DTensor) for each in layer.parameters()):
+            feature("tensor_parallel").leave_out_of_graphs(layer)
         layer.compile(dynamic=True, backend=backend, mode=mode)
 
 

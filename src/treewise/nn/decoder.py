@@ -4,7 +4,7 @@ Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import AttentionName, TreeContext, carry
 from treewise.nn.lm_head import AnyHead, Head, LogitsSlot
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.wrapped import innermost
 
 SUPPORTED_MODELS = "Supported models: docs/models.md."  # ends messages about a model
@@ -54,8 +54,8 @@ class DecoderAndHead:
 
         A resized vocabulary or an adapter replaces the head; `set_attn_implementation` replaces the attention.
         """
-        names = [each._attn_implementation for each in self.configs]
-        return self.base.get_output_embeddings() is self.output and all(type(each) is AttentionName for each in names)
+        names = [config._attn_implementation for config in self.configs]
+        return self.base.get_output_embeddings() is self.output and all(type(name) is AttentionName for name in names)
 
     @property
     def num_embeddings(self) -> int:
@@ -90,13 +90,16 @@ class DecoderAndHead:
 
     def head(self, temperature: float = 1.0) -> AnyHead:
         """The head with its present weights, adapters included; `temperature` divides the logits."""
-        layer = _active_module(self.output)
+        adapted = feature("adapted_head") if type(self.output).__module__.startswith("peft.") else None
+        layer: Any = self.output if adapted is None else adapted.active_module(self.output)
         if isinstance(getattr(layer, "weight", None), DTensor):
             shard = feature("tensor_parallel").vocabulary_shard(layer)
             if shard is not None:
                 local, bias = layer.weight.to_local(), None if layer.bias is None else layer.bias.to_local()
                 return Head(local, bias, self.scale, self.softcap, temperature, shard=shard, slot=self.logits)
-        plain = None if _has_hooks(self.output) else _plain_weight(layer)
+        plain: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        if not has_hooks(self.output):
+            plain = plain_weight(layer) if adapted is None else adapted.weight_with_adapters(layer)
         if plain is None:
             scaling = self.scale, self.softcap, temperature
             head: AnyHead = feature("module_head").ModuleHead(self.output, self.num_logits, *scaling)
@@ -152,7 +155,7 @@ def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
 
 def _router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = getattr(output, "router_logits", None) or ()
-    logits = tuple(each.reshape(-1, each.shape[-1]) for each in layers if isinstance(each, torch.Tensor))
+    logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in layers if isinstance(layer, torch.Tensor))
     if not logits:
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
@@ -169,8 +172,8 @@ def _router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor
 
 
 def _has_reentrant_checkpoints(lm: DecoderAndHead) -> bool:
-    functions = (vars(each).get("_gradient_checkpointing_func") for each in lm.decoder.modules())
-    return any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions)
+    functions = (vars(module).get("_gradient_checkpointing_func") for module in lm.decoder.modules())
+    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
 def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
@@ -179,68 +182,14 @@ def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
     return frozenset(parameters), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-def _active_module(output: Any) -> Any:
-    """What a head within one of PEFT's wrappers runs: the copy that is trained whole (`modules_to_save`), the layer
-    with trained tokens (`trainable_token_indices`), or the head itself."""
-    if hasattr(output, "token_adapter"):
-        return output.token_adapter
-    if not hasattr(output, "modules_to_save"):
-        return output
-    active = output.active_adapters
-    if output.disable_adapters or not active or active[0] not in output.modules_to_save:
-        return output.original_module
-    return output.modules_to_save[active[0]]
-
-
-def _plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight ([V, M]) and bias ([V]) of a linear layer, plain LoRA or trained tokens applied; None where it is more."""
-    kind = type(output)
-    apply = _APPLIED.get((kind.__module__, kind.__name__))
-    if apply is not None:
-        base = None if _has_hooks(output) else _plain_weight(output.base_layer)
-        return None if base is None else apply(output, *base)
-    is_linear = isinstance(output, nn.Linear) and kind.forward is nn.Linear.forward
-    if not is_linear or _has_hooks(output) or not output.weight.is_floating_point():
+def plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight ([V, M]) and bias ([V]) of a linear layer; None for one that computes something else."""
+    is_linear = isinstance(output, nn.Linear) and type(output).forward is nn.Linear.forward
+    if not is_linear or has_hooks(output) or not output.weight.is_floating_point():
         return None
     return output.weight, output.bias
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether something may change what the module's own class computes."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def _with_lora(
-    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The weight with the active adapters, in the graph of both; None for variants of LoRA, which add more."""
-    if output.merged:
-        return None if output.disable_adapters else (weight, bias)  # its forward takes merged adapters out again
-    if output.disable_adapters:
-        return weight, bias
-    for adapter in output.active_adapters:
-        if adapter not in output.lora_A:
-            continue
-        low, high = output.lora_A[adapter], output.lora_B[adapter]
-        if adapter in output.lora_variant or high.bias is not None:
-            return None
-        weight = weight + (high.weight @ low.weight).to(weight.dtype) * output.scaling[adapter]
-    return weight, bias
-
-
-def _with_trained_tokens(
-    output: Any, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The weight with the rows of the active adapters; as PEFT's forward, without the bias."""
-    if output.merged:
-        return None if output.disable_adapters else (weight, bias)
-    if output.disable_adapters or not output.active_adapters:
-        return weight, bias
-    rows: torch.Tensor = output.get_merged_weights(output.active_adapters)
-    return rows, None
-
-
-_APPLIED: dict[tuple[str, str], Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None]] = {
-    ("peft.tuners.lora.layer", "Linear"): _with_lora,
-    ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"): _with_trained_tokens,
-}

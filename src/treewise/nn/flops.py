@@ -1,19 +1,20 @@
 """FLOPs of one training step, flat and on the tree: the ceiling of a measured speed-up.
 
-Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward and one for each gradient (of its
-input, and of its weight where that is trained). An expert counts by the fraction of experts that a token visits.
-Attention costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5
-times that, as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per
-projected row, which is a row with a trained target; rows beyond the chunk of logits that is kept for the backward are
-projected once more there, which is not counted. The tower runs once for each distinct image of a forest, and flat once
-for each image of each trajectory. Embeddings, norms, activations, the scans of recurrent layers and the optimizer are
-left out, on both sides.
+Conventions. A multiply-add is two FLOPs. A linear layer costs one pass forward and one for each gradient (of its input,
+and of its weight where that is trained). An expert counts by the fraction of experts that a token visits. Attention
+costs `2 H (D + D of the values)` per pair of query and key it may see, which is `4 H D`; its backward 2.5 times that,
+as in FlashAttention (arXiv 2307.08691), whose backward computes the scores again. The head counts per projected row,
+which is a row with a trained target; where a loss reads whole trajectories, rows beyond the chunk of logits that is
+kept for the backward are projected once more there, which is not counted. The tower runs once for each distinct image
+of a forest, and flat once for each image of each trajectory. Embeddings, norms, activations, the scans of recurrent
+layers and the optimizer are left out, on both sides.
 
 Letters: T tree tokens, N trajectories, S segments.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,8 +23,8 @@ from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest
 
-PerRow = tuple[float, float]  # a, b of FLOPs `a * R + b * R**2`
-NO_FLOPS: PerRow = (0.0, 0.0)
+if TYPE_CHECKING:
+    from treewise.nn.tower_flops import VisionCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +46,6 @@ class LayerReach:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionCosts:
-    """FLOPs of a tower and its projector.
-
-    image_token: the placeholder. linear, linear_backward: of products with weights. attention: its forward.
-    is_attention_trained: whether a gradient goes through it. activation_values: an estimate of the values kept per row
-    for the backward; 0 where nothing is trained.
-    """
-
-    image_token: int
-    linear: PerRow = NO_FLOPS
-    linear_backward: PerRow = NO_FLOPS
-    attention: PerRow = NO_FLOPS
-    is_attention_trained: bool = False
-    activation_values: float = 0.0
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a step runs a backward of tower or projector."""
-        return self.linear_backward != NO_FLOPS
-
-    def rows_of(self, forest: Forest) -> np.ndarray:
-        """[I] int64, feature rows of each image on a forest."""
-        before = np.concatenate([[0], np.cumsum(forest.token_ids == self.image_token)])
-        return before[forest.images.end] - before[forest.images.start]
-
-    def forward(self, rows: np.ndarray) -> np.ndarray:
-        """[I] float64, FLOPs of one pass for images of so many rows ([I] int64)."""
-        return _flops(self.linear, rows) + _flops(self.attention, rows)
-
-    def step(self, rows: np.ndarray) -> np.ndarray:
-        """[I] float64, FLOPs of one forward and backward for images of so many rows ([I] int64)."""
-        backward = ATTENTION_BACKWARD * _flops(self.attention, rows) if self.is_attention_trained else 0.0
-        return self.forward(rows) + _flops(self.linear_backward, rows) + backward
-
-
-@dataclass(frozen=True, slots=True)
 class FlopModel:
     """What a model's step costs. All FLOPs are of one forward, but for `*_backward`.
 
@@ -99,7 +64,7 @@ class FlopModel:
     num_trained_parameters: int
     gateway_values: int
     activation_values: int
-    vision: VisionCosts | None = None
+    vision: "VisionCosts | None" = None
     vocabulary: int = 0
 
     def flat(self, forest: Forest) -> float:
@@ -218,14 +183,20 @@ class FlopModel:
         )
 
 
-def _flops(per_row: PerRow, rows: np.ndarray) -> np.ndarray:
-    found: np.ndarray = per_row[0] * rows + per_row[1] * rows.astype(np.float64) ** 2
-    return found
-
-
 def gateway_bytes(num_values: int, itemsize: int) -> int:
     """Bytes of so many keys and values of `itemsize` bytes each, and of their gradients in float32 or wider."""
     return num_values * (itemsize + max(itemsize, 4))
+
+
+ADAMW_VALUES = 2  # moments kept per trained parameter
+# Bytes of an optimizer's state per trained parameter, by a part of its name (transformers' `optim`); others keep none
+# that counts (`sgd`), or two values of the parameter's dtype, as AdamW does.
+_STATE_BYTES = {"8bit": 2.0, "4bit": 1.0, "sgd": 0.0}
+
+
+def state_bytes(optim: str | None, itemsize: int) -> float:
+    """Of the optimizer of a name, per trained parameter of `itemsize` bytes; None: AdamW."""
+    return next((size for part, size in _STATE_BYTES.items() if part in (optim or "")), float(ADAMW_VALUES * itemsize))
 
 
 # -- tokens and rows of a forest --------------------------------------------------------------------------------------

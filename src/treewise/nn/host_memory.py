@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest
-from treewise.nn.tensors import on_host
+from treewise.nn.platform.tensors import on_host
 
 
 @dataclass(frozen=True, slots=True)

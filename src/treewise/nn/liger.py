@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 from treewise.nn.wrapped import base_model
 
 PACKAGE, LEAST = "liger-kernel", "0.8"

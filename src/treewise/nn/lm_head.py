@@ -3,14 +3,16 @@
 A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not
 projected at all. The backward is written by hand. It takes the logits of the last chunk over from the forward if no
 other call came between (see `LogitsSlot`), and projects the other chunks again, so memory stays at `chunk x
-vocabulary`. A head that is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead,
-again in the backward (`nn.module_head`).
+vocabulary`. Where the loss of an edge depends on that edge's values alone, nothing is projected twice: the gradients of
+a chunk are taken while its logits are there (`edge_loss`), three products with the weight in place of four. A head that
+is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead, again in the backward
+(`nn.module_head`).
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
-from treewise.nn.tensors import autocast_dtype, to_device
+from treewise.nn.platform.tensors import autocast_dtype, to_device
 
 if TYPE_CHECKING:
     from treewise.nn.tensor_parallel import VocabularyShard
@@ -41,6 +43,7 @@ _SIZED_AS: dict[str, str] = {}  # see `sized_as`
 _MIN_ROWS = 4
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
+LossOfEdges = Callable[[dict[str, Tensor], slice], Tensor]  # a scalar from the values of some edges, and which they are
 
 
 @contextmanager
@@ -207,6 +210,37 @@ def edge_values(
         wide = torch.promote_types(hidden.dtype, torch.float32)
         empty = hidden.sum() * torch.zeros(0, dtype=wide, device=hidden.device)
         return dict.fromkeys(outputs, empty)
+    projected, edge_row, bounds = _projected(hidden, head, source)
+    return head.edge_values(projected, edge_row, target, bounds, entropy="entropy" in outputs)
+
+
+def edge_loss(
+    hidden: Float[Tensor, "T M"],
+    head: AnyHead,
+    source: Int[np.ndarray, " E"] | Int[Tensor, " E"],
+    target: Int[Tensor, " E"],
+    loss_of: LossOfEdges,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " E"]]]:
+    """The sum of `loss_of` over all edges, a scalar, and the values of these, detached; arguments as in `edge_values`.
+
+    loss_of: the loss of some edges from their values, which may not depend on those of edges of other rows. It is
+    called chunk by chunk, and its gradients are taken there. They are final: the backward that reaches the result has
+    to start from it, with a gradient of one, and may run once.
+    """
+    if torch.is_grad_enabled() and isinstance(head, Head) and head.shard is None and len(source):
+        projected, edge_row, bounds = _projected(hidden, head, source)
+        how = loss_of, bounds, "entropy" in outputs
+        loss, *values = _EdgeLoss.apply(projected, head.weight, head.bias, edge_row, target, head, how)
+        return loss, dict(zip(OUTPUTS, values, strict=False))
+    found = edge_values(hidden, head, source, target, outputs)
+    return loss_of(found, slice(0, len(target))), {name: value.detach() for name, value in found.items()}
+
+
+def _projected(
+    hidden: torch.Tensor, head: AnyHead, source: np.ndarray | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[Bounds]]:
+    """[R, M] hidden rows of all edges, the row of each edge ([E] int64), and chunks of rows with their edges."""
     source_E = source.cpu().numpy() if isinstance(source, torch.Tensor) else source
     is_first_E = np.diff(source_E, prepend=-1) != 0
     row_E = np.cumsum(is_first_E) - 1
@@ -218,8 +252,7 @@ def edge_values(
     edge_bounds = np.searchsorted(row_E, row_bounds).tolist()
     bounds: list[Bounds] = list(zip(pairwise(row_bounds), pairwise(edge_bounds), strict=True))
     edge_row = to_device(row_E, hidden.device)
-    projected = hidden.index_select(0, to_device(source_E[is_first_E], hidden.device))
-    return head.edge_values(projected, edge_row, target, bounds, entropy="entropy" in outputs)
+    return hidden.index_select(0, to_device(source_E[is_first_E], hidden.device)), edge_row, bounds
 
 
 class _EdgeValues(torch.autograd.Function):
@@ -249,9 +282,7 @@ class _EdgeValues(torch.autograd.Function):
             lse_R[start:end] = _over_rows(partial(torch.logsumexp, dim=1), logits)
             target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
             if with_entropy:
-                mean_R[start:end] = _over_rows(
-                    lambda rows, lse: torch.sub(rows, lse).exp_().mul_(rows).sum(1), logits, lse_R[start:end, None]
-                )
+                mean_R[start:end] = _over_rows(_means, logits, lse_R[start:end, None])
         if head.shard is not None and is_own_E is not None:
             target_E = torch.where(is_own_E, target_E, 0)
             target_E, lse_R, mean_R = head.shard.combined(target_E, lse_R, mean_R)
@@ -269,7 +300,7 @@ class _EdgeValues(torch.autograd.Function):
         ctx: Context, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, edge_row, column, is_own, lse, entropy = ctx.saved_tensors
-        wide, dtype = lse.dtype, hidden.dtype
+        wide = lse.dtype
         if logprob_grad is None:
             logprob_grad = torch.zeros(len(column), dtype=wide, device=hidden.device)
         if not ctx.with_entropy:
@@ -277,46 +308,164 @@ class _EdgeValues(torch.autograd.Function):
         row_grad = torch.zeros_like(lse).index_add_(0, edge_row, logprob_grad)
         if is_own is not None:
             logprob_grad = torch.where(is_own, logprob_grad, 0)
-        cast_weight = weight.to(dtype)
-        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
-        gradients = ctx.head.gradients or HeadGradients(ctx.head)
-        weight_grad = gradients.sum("weight", wide) if ctx.needs_input_grad[1] else None
-        bias_grad = gradients.sum("bias", wide) if bias is not None and ctx.needs_input_grad[2] else None
+        cast_weight = weight.to(hidden.dtype)
+        gradients = _Gradients(ctx.head, hidden, weight, bias, ctx.needs_input_grad, wide)
         kept, ctx.kept.logits = ctx.kept.logits, None
         factor = ctx.head.scale / ctx.head.temperature
         for (start, end), (low, high) in reversed(ctx.bounds):
+            slope: torch.Tensor | float | None
             if kept is None:
                 logits, slope = _logits(hidden[start:end], cast_weight, bias, wide, ctx.head, with_slope=True)
             else:  # of a head without a softcap
                 logits, slope, kept = kept, None if factor == 1.0 else factor, None
-            grad = torch.sub(logits, lse[start:end, None], out=logits if entropy_grad is None else None).exp_()
+            entropies = None
             if entropy_grad is not None:
-                surprise = lse[start:end, None] - logits - entropy[start:end, None]
-                grad *= entropy_grad[start:end, None] * surprise - row_grad[start:end, None]
-            else:
-                grad *= -row_grad[start:end, None]
-            local = edge_row[low:high] - start
-            grad.index_put_((local, column[low:high]), logprob_grad[low:high], accumulate=True)
-            if slope is not None:
-                grad *= slope
+                entropies = entropy[start:end], entropy_grad[start:end]
+            edges = edge_row[low:high] - start, column[low:high], logprob_grad[low:high]
+            grad = _of_logits(logits, slope, lse[start:end], row_grad[start:end], edges, entropies)
             del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
-            grad = grad.to(dtype)
-            if hidden_grad is not None:
-                hidden_grad[start:end] = (padded(grad) @ cast_weight)[: len(grad)]
-            if weight_grad is not None:
-                _add_product(weight_grad, grad, hidden[start:end])
-            if bias_grad is not None:
-                bias_grad += grad.sum(0)
+            gradients.add(grad, cast_weight, start, end)
             del grad
-        if ctx.head.shard is not None and hidden_grad is not None:
-            ctx.head.shard.add_up(hidden_grad)
-        if ctx.head.gradients is not None:
-            return hidden_grad, None, None, None, None, None, None
-        cast = [
-            None if grad is None else grad.to(like.dtype) for grad, like in ((weight_grad, weight), (bias_grad, bias))
+        if ctx.head.shard is not None and gradients.hidden is not None:
+            ctx.head.shard.add_up(gradients.hidden)
+        return gradients.hidden, *gradients.of_head(), None, None, None, None
+
+
+class _EdgeLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        edge_row: torch.Tensor,
+        target: torch.Tensor,
+        head: Head,
+        how: tuple[LossOfEdges, list[Bounds], bool],  # and whether entropies are wanted
+    ) -> tuple[torch.Tensor, ...]:
+        loss_of, bounds, with_entropy = how
+        dtype = autocast_dtype(hidden.device.type) or weight.dtype
+        hidden = hidden.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        cast_weight = weight.to(dtype)
+        gradients = _Gradients(head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        values_E = [hidden.new_empty(len(target), dtype=wide) for _ in range(1 + with_entropy)]
+        losses = []
+        head.slot.keep(None)
+        for (start, end), (low, high) in bounds:
+            logits, slope = _logits(hidden[start:end], cast_weight, bias, wide, head, with_slope=True)
+            row, column = edge_row[low:high] - start, target[low:high]
+            lse = _over_rows(partial(torch.logsumexp, dim=1), logits)
+            entropy = lse - _over_rows(_means, logits, lse[:, None]) if with_entropy else None
+            values_E[0][low:high] = logits[row, column] - lse[row]
+            if entropy is not None:
+                values_E[1][low:high] = entropy[row]
+            loss, grads = _gradients_of(loss_of, [each[low:high] for each in values_E], slice(low, high))
+            losses.append(loss)
+            row_grad = torch.zeros_like(lse).index_add_(0, row, grads[0])
+            entropies = None
+            if entropy is not None:
+                entropies = entropy, torch.zeros_like(lse).index_add_(0, row, grads[1])
+            grad = _of_logits(logits, slope, lse, row_grad, (row, column, grads[0]), entropies)
+            del logits, slope
+            gradients.add(grad, cast_weight, start, end)
+            del grad
+        ctx.save_for_backward(gradients.hidden)
+        ctx.of_head = gradients.of_head()
+        ctx.mark_non_differentiable(*values_E)
+        ctx.set_materialize_grads(False)
+        return torch.stack(losses).sum(), *values_E
+
+    @staticmethod
+    def backward(ctx: Context, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (hidden_grad,) = ctx.saved_tensors
+        of_head, ctx.of_head = ctx.of_head, None
+        assert of_head is not None, "one backward alone"
+        return hidden_grad, *of_head, None, None, None, None
+
+
+def _gradients_of(loss_of: LossOfEdges, values: list[torch.Tensor], edges: slice) -> tuple[torch.Tensor, list[Tensor]]:
+    """The loss of some edges, and its gradients with respect to their values, each [E]."""
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in values]
+        loss = loss_of(dict(zip(OUTPUTS, leaves, strict=False)), edges)
+        if not loss.requires_grad:
+            return loss, [torch.zeros_like(each) for each in leaves]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return loss.detach(), list(grads)
+
+
+def _means(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """[R] mean logits under the softmax, from [R, V] and [R, 1]."""
+    return torch.sub(logits, lse).exp_().mul_(logits).sum(1)
+
+
+def _of_logits(
+    logits: torch.Tensor,
+    slope: torch.Tensor | float | None,
+    lse: torch.Tensor,
+    row_grad: torch.Tensor,
+    edges: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    entropies: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """[R, V], the gradient of a chunk's projections, in place of its logits where these are not needed.
+
+    lse: [R]. row_grad: [R], the sums of the gradients of each row's log-probs. edges: row, token and gradient of each.
+    entropies: [R] each, with their gradients.
+    """
+    grad = torch.sub(logits, lse[:, None], out=logits if entropies is None else None).exp_()
+    if entropies is not None:
+        entropy, entropy_grad = entropies
+        surprise = lse[:, None] - logits - entropy[:, None]
+        grad *= entropy_grad[:, None] * surprise - row_grad[:, None]
+    else:
+        grad *= -row_grad[:, None]
+    row, column, logprob_grad = edges
+    grad.index_put_((row, column), logprob_grad, accumulate=True)
+    if slope is not None:
+        grad *= slope
+    return grad
+
+
+class _Gradients:
+    """Gradients of a head's rows, weight and bias, which its chunks add up; each is None where it is not needed."""
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs: Sequence[bool],
+        wide: torch.dtype,
+    ) -> None:
+        # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
+        sums = head.gradients or HeadGradients(head)
+        self._is_collected, self._rows = head.gradients is not None, hidden
+        self._like = weight, bias
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self._weight = sums.sum("weight", wide) if needs[1] else None
+        self._bias = sums.sum("bias", wide) if bias is not None and needs[2] else None
+
+    def add(self, grad: torch.Tensor, cast_weight: torch.Tensor, start: int, end: int) -> None:
+        """Of the rows `start:end`, from the gradient of their projections ([R, V])."""
+        grad = grad.to(self._rows.dtype)
+        if self.hidden is not None:
+            self.hidden[start:end] = (padded(grad) @ cast_weight)[: len(grad)]
+        if self._weight is not None:
+            _add_product(self._weight, grad, self._rows[start:end])
+        if self._bias is not None:
+            self._bias += grad.sum(0)
+
+    def of_head(self) -> list[torch.Tensor | None]:
+        """Of weight and bias, in their dtypes; None where the head collects them."""
+        if self._is_collected:
+            return [None, None]
+        sums = (self._weight, self._bias)
+        return [
+            None if total is None or like is None else total.to(like.dtype)
+            for total, like in zip(sums, self._like, strict=True)
         ]
-        return hidden_grad, *cast, None, None, None, None
 
 
 def padded(rows: torch.Tensor) -> torch.Tensor:

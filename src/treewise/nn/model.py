@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
-from treewise.nn.attention import install, install_legacy_layers
+from treewise.nn.attention import install
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead, parameters_of
 from treewise.nn.wrapped import base_model, unwrap_model
 
@@ -71,7 +71,7 @@ def split_model(model: nn.Module) -> DecoderAndHead:
         )
     decoder = _find_decoder(base)
     _refuse_layers(decoder, name)
-    if not install_legacy_layers(decoder) and not decoder._can_set_attn_implementation():
+    if not decoder._can_set_attn_implementation() and not feature("legacy_layers").install(decoder):
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
     configs = _attention_configs(decoder)
     install(configs)

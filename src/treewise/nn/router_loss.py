@@ -21,16 +21,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treewise.errors import UnsupportedModelError
 from treewise.nn.guest import Guest, MicroBatchOutput
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLossRule:
-    """The router losses of a model: experts chosen for each token, and the factors of both losses."""
+    """The router losses of a model: experts chosen for each token, and the factors of both losses. counts_recorded:
+    where recorded experts are replayed, these are counted, and not what the routers would choose now."""
 
     num_chosen: int
     aux_coefficient: float
     z_coefficient: float = 0.0
+    counts_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class RouterLoss:
 
     multiplicity: [tree tokens], how many trajectories go through each. step_counts: of the whole optimizer step, of
     which these trees are a part; None: these trees are the step. add_up: returns the sum of a tensor over the ranks
-    that compute these trees together, a part of the tokens each; None: this rank computes all.
+    that compute these trees together, a part of the tokens each; None: this rank computes all. experts: [tree tokens,
+    L, k] int64, the experts that are counted as chosen, -1 for a token whose router chooses now; None: all do.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class RouterLoss:
         multiplicity: np.ndarray,
         step_counts: RouterCounts | None = None,
         add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        experts: np.ndarray | None = None,
     ) -> None:
         self.rule, self.multiplicity, self.step_counts, self._add_up = rule, multiplicity, step_counts, add_up
+        self._experts = experts
         self._num_counted = 0  # tree tokens
         self._counts: torch.Tensor | None = None  # [L, E] float64, how often each expert is chosen
         self._sums: torch.Tensor | None = None  # [E + 1] float32 or wider, see `_row_sums`
@@ -139,7 +144,7 @@ class RouterLoss:
 
     @torch.no_grad()
     def _count(self, router_logits: tuple[torch.Tensor, ...], positions: np.ndarray, sums: torch.Tensor) -> None:
-        counts = torch.stack([self._choices(logits, positions) for logits in router_logits])
+        counts = torch.stack([self._choices(logits, positions, layer) for layer, logits in enumerate(router_logits)])
         self._counts = counts if self._counts is None else self._counts + counts
         self._sums = sums if self._sums is None else self._sums + sums
         self._num_counted += len(positions)
@@ -169,9 +174,12 @@ class RouterLoss:
     def _with_factors(self, terms: torch.Tensor) -> torch.Tensor:
         return self.rule.aux_coefficient * terms[0] + self.rule.z_coefficient * terms[1]
 
-    def _choices(self, logits: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+    def _choices(self, logits: torch.Tensor, positions: np.ndarray, layer: int) -> torch.Tensor:
         """[E] float64: how often each expert is chosen, by weight. Sums of whole numbers, so exact in any order."""
         chosen = torch.topk(torch.softmax(logits, dim=-1), self.rule.num_chosen, dim=-1).indices
+        if self._experts is not None:
+            recorded = to_device(self._experts[positions, layer], logits.device, torch.long)
+            chosen = torch.where(recorded >= 0, recorded, chosen)
         weight_T = self._weights(logits, positions).double()
         count_E = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
         return count_E.index_add_(0, chosen.reshape(-1), weight_T.repeat_interleave(self.rule.num_chosen))
@@ -182,7 +190,8 @@ class RouterLoss:
 
 
 class RouterLosses(Guest):
-    """The router losses of a step, added by its walks. counts: of the whole step, where these trees are a part."""
+    """The router losses of a step, added by its walks. counts: of the whole step, where these trees are a part.
+    experts: see `RouterLoss`."""
 
     reads_routers = True
 
@@ -192,8 +201,9 @@ class RouterLosses(Guest):
         multiplicity: np.ndarray,
         counts: RouterCounts | None = None,
         add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        experts: np.ndarray | None = None,
     ) -> None:
-        self.router_loss = RouterLoss(rule, multiplicity, counts, add_up)
+        self.router_loss = RouterLoss(rule, multiplicity, counts, add_up, experts)
 
     @property
     def needs_visit(self) -> bool:  # type: ignore[override]
@@ -213,11 +223,12 @@ class RouterLosses(Guest):
 
 
 def router_loss_rule(
-    base: PreTrainedModel, *, wants_aux: bool | None, z_coefficient: float = 0.0
+    base: PreTrainedModel, *, wants_aux: bool | None, z_coefficient: float = 0.0, choices: str = "live"
 ) -> RouterLossRule | None:
     """The router losses of a model, or None if neither the caller nor the configuration asks for one.
 
     wants_aux: whether to add the load-balancing loss; None: as the configuration says (`output_router_logits`).
+    choices: that are counted where recorded experts are replayed, `live` or `replayed`.
 
     Raises:
         UnsupportedModelError: the model has no such loss.
@@ -237,7 +248,8 @@ def router_loss_rule(
             f"{name} has no loss on its routers: its configuration lacks router_aux_loss_coef or num_experts_per_tok; "
             "set output_router_logits=False."
         )
-    return RouterLossRule(int(num_chosen), float(coefficient or 0.0) if wants_aux else 0.0, z_coefficient)
+    aux_coefficient = float(coefficient or 0.0) if wants_aux else 0.0
+    return RouterLossRule(int(num_chosen), aux_coefficient, z_coefficient, counts_recorded=choices == "replayed")
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from treewise.errors import DataError, UnsupportedModelError, num
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -84,6 +84,37 @@ def install(decoder: nn.Module) -> list[Router]:
         prefix = router.path.split(f".{router.layer}.")[0]
         lend_to(modules[f"{prefix}.{router.layer}"], router.module)
     return routers
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSizes:
+    """layer: see `Router`. num_experts: that it has; num_chosen: of them for a token."""
+
+    layer: int
+    num_experts: int
+    num_chosen: int
+
+
+@torch.no_grad()
+def router_sizes(model: nn.Module, decoder: nn.Module) -> list[RouterSizes]:
+    """Those of each router, from a forward of two tokens; none in a dense model.
+
+    Raises:
+        UnsupportedModelError: see `install`.
+    """
+    if not routers_of(decoder):
+        return []
+    with heard(decoder):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(decoder.parameters()).device), use_cache=False)
+    choices = [(router.layer, vars(router.module)["_treewise_choice"]) for router in routers_of(decoder)]
+    return [RouterSizes(layer, each.num_experts, each.num_chosen) for layer, each in choices]
+
+
+def check_record(experts: np.ndarray, sizes: Sequence[RouterSizes], location: str) -> None:
+    """Raises `DataError` for the experts of a row ([n, L, k]) that routers of these sizes cannot have chosen."""
+    columns = _columns([each.layer for each in sizes], experts, location)
+    for column, each in zip(columns, sizes, strict=True):
+        _check_column(experts[:, column], each, lambda token: f"{location}: routed_experts[{token}]")
 
 
 def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
@@ -295,8 +326,8 @@ class Replay(Guest):
 
     def __init__(self, lm: DecoderAndHead, forest: Forest) -> None:
         self._forest, self._device, self._routers = forest, lm.device, install(lm.decoder)
-        self._columns = _columns(self._routers, forest)
         self._experts = forest.routed_experts  # [tree tokens, layers of the record, k]
+        self._columns = _columns([each.layer for each in self._routers], self._experts, forest.source_of(0))
         self._runs: dict[int, RecordedRoutes] = {}
         self._is_checked: set[int] = set()
 
@@ -316,25 +347,12 @@ class Replay(Guest):
         if number in self._is_checked:
             return
         self._is_checked.add(number)
-        experts = self._experts[:, self._columns[number]]
-        outside = np.flatnonzero((experts >= choice.num_experts).any(1))
-        if experts.shape[1] != choice.num_chosen:
-            raise DataError(
-                f"{self._source(0)}: routed_experts of {num(experts.shape[1], 'expert')} a token, but layer "
-                f"{router.layer} of the model chooses {choice.num_chosen}; they were recorded by another model."
-            )
-        if len(outside):
-            token = int(outside[0])
-            raise DataError(
-                f"{self._source(token)}: routed_experts[{self._forest.depth[token]}] layer {router.layer}: expert "
-                f"{experts[token].max()}, but the model has {choice.num_experts} there; another model recorded them."
-            )
+        sizes = RouterSizes(router.layer, choice.num_experts, choice.num_chosen)
+        _check_column(self._experts[:, self._columns[number]], sizes, self._location)
 
-    def _source(self, token: int) -> str:
-        for index, path in enumerate(self._forest.paths):
-            if token in path:
-                return self._forest.source_of(index)
-        return "a tree"
+    def _location(self, token: int) -> str:
+        sources = (self._forest.source_of(index) for index, path in enumerate(self._forest.paths) if token in path)
+        return f"{next(sources, 'a tree')}: routed_experts[{self._forest.depth[token]}]"
 
     def replayed(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> ReplayReport:
         """Of the last walk; each rank has counted the tokens that it computed."""
@@ -344,18 +362,40 @@ class Replay(Guest):
         return ReplayReport(int(is_known.any(1).sum()), otherwise[0], int(is_known.sum()), otherwise[1])
 
 
-def _columns(routers: Sequence[Router], forest: Forest) -> list[int]:
-    """The layer of a record that each router's experts stand in: records have a layer for each router, or for each
-    layer of the model."""
+def recorded_choices(lm: DecoderAndHead, forest: Forest) -> np.ndarray:
+    """[tree tokens, L, k] int64, what was recorded of each router, -1 where nothing was. Raises as `Replay` does."""
+    layers = [each.layer for each in install(lm.decoder)]
     experts = forest.routed_experts
-    num_recorded, last = experts.shape[1], max(each.layer for each in routers)
-    if num_recorded == len(routers):
-        return list(range(len(routers)))
-    columns = [each.layer for each in routers]
+    return experts[:, _columns(layers, experts, forest.source_of(0))].astype(np.int64)
+
+
+def _columns(columns: list[int], experts: np.ndarray, location: str) -> list[int]:
+    """The layer of a record ([n, L, k]) that each router's experts stand in: records have a layer for each router, or
+    for each layer of the model. columns: the layer of each router."""
+    num_recorded, last = experts.shape[1], max(columns)
+    if num_recorded == len(columns):
+        return list(range(len(columns)))
     without = [layer for layer in range(num_recorded) if layer not in columns]
     if num_recorded <= last or (experts[:, without] > 0).any():  # of one expert a layer, 0 may stand for none
         raise DataError(
-            f"{forest.source_of(0)}: routed_experts of {num(num_recorded, 'layer')}, but the model has "
-            f"{num(len(routers), 'router')} in {num(last + 1, 'layer')}; they were recorded by another model."
+            f"{location}: routed_experts of {num(num_recorded, 'layer')}, but the model has "
+            f"{num(len(columns), 'router')} in {num(last + 1, 'layer')}; they were recorded by another model."
         )
     return columns
+
+
+def _check_column(experts_Tk: np.ndarray, sizes: RouterSizes, location_of: Callable[[int], str]) -> None:
+    """Raises `DataError` where a router of some sizes cannot have chosen what was recorded for it. location_of: a
+    token."""
+    if experts_Tk.shape[1] != sizes.num_chosen:
+        raise DataError(
+            f"{location_of(0).partition('[')[0]} of {num(experts_Tk.shape[1], 'expert')} a token, but layer "
+            f"{sizes.layer} of the model chooses {sizes.num_chosen}; they were recorded by another model."
+        )
+    outside = np.flatnonzero((experts_Tk >= sizes.num_experts).any(1))
+    if len(outside):
+        token = int(outside[0])
+        raise DataError(
+            f"{location_of(token)} layer {sizes.layer}: expert {experts_Tk[token].max()}, but the model has "
+            f"{sizes.num_experts} there; another model recorded them."
+        )

@@ -1,4 +1,4 @@
-"""The capability table: which families of transformers follow a tree, and why the others do not; installed releases.
+"""The capability table: which families of transformers follow a tree, and why the others do not.
 
 `tests/capability.py` trains a tiny model of every family and stores the table beside this module; `make models` does so
 for another release of transformers.
@@ -10,15 +10,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from treewise.base.own_files import CHECKSUM, read_own
-
-# What the tests of a release run with; pyproject.toml admits later ones, too.
-TESTED_TORCH = ">=2.11,<2.14"
 
 SUPPORTED, REFUSED, UNTRIED = "supported", "refused", "not tried"
 FILE = "capabilities.json"
@@ -105,18 +99,3 @@ class CapabilityTable:
 def own_table() -> CapabilityTable:
     """The table of this release of treewise, read once."""
     return CapabilityTable.load()
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, None where it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def untested_torch(release: str) -> str | None:
-    """Words on a release of torch (`2.15.0+cu130`) that no test has run with; None of a tested one."""
-    if SpecifierSet(TESTED_TORCH, prereleases=True).contains(release.partition("+")[0]):
-        return None
-    return f"{release}: tests run with torch {TESTED_TORCH}"

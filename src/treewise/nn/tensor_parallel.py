@@ -162,6 +162,14 @@ def repair_tensor_parallel(base: PreTrainedModel) -> None:
             _remove_hooks_of_transformers(module)
 
 
+def leave_out_of_graphs(layer: nn.Module) -> None:
+    """Products with parts of weights run uncompiled: torch 2.13 traces no DTensor of a dynamic length (it recurses
+    without end). What is between them is compiled."""
+    for module in layer.modules():
+        if _is_of_transformers(module):
+            module.forward = torch.compiler.disable(module.forward)
+
+
 def _remove_hooks_of_transformers(module: nn.Module) -> None:
     """Removes the hooks that a forward with gradients left before: gradients would be added up twice."""
     for parameter in module.parameters(recurse=False):
@@ -176,6 +184,7 @@ class _SummedParameters:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh) -> None:
         self._module, self._forward, self._mesh = module, forward, mesh
 
+    @torch.compiler.disable
     def __call__(self, *args: object, **kwargs: object) -> object:
         table, group = vars(self._module)["_parameters"], self._mesh.get_group()
         own = {name: each for name, each in table.items() if each is not None}

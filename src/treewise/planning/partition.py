@@ -53,8 +53,9 @@ class Partition:
     trunks: list[Trunk]
 
 
-def partition(forest: Forest, budget: int, hold: str) -> Partition:
-    """Cuts a forest for a budget of tokens. hold: `auto`, `never` or `always` (wherever it is possible).
+def partition(forest: Forest, budget: int, hold: str, piece_tokens: int | None = None) -> Partition:
+    """Cuts a forest for a budget of tokens. hold: `auto`, `never` or `always` (wherever it is possible). piece_tokens:
+    the most of a piece, if fewer than the budget: smaller pieces fill micro-batches better, and more tokens are open.
 
     Raises:
         PlanError: an image that has more tokens than the budget.
@@ -63,7 +64,7 @@ def partition(forest: Forest, budget: int, hold: str) -> Partition:
         raise PlanError(
             f"an image has {forest.images.largest} tokens, and none is cut: max_tokens={budget} must be at least that."
         )
-    cut = _Cut(forest.segments, budget, hold, forest.images.start, forest.images.end)
+    cut = _Cut(forest.segments, budget, hold, forest.images.start, forest.images.end, piece_tokens)
     cut.cut_trunks()
     return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)
 
@@ -88,6 +89,7 @@ class _Cut:
         hold: str,
         image_start: np.ndarray | None = None,
         image_end: np.ndarray | None = None,
+        piece_tokens: int | None = None,
     ) -> None:
         self.segments, self.budget, self.hold = segments, budget, hold
         none = np.zeros(0, dtype=np.int64)
@@ -97,8 +99,9 @@ class _Cut:
         self.length = segments.lengths
         self.subtree_end = segments.subtree_end
         self.after = np.searchsorted(self.start, self.subtree_end)
-        # A token is open when more than `budget` tokens lie from it to the end of its subtree.
-        self.num_open = np.clip(self.subtree_end - budget - self.start, 0, self.length)
+        # A token is open when more tokens than a piece may have lie from it to the end of its subtree.
+        most = budget if piece_tokens is None else piece_tokens
+        self.num_open = np.clip(self.subtree_end - most - self.start, 0, self.length)
         if len(self.image_start):  # an image that is open in part is open as a whole
             boundary = self.start + self.num_open
             image = self._image_around(boundary)

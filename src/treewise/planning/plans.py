@@ -24,6 +24,8 @@ FORWARD = "forward"  # no graph; leaves a gateway
 HOLD = "hold"  # with a graph that is kept; leaves a gateway
 TRAIN = "train"  # forward with a graph and backward at once
 BACKWARD = "backward"  # backward of a held micro-batch
+# Of the work of a forward and backward.
+_SHARES = {FORWARD: FORWARD_FRACTION, HOLD: FORWARD_FRACTION, TRAIN: 1.0, BACKWARD: 1 - FORWARD_FRACTION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,14 @@ class Plan:
         launches = self.num_micro_batches + FORWARD_FRACTION * num_forwards
         tokens = self.forest.num_tokens + FORWARD_FRACTION * self.num_recomputed_tokens
         return tokens + TOKENS_PER_LAUNCH * launches
+
+    def cost(self, least_tokens: int = 0) -> float:
+        """As `relative_cost`, where a micro-batch of fewer than `least_tokens` takes as long as one of so many."""
+        missing = (
+            _SHARES[step.action] * max(0, least_tokens - self.micro_batches[step.micro_batch].num_tokens)
+            for step in self.schedule
+        )
+        return self.relative_cost + (sum(missing) if least_tokens else 0)
 
     def work(self, step: Pass, *, trains: bool) -> int:
         """Forwards over a token that a pass is worth; a backward is two. trains: else each micro-batch runs once."""

@@ -215,7 +215,7 @@ def mesh_view(report: "MeshReport", live_tokens: int, gateway_tokens: int) -> Re
     axes = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()) or "one process"
     table = _facts_table(f"each of {report.processes:,} processes, {axes} (from shapes; not measured)")
     table.add_row("weights", bytes_as_text(report.bytes_weights))
-    table.add_row("gradients, AdamW", bytes_as_text(report.bytes_gradients + report.bytes_optimizer))
+    table.add_row("gradients, optimizer", bytes_as_text(report.bytes_gradients + report.bytes_optimizer))
     table.add_row("gathered in a step", bytes_as_text(report.bytes_whole))
     activations = report.bytes_per_activation_token * live_tokens
     gateways = report.bytes_per_gateway_token * gateway_tokens

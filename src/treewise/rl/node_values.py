@@ -51,10 +51,10 @@ def node_values(tree: RolloutTree, success_at: float | None = None) -> list[Node
         segments[index] = values[::-1]
     first = [segments[root][0] for root in tree.roots]
     prompt = _value_of(PROMPT, 0, 0, first)
-    return [prompt, *(each for own in segments for each in own)]
+    return [prompt, *(segment for own in segments for segment in own)]
 
 
 def _value_of(node: int, start: int, end: int, going_on: Sequence[NodeValue]) -> NodeValue:
-    known = [each.value for each in going_on if each.value is not None]
+    known = [segment.value for segment in going_on if segment.value is not None]
     value = sum(known) / len(known) if known else None
-    return NodeValue(node, start, end, value, sum(each.num_leaves for each in going_on), len(known))
+    return NodeValue(node, start, end, value, sum(segment.num_leaves for segment in going_on), len(known))

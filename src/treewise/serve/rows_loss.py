@@ -48,7 +48,7 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {  # numbers, or arrays as the inp
 class LossRow:
     """One of them. token_ids: int32 [T + 1], its input and one token more, to predict which the last one is there.
     targets: int64 [T, K], -1 where there is none. inputs: float64 [T, K] each, what its loss reads. shape: of the given
-    targets. images: what their placeholders among the tokens stand for.
+    targets. images: what their placeholders among the tokens stand for. routed_experts: as in `Trajectory`.
     """
 
     token_ids: np.ndarray
@@ -57,6 +57,7 @@ class LossRow:
     inputs: dict[str, np.ndarray]
     shape: tuple[int, ...]
     images: tuple[ImageSpan, ...] = ()
+    routed_experts: np.ndarray | None = None
 
 
 def make_row(

@@ -25,7 +25,8 @@ from treewise.serve.adapter_slots import OwnedWeights, Shape
 from treewise.serve.journal import RequestJournal
 from treewise.serve.weights import ServedModel
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimizer_state, save_optimizer
+from treewise.trainer.checkpoint.load_optimizer import load_optimizer
+from treewise.trainer.checkpoint.optimizer_state import optimizer_state, save_optimizer
 from treewise.trainer.checkpoint.store import MANIFEST, listed_files, read_manifest
 from treewise.trainer.checkpoint.weights import load_weights
 

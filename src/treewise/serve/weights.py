@@ -14,12 +14,14 @@ import numpy as np
 from tinker import types
 from torch import nn
 
+from treewise.base.features import feature
 from treewise.engine.engine import TreeEngine
-from treewise.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError
 from treewise.models.load_model import load_processor, load_weights
 from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
+from treewise.nn.model import split_model
 from treewise.nn.vision import image_token_of
 from treewise.rl.samplers import Sampler, TransformersSampler, sampler_named
 from treewise.serve.adapter_slots import OwnedWeights, Shape, Slots
@@ -58,6 +60,7 @@ class ServedModel:
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         self.image_token = image_token_of(self.base.config)
         self.max_length: int | None = getattr(self.base.config.get_text_config(), "max_position_embeddings", None)
+        self._routers = self._new_routers()
         self._engine: TreeEngine | None = None
         self._handed: tuple[Any, ...] = ()  # the model and the weights that the sampler holds
         self._sampler: Sampler = TransformersSampler(self.base, processor=self.processor)
@@ -90,6 +93,22 @@ class ServedModel:
         on a CPU lets an adapter of the head act on requests without one (seen with 0.32).
         """
         return self.new_weights(Shape(1, unembed=False), 0) if self._gives_adapters else None
+
+    def _new_routers(self) -> Sequence[Any] | UnsupportedModelError:
+        """Sizes of the routers (`nn.routing.RouterSizes`), or why no experts can be replayed."""
+        try:
+            found: Sequence[Any] = feature("routing").router_sizes(self.base, split_model(self.base).decoder)
+        except UnsupportedModelError as error:
+            return error
+        return found
+
+    def check_experts(self, experts: np.ndarray) -> None:
+        """Raises `DataError` for experts of a row ([n, L, k]) that this model's routers cannot have chosen."""
+        if isinstance(self._routers, UnsupportedModelError):
+            raise DataError(f"routed_experts: {self._routers}")
+        if not self._routers:
+            raise DataError("routed_experts are given, but the model is no mixture of experts; leave them out.")
+        feature("routing").check_record(experts, self._routers, "loss_fn_inputs")
 
     def sampler_of(self, weights: OwnedWeights | None) -> Sampler:
         """What continues prompts with the weights that the model is `using`: this process, or servers, which are given
@@ -126,7 +145,7 @@ class ServedModel:
             WeightsError: the model's log-probs are not numbers. NonFiniteError: a loss alone is not; names the first
                 datum.
         """
-        items = [Trajectory(row.token_ids, images=row.images) for row in rows]
+        items = [Trajectory(row.token_ids, images=row.images, routed_experts=row.routed_experts) for row in rows]
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)

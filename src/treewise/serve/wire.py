@@ -11,6 +11,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 
+from treewise.base.features import feature
 from treewise.errors import DataError
 from treewise.rl.samplers.protocol import Completion
 from treewise.serve.rows_loss import LossRow, RowsLoss, make_row
@@ -61,9 +62,14 @@ def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
         try:
             ids, images = read_prompt(datum.model_input, model, "model_input")
             given = {name: _tensor(each, name) for name, each in datum.loss_fn_inputs.items()}
+            experts = given.pop("routed_experts", None)
             row = replace(make_row(ids, given, loss, settings), images=images)
             check_ids(row.token_ids, model.vocabulary, "target_tokens")
             check_ids(row.targets[row.targets >= 0], model.vocabulary, "target_tokens")
+            if experts is not None:
+                experts = feature("routes").checked_experts(experts, "routed_experts", len(ids) + 1, "the datum")
+                model.check_experts(experts)
+                row = replace(row, routed_experts=experts)
         except ValueError as error:
             raise DataError(f"data[{index}]: {error}") from None
         if row.token_ids[-1] == model.image_token:  # a target, of which no image is there

@@ -70,6 +70,10 @@ class TreeTrainingArguments(TrainingArguments):
         temperature: divides the logits, as the sampler of the data did.
         offload: gateways and the activations of held micro-batches are moved to host memory.
         router_z_coefficient: the factor of a z-loss on the router logits of a mixture of experts; 0: none.
+        router_loss_choices: what the load-balancing loss counts where recorded experts are replayed: `live`, what the
+            routers would choose now, or `replayed`.
+        float32_gradients: add the gradients of micro-batches, batches and processes up in float32 where weights are
+            narrower, which takes 2 bytes more for each trained parameter of 2 bytes. Not with sharded parameters.
         weighting: how often a shared trained token counts: `per_trajectory` (once for each trajectory, as in flat
             training), `per_rollout` (once for each rollout) or `once`.
         normalization: `token_mean`, `trajectory_mean`, `rollout_mean`, `rollout_sum` or `constant`, over all trees of
@@ -108,6 +112,8 @@ class TreeTrainingArguments(TrainingArguments):
     temperature: Annotated[float, Gt(0), Lt(math.inf)] = 1.0
     offload: bool = False
     router_z_coefficient: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
+    router_loss_choices: Literal["live", "replayed"] = "live"
+    float32_gradients: bool = False
     weighting: str = "per_trajectory"
     normalization: str = "token_mean"
     constant: float | None = None
@@ -237,6 +243,11 @@ class TreeTrainingArguments(TrainingArguments):
         """Its rank on this machine."""
         return 0 if self._is_settling else int(super().local_process_index if self.device else 0)
 
+    @property
+    def optimizer_name(self) -> str:
+        """As it is given (`optim`)."""
+        return str(getattr(self.optim, "value", self.optim))
+
     # -- what other settings mean here --------------------------------------------------------------------------------
 
     def _is_set(self, name: str) -> bool:
@@ -295,13 +306,6 @@ class TreeTrainingArguments(TrainingArguments):
         own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
         known = {each.value.lower() for each in DynamoBackend}
         compilation.check_compilation(own.torch_compile_backend, mode, known=known)
-        if names := ", ".join(self._uncompiled_meshes()):
-            raise ConfigError(f"torch_compile cannot be combined with {names}; leave one of them out.")
-
-    def _uncompiled_meshes(self) -> list[str]:
-        """Settings with which layers are not compiled."""
-        spread = {"sharded": self.sharded, **{name: getattr(self, name) > 1 for name in _SIZES}}
-        return [name for name, is_set in spread.items() if is_set]
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""
@@ -317,7 +321,7 @@ class TreeTrainingArguments(TrainingArguments):
     def compiles_by_itself(self) -> bool:
         """Whether layers are compiled that nobody asked to compile."""
         is_decided = self.torch_compile or self.compile_layers == "never" or self.use_liger_kernel
-        return not is_decided and self.device.type == "cuda" and not self._uncompiled_meshes()
+        return not is_decided and self.device.type == "cuda"
 
     def shard_settings(self) -> Any:
         """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""

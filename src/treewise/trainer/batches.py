@@ -23,11 +23,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
-from treewise.base.features import feature
 from treewise.engine.prepared import PreparedForest
 from treewise.errors import ConfigError
-from treewise.nn.model_flops import flop_model
-from treewise.objectives.protocol import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory
@@ -124,9 +121,9 @@ def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
     """The forests of a batch; a single one if `merges` and their trajectories can be merged. May be empty."""
     if merges and len(items) > 1:
         trajectories = [_trajectories(item) for item in items]
-        if all(each is not None for each in trajectories):
-            tree_of = [tree for tree, each in enumerate(trajectories) for _ in each or ()]
-            return [Forest.from_trajectories([item for each in trajectories for item in each or ()], tree_of=tree_of)]
+        if all(own is not None for own in trajectories):
+            tree_of = [tree for tree, own in enumerate(trajectories) for _ in own or ()]
+            return [Forest.from_trajectories([item for own in trajectories for item in own or ()], tree_of=tree_of)]
     return [forest_of(item) for item in items]
 
 
@@ -153,20 +150,6 @@ def make_sampler(args: TreeTrainingArguments, num_trees: int) -> TreeSampler:
     if args.places_trees:
         return TreeSampler(num_trees, size * args.data_size, seed, 0, 1, *steps)
     return TreeSampler(num_trees, size, seed, args.data_index, args.data_size, *steps)
-
-
-def make_placer(args: TreeTrainingArguments, model: torch.nn.Module, objective: Objective) -> Any:
-    """Places trees on the ranks of a run by predicted time (`OnlinePlacer`); None where ranks take them in turn."""
-    if not args.places_trees:
-        return None
-    placement = feature("online_placement")
-    return placement.OnlinePlacer(
-        placement.costs_of_flops(flop_model(model)),
-        args.max_tokens if isinstance(args.max_tokens, int) else None,
-        getattr(objective, "weighting", "per_trajectory"),
-        in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
-        ranks_per_batch=args.ranks_per_batch,
-    )
 
 
 # -- batches with what the host computes for them ---------------------------------------------------------------------

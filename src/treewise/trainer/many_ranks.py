@@ -15,12 +15,15 @@ from torch import nn
 
 from treewise.base.features import feature
 from treewise.distributed import ranks
+from treewise.distributed.divided_tensors import sum_gradients
 from treewise.distributed.ends import Ends
 from treewise.distributed.fsdp import ShardSettings, gradient_norm, reshard, shard
-from treewise.distributed.parts import mesh_of, sum_gradients
+from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import OutOfMemoryError
-from treewise.nn.tensors import is_out_of_memory
+from treewise.nn.model_flops import flop_model
+from treewise.nn.platform.tensors import is_out_of_memory
+from treewise.objectives.protocol import Objective
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 
@@ -122,3 +125,15 @@ class ManyRanks:
                 "lower max_tokens (the gradients stay the same), then go on with --resume. "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from error
+
+
+def make_placer(args: TreeTrainingArguments, model: nn.Module, objective: Objective) -> Any:
+    """Places trees on the ranks of a run by predicted time (`OnlinePlacer`)."""
+    placement = feature("online_placement")
+    return placement.OnlinePlacer(
+        placement.costs_of_flops(flop_model(model)),
+        args.max_tokens if isinstance(args.max_tokens, int) else None,
+        getattr(objective, "weighting", "per_trajectory"),
+        in_lockstep=args.shard_settings() is not None or args.ep_size > args.tp_size,
+        ranks_per_batch=args.ranks_per_batch,
+    )

@@ -135,8 +135,8 @@ class Throughput:
                 self._flop_model = flop_model(model)
         flops = batch.flops or self.flops_of(model, batch.forests)
         if flops is None:
-            num_parameters = sum(each.numel() for each in model.parameters())
-            return 6.0 * sum(each.num_tokens for each in batch.forests) * num_parameters
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            return 6.0 * sum(forest.num_tokens for forest in batch.forests) * num_parameters
         self._sums["tree_flops"] += flops[0]
         self._sums["flat_flops"] += flops[1]
         return flops[0]

@@ -29,15 +29,15 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
-from treewise.errors import DataError, NonFiniteError, UnsupportedModelError, num
-from treewise.nn.gradients import clear_gradients, refuse_hooks
+from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError, bytes_as_text, num
+from treewise.nn.flops import state_bytes
+from treewise.nn.gradients import clear_gradients, end_sum_in_float32, refuse_hooks, sum_in_float32
 from treewise.nn.wrapped import is_compiled
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
 from treewise.trainer.metrics import MetricMeans
-from treewise.trainer.nonfinite import nonfinite_trajectories, sources, write_rows
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
@@ -89,6 +89,12 @@ class StepRunner:
         self._forests: list[Forest] = []
         self._router_counts: Any = None
         self._is_untried = args.compiles_by_itself  # of compiled layers
+        if args.float32_gradients:
+            _refuse_shards(args, model)
+            sum_in_float32(model.parameters())  # counted where a budget is measured
+            sums = [each for each in model.parameters() if each.requires_grad and each.grad_dtype != each.dtype]
+            more = sum(each.numel() * (torch.float32.itemsize - each.element_size()) for each in sums)
+            logger.info("float32_gradients: %s more, of %s", bytes_as_text(more), num(len(sums), "parameter"))
         self.ranks: Any = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
@@ -116,19 +122,23 @@ class StepRunner:
 
     def _try_compiled(self) -> None:
         """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
-        compiled run as before, which is a warning."""
+        compiled, on any rank, run as before on all, which is a warning."""
         if not self._is_untried:
             return
-        self._is_untried, first = False, self._first_tree()
+        self._is_untried, first, reason = False, self._first_tree(), ""
         with self._autocast():
             try:
                 self.engine.check(first)
             except UnsupportedModelError as error:
                 if not is_compiled(self.model):
                     raise
+                reason = str(error)
+            reason = next(filter(None, ranks.gather_texts(reason)), "")
+            if reason:
                 feature("compilation").uncompile_layers(self.engine.lm)
                 self.engine.check(first)  # raises again where compilation is not why
-                logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
+                if ranks.own() == 0:
+                    logger.warning("compile_layers=auto: layers run uncompiled: %s", reason)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
@@ -139,6 +149,7 @@ class StepRunner:
             temperature=self.args.temperature,
             offload=self.args.offload,
             router_z_coefficient=self.args.router_z_coefficient,
+            router_loss_choices=self.args.router_loss_choices,
             reserve_bytes=self._reserve_bytes,
             check=not is_in_lockstep,  # was probed on all ranks at once
             processor=self._processor,
@@ -209,16 +220,18 @@ class StepRunner:
             DataError: the step has no trained token.
         """
         self._try_compiled()
+        if self.args.float32_gradients:
+            sum_in_float32(self.model.parameters())
         self._step, self._is_finite = step, True
         if listeners:
-            num_tokens = sum(each.ready.joined.num_tokens for each in batches if each.ready is not None)
+            num_tokens = sum(batch.ready.joined.num_tokens for batch in batches if batch.ready is not None)
             begin_work(f"step {step:,}", num_tokens)
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:
-            (fixed,) = self.sum_over_batches(math.fsum(each for batch in batches for each in batch.denominators))
+            (fixed,) = self.sum_over_batches(math.fsum(own for batch in batches for own in batch.denominators))
             if not fixed > 0:
-                names = ", ".join(sources(self._forests)) or "unnamed"
+                names = ", ".join(feature("nonfinite").sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
         self._step_objective, self._router_counts = self.objective, None
@@ -282,6 +295,8 @@ class StepRunner:
         named = self.nonfinite_trajectories(self._forests) if num_nonfinite else []
         if not self.guard.check_step(self._step, norm, self._forests, is_finite=not num_nonfinite, nonfinite=named):
             clear_gradients(parameters)
+        if self.args.float32_gradients:
+            end_sum_in_float32(parameters)
         return norm
 
     # -- without a graph ----------------------------------------------------------------------------------------------
@@ -302,7 +317,8 @@ class StepRunner:
         if self.ranks is not None and (ranks.count() > 1 or self.ranks.is_sharded):
             return []
         with torch.no_grad(), self._autocast():
-            return [name for forest in forests for name in nonfinite_trajectories(forest, self.engine.logprobs)]
+            of_forest = feature("nonfinite").nonfinite_trajectories
+            return [name for forest in forests for name in of_forest(forest, self.engine.logprobs)]
 
     def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
         """What is measured of each batch with trained tokens, without a graph."""
@@ -351,13 +367,14 @@ class NonFiniteGuard:
             self._num_consecutive = 0
             median = statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else 0.0
             if self.spike_factor and norm > self.spike_factor * median > 0:
-                trees = ", ".join(sources(forests)) or "unnamed trees"
+                trees = ", ".join(feature("nonfinite").sources(forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
             self._norms.append(norm)
             return True
-        write_rows(self.path, forests, {"step": step})
+        files = feature("nonfinite")
+        files.write_rows(self.path, forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
-        named = list(nonfinite) or sources(forests)
+        named = list(nonfinite) or files.sources(forests)
         trees = f" {'Not finite by themselves' if nonfinite else 'Its trees'}: {', '.join(named)}." if named else ""
         message = f"the {what} of step {step} is not finite; it was not applied.{trees} Written to {self.path}."
         self.num_skipped += 1
@@ -369,9 +386,18 @@ class NonFiniteGuard:
         raise NonFiniteError(f"{message}{many} Lower learning_rate, or look at these records.")
 
 
-def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Memory that an Adam is still going to take: two moments of every trained parameter; 0 once it has run."""
+def optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, name: str | None = None) -> int:
+    """Memory that an optimizer of a name (`optim`) is still going to take, of an unknown one an Adam's; 0 once it has
+    run."""
     if getattr(optimizer, "state", None):
         return 0
-    trained = (each for each in model.parameters() if each.requires_grad)
-    return 2 * sum(each.numel() * each.element_size() for each in trained)
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return round(sum(tensor.numel() * state_bytes(name, tensor.element_size()) for tensor in trained))
+
+
+def _refuse_shards(args: TreeTrainingArguments, model: nn.Module) -> None:
+    if args.sharded or mesh_of(model) is not None:
+        raise ConfigError(
+            "float32_gradients=True, and parameters are divided over processes (sharded, tp_size, ep_size), whose "
+            "gradients torch adds up; leave it out, or load the weights in float32 with bf16=True."
+        )

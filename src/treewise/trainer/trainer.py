@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainerState
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
@@ -37,14 +44,11 @@ from treewise.trainer.batches import (
     PreparedSteps,
     TreeLoader,
     TreeSampler,
-    make_placer,
     make_sampler,
 )
 from treewise.trainer.checkpoint import contents
 from treewise.trainer.checkpoint.manager import CheckpointManager, ResumePoint
 from treewise.trainer.checkpoint.store import read_manifest
-from treewise.trainer.checkpoint.weights import load_weights, refuse_unsaved
-from treewise.trainer.hub import UploadingTrainer
 from treewise.trainer.inputs import as_trees, check_given, check_mesh, check_preferences, loaded
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.run_context import entered_run, stopped_error
@@ -56,7 +60,7 @@ from treewise.tree.forest import Forest, forest_of
 logger = logging.getLogger("treewise")
 
 
-class TreeTrainer(UploadingTrainer):
+class TreeTrainer(Trainer):
     """Trains a causal language model on trees; gradients equal those of flat training.
 
     Parameters:
@@ -75,6 +79,10 @@ class TreeTrainer(UploadingTrainer):
         reference: of `tw.DPO`, `tw.IPO` and `tw.KTO`, a model or its name. It scores the rows that lack `ref_logprobs`,
             once, before the first step; None: the trained model does, as it starts.
 
+    Attributes:
+        model_files: of the run's folder, the names of the files that were saved as the model.
+        uploaded: the commit of the model at the end, with `push_to_hub`; None before.
+
     Raises:
         ConfigError: settings that contradict one another, an empty data set, or parameters trained beside adapters,
             which no file would hold.
@@ -83,6 +91,8 @@ class TreeTrainer(UploadingTrainer):
 
     args: TreeTrainingArguments
     model: Any  # None after a trial of hyperparameter_search
+    model_files: Sequence[str] = ()
+    uploaded: Any = None
 
     def __init__(
         self,
@@ -135,10 +145,12 @@ class TreeTrainer(UploadingTrainer):
         self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
-        refuse_unsaved(self.model)
         if is_peft(self.model):
+            feature("saved_weights").refuse_unsaved(self.model)
             feature("adapters").warn_of_parted_tables(self.model)
-        self.placer = make_placer(args, self.model, self.loss_objective)
+        self.placer: Any = None  # ranks take trees in turn
+        if args.places_trees:
+            self.placer = feature("many_ranks").make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, self._run_facts)
@@ -161,7 +173,7 @@ class TreeTrainer(UploadingTrainer):
             self.args,
             lambda: forest_of(self.train_dataset[0]),
             autocast=self.accelerator.autocast,
-            reserve_bytes=optimizer_bytes(self.model, self.optimizer),
+            reserve_bytes=optimizer_bytes(self.model, self.optimizer, self.args.optimizer_name),
             processor=self.processing_class,
         )
         runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
@@ -349,24 +361,40 @@ class TreeTrainer(UploadingTrainer):
             self.model_files = names
 
     @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model, and with `push_to_hub` uploads it; an upload that fails is a warning."""
+        super().save_model(output_dir, _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            self.uploaded = feature("hub").upload_at_the_end(self)
+
+    @override
+    def push_to_hub(self, commit_message: str | None = None, **card: object) -> Any:
+        """Saves and uploads the model; the commit. card: of `create_model_card`."""
+        if self.hub_model_id is None:
+            self.init_hf_repo()
+        self.save_model(_internal_call=True)
+        self.uploaded = feature("hub").upload(self, commit_message or "End of training", **card)
+        return self.uploaded
+
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        load_weights(self.model, Path(resume_from_checkpoint))
+        feature("saved_weights").load_weights(self.model, Path(resume_from_checkpoint))
 
     @override
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         ranks.on_first_rank(lambda: read_manifest(best))
-        load_weights(self.model, best)
+        feature("saved_weights").load_weights(self.model, best)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            contents.load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
+            feature("resume").load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            contents.load_random_state(Path(checkpoint))
+            feature("resume").load_random_state(Path(checkpoint))
 
     @override
     def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> object:

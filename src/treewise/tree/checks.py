@@ -17,7 +17,6 @@ from treewise.errors import DataError
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 MAX_SHOWN_BITS = 128  # of an integer in a message; Python writes no integer of over 4,300 digits
 MAX_WHOLE = 2**24  # up to which float32 holds every whole number
-MAX_EXPERT = np.iinfo(np.int16).max
 MAX_FLOAT = float(np.finfo(np.float32).max)  # streams are float32
 
 
@@ -125,67 +124,6 @@ def candidates(values: ArrayLike, name: str, length: int, dtype: Any, location: 
     if is_id and ((array < 0) | (array > MAX_TOKEN_ID)).any():
         raise DataError(f"{location}: a token id in {name} is outside 0..{MAX_TOKEN_ID}.")
     return np.ascontiguousarray(array, dtype=dtype)
-
-
-def experts(values: ArrayLike, name: str, length: int, location: str) -> np.ndarray:
-    """[length, L, k] int16, the experts of each token, ascending within a layer; -1 where they were not recorded.
-
-    A row is recorded in all layers with a router, or in none. A layer of nothing but zeros, which is how servers fill
-    layers without a router, counts as one that was not recorded, if a router there would choose several experts.
-
-    values: of all tokens, or of all but the last, whose row is then -1.
-
-    Raises:
-        DataError: another shape or type, an expert below -1 or over 32,767, one that a layer names twice, or a row that
-            is recorded in some layers only.
-    """
-    try:
-        array = np.asarray(_as_lists(values) if np.asarray(values).dtype == object else values)
-    except (ValueError, TypeError, OverflowError):
-        raise DataError(
-            f"{location}: {name} has tables of several sizes; give one [layers, experts] a token."
-        ) from None
-    if array.ndim != 3 or len(array) not in (length, length - 1) or not array.size:
-        raise DataError(
-            f"{location}: {name} has shape {array.shape}; give [{length}, layers, experts], one table per token (or "
-            f"{length - 1}: the last token chose none while it was sampled)."
-        )
-    if array.dtype.kind not in "iu":
-        raise DataError(f"{location}: {name} must be integers, not {array.dtype}.")
-    outside = np.argwhere((array < -1) | (array > MAX_EXPERT))
-    if len(outside):
-        row, layer, at = outside[0]
-        raise DataError(f"{location}: {name}[{row}] layer {layer}: expert {array[row, layer, at]} is none.")
-    experts = np.full((length, *array.shape[1:]), -1, dtype=np.int16)
-    experts[: len(array)] = np.sort(array, axis=-1)
-    if experts.shape[2] > 1:
-        experts[:, (experts <= 0).all((0, 2))] = -1
-    _check_experts(experts, name, location)
-    return experts
-
-
-def _check_experts(experts: np.ndarray, name: str, location: str) -> None:
-    """Raises `DataError` for [n, L, k] int16 experts, ascending, that no routers of one model can have chosen."""
-    twice = np.argwhere((experts[..., 1:] == experts[..., :-1]) & (experts[..., 1:] >= 0))
-    if len(twice):
-        row, layer, at = twice[0]
-        fill = " A row of zeros is how verl and prime-rl fill up; give -1." if not experts[row].any() else ""
-        raise DataError(f"{location}: {name}[{row}] layer {layer}: expert {experts[row, layer, at]} twice.{fill}")
-    is_known = experts >= 0
-    has_router: np.ndarray = np.asarray(is_known.any((0, 2)))
-    is_recorded: np.ndarray = np.asarray(is_known.any((1, 2)))
-    differs: np.ndarray = is_known != has_router[:, None]
-    partly = np.argwhere(differs & is_recorded[:, None, None])
-    if len(partly):
-        row, layer, _ = partly[0]
-        raise DataError(
-            f"{location}: {name}[{row}] layer {layer}: -1 beside recorded experts; a token's are recorded in all "
-            "layers or in none."
-        )
-
-
-def _as_lists(values: object) -> object:
-    return [_as_lists(each) for each in values] if isinstance(values, list | tuple | np.ndarray) else values
 
 
 def finite_number(value: object, name: str, location: str) -> float:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import ConfigError, DataError
 from treewise.tree import checks, forest
-from treewise.tree.forest import Forest
+from treewise.tree.forest import Forest, LazySequence
 from treewise.tree.images import ImageSpan, check_spans
 from treewise.tree.prefix_merge import Segments, heavy_first, path_to
 from treewise.tree.trajectory import STREAMS, Trajectory
@@ -269,7 +268,7 @@ def _routes(items: Sequence[Any], name: str, lengths: np.ndarray, location: str)
     if len(items) != len(lengths):
         raise DataError(f"{location}: {len(items)} {name} for {len(lengths)} nodes.")
     parts = [
-        None if item is None else checks.experts(item, name, int(length), f"{location}: node {node}")
+        None if item is None else feature("routes").checked_experts(item, name, int(length), f"{location}: node {node}")
         for node, (item, length) in enumerate(zip(items, lengths, strict=True))
     ]
     shapes = {part.shape[1:]: node for node, part in enumerate(parts) if part is not None}

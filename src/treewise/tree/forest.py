@@ -4,13 +4,14 @@ In this order the descendants of a token are the contiguous range after it, so `
 may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import TypeVar, overload
 
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import DataError, check_choice, num
 from treewise.tree import prefix_merge
 from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_on_paths, merge_keys
@@ -21,6 +22,7 @@ MAX_FLAT_TOKENS = 200_000_000
 # How often a token that several trajectories share counts in a loss: as flat training counts it; like any other token
 # (the mean over the trajectories that train it); once for each rollout, however the rollout's rows overlap.
 WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
+Item = TypeVar("Item")
 LOGPROB_STREAMS = tuple(name for name, stream in STREAMS.items() if stream.is_logprob)
 
 
@@ -136,10 +138,10 @@ class Forest:
         """
         if not forests:
             raise DataError("nothing to concatenate: no forest given.")
-        for each in forests:
-            if not isinstance(each, Forest):
+        for forest in forests:
+            if not isinstance(forest, Forest):
                 raise DataError(
-                    f"expected forests, found a {type(each).__name__}; merge trajectories first: "
+                    f"expected forests, found a {type(forest).__name__}; merge trajectories first: "
                     "tw.Forest.from_trajectories(trajectories)."
                 )
         if len(forests) == 1:
@@ -315,9 +317,9 @@ class Forest:
             return self.tree_streams["routed_experts"]
         known = [(item.routed_experts, path) for item, path in zip(self.trajectories, self.paths, strict=True)]
         experts = np.full((self.num_tokens, *feature("routes").one_shape(self.trajectories)), -1, dtype=np.int16)
-        for each, path in known:
-            if each is not None:
-                experts[path] = each  # of what is shared, all are equal or have none: see `routes.merged`
+        for routes, path in known:
+            if routes is not None:
+                experts[path] = routes  # of what is shared, all are equal or have none: see `routes.merged`
         return experts
 
     def has_stream(self, name: str) -> bool:
@@ -393,6 +395,27 @@ class Forest:
             f"Forest({counts}, {self.num_tokens:,} tree tokens, "
             f"{self.num_flat_tokens:,} flat tokens, share ratio {self.share_ratio:.2f})"
         )
+
+
+class LazySequence(Sequence[Item]):
+    """A sequence whose items are computed when they are read."""
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """The item at an index from 0 to the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self.item(position) for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"trajectory {index} of {len(self)}")
+        return self.item(index % len(self))
 
 
 class Paths(LazySequence[np.ndarray]):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
+from treewise.base.features import feature
 from treewise.errors import DataError, num
 from treewise.tree import checks
 from treewise.tree.images import ImageSpan, check_spans
@@ -33,7 +34,7 @@ class Stream:
         is_logprob: natural logarithms of probabilities of the tokens; in data files null where a token is not trained.
         is_integer: whole numbers, which float32 holds up to 2^24.
         has_candidates: k values for each token ([n, k]) instead of one ([n]).
-        is_routes: k experts for each token in each of L layers ([n, L, k]), see `checks.experts`.
+        is_routes: k experts for each token in each of L layers ([n, L, k]), see `treewise.tree.routes`.
         fill: value of a missing candidate, where trajectories with fewer are put beside those with more.
         other_names: names of the same thing in other libraries, which are errors in data files.
     """
@@ -51,7 +52,8 @@ class Stream:
     def checked(self, values: ArrayLike, length: int, location: str) -> np.ndarray:
         """[length], [length, k] or [length, L, k] values of `dtype`. Raises `DataError`."""
         if self.is_routes:
-            return checks.experts(values, self.name, length, location)
+            experts: np.ndarray = feature("routes").checked_experts(values, self.name, length, location)
+            return experts
         if self.has_candidates:
             return checks.candidates(values, self.name, length, self.dtype, location)
         numbers = checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)

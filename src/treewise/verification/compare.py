@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,9 +29,10 @@ from treewise.base.progress import begin_work
 from treewise.engine.engine import TreeEngine
 from treewise.engine.flat import FlatLoss, Loss
 from treewise.errors import ConfigError, bytes_as_text, num
-from treewise.nn.device import free_bytes, synchronized_clock
+from treewise.nn.device import synchronized_clock
 from treewise.nn.gradients import Gradients, gradients_restored, take_gradients, zero_gradients
 from treewise.nn.model_flops import flop_model
+from treewise.nn.platform.memory import free_bytes
 from treewise.nn.router_loss import RouterLossRule
 from treewise.objectives import SFT, Objective
 from treewise.planning.plans import Plan
@@ -64,6 +66,7 @@ def verify(
     offload: bool = False,
     router_aux_loss: bool | None = None,
     router_z_coefficient: float = 0.0,
+    router_loss_choices: Literal["live", "replayed"] = "live",
     autocast: torch.dtype | None = None,
 ) -> VerificationReport:
     """Compares loss, log-probs and gradients of every trajectory alone with those of all of them as trees.
@@ -85,7 +88,8 @@ def verify(
         tolerance: relative error allowed in the whole gradient, in place of that for the model's dtype. Low-precision
             models are then compared with flat training in their own dtype.
         processor: the model's processor (`transformers.AutoProcessor`), for trajectories with images.
-        temperature, offload, router_aux_loss, router_z_coefficient: of the run's engine, as in `TreeEngine`.
+        temperature, offload, router_aux_loss, router_z_coefficient, router_loss_choices: of the run's engine, as in
+            `TreeEngine`.
         autocast: the dtype of that around the run's steps.
 
     Raises:
@@ -111,6 +115,7 @@ def verify(
             offload=offload,
             router_aux_loss=router_aux_loss,
             router_z_coefficient=router_z_coefficient,
+            router_loss_choices=router_loss_choices,
             processor=processor,
         )
 

@@ -72,7 +72,7 @@ def test_settings_without_sense_are_refused(words: list[str], message: str, caps
 
 
 def test_models_without_room_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("treewise.nn.device.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("treewise.nn.platform.memory.free_bytes", lambda _: 1000)
     assert main(TINY) == 2
     captured = capsys.readouterr()
     assert "qwen3-tiny: weights and gradients take" in captured.out

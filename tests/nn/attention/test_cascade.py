@@ -134,6 +134,7 @@ def _block_constants(request, monkeypatch):
     *of_blocks, rows, keys = request.param
     for name, value in zip(("PAIRS_PER_CALL", "MIN_ROWS", "MAX_TILE_ROWS"), of_blocks, strict=True):
         monkeypatch.setattr(row_blocks, name, value)
+    monkeypatch.setattr(row_blocks, "MAX_JOINED_ROWS", of_blocks[2])
     monkeypatch.setattr(softcap, "TILE_ROWS", rows)
     monkeypatch.setattr(softcap, "TILE_KEYS", keys)
 
@@ -204,7 +205,7 @@ def test_low_precision_is_within_twice_the_references_own_error(dtype, rule, sha
 
 def test_keys_read_by_many_blocks_are_accumulated_in_float32(monkeypatch):
     """A prompt under hundreds of branches: their bfloat16 gradients must not be added up in bfloat16."""
-    monkeypatch.setattr(row_blocks, "MAX_TILE_ROWS", 1)  # a block for every branch
+    monkeypatch.setattr(row_blocks, "MAX_JOINED_ROWS", 1)  # a block for every branch
     forest = Forest.from_nodes([-1, *[0] * 300], [[1] * 4, *[[2] * 4] * 300], merge_siblings=False)
     inputs = draw_inputs(forest, (2, 1, 8, 8), torch.bfloat16, 0)
     inputs[3] = inputs[3].abs()  # one sign, so that the gradients of shared values only grow

@@ -11,7 +11,7 @@ import torch
 
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.attention import IMPLEMENTATIONS, choose, implementations, needs
+from treewise.nn.attention import IMPLEMENTATIONS, choose, needs
 from treewise.nn.attention.mask import LayerRule
 from treewise.nn.attention.needs import CAPS, CHUNKS, SINKS, WINDOWS, Asked, asked_by
 from treewise.nn.model import split_model
@@ -34,9 +34,9 @@ class Machine:
         self.rows: list[dict[str, object]] = []
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: self.capability)
-        for module in (needs, implementations):
-            patch.setattr(module, "installed_version", lambda name: self.packages.get(name))
-        patch.setattr(implementations, "measured", lambda: self.rows)
+        patch.setattr(needs, "installed_version", lambda name: self.packages.get(name))
+        patch.setattr(needs, "measured", lambda: self.rows)
+        patch.setattr(needs, "asked_by", lambda asked: asked)  # in place of a model, what it asks
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_no_kernel_is_adopted_that_no_committed_result_holds():
     for row in rows:
         found = json.loads((root / "benchmarks" / "results" / row["result"]).read_text())
         assert row["kernel"] in found["kernels"], row
-    assert rows == implementations.measured.__wrapped__()
+    assert rows == needs.measured.__wrapped__()
 
 
 # -- what models ask --------------------------------------------------------------------------------------------------

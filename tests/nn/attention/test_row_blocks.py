@@ -65,6 +65,7 @@ def check(made, window, chunk, constants, rng=None):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("PAIRS_PER_CALL", "MIN_ROWS", "MAX_TILE_ROWS"), constants, strict=True):
             patch.setattr(row_blocks, name, value)
+        patch.setattr(row_blocks, "MAX_JOINED_ROWS", constants[2])
         for number in range(made.num_micro_batches):
             mask, seen = visible(made, number, window, chunk, rng)
             found = row_blocks.plan_blocks(mask, window, chunk)
@@ -134,7 +135,7 @@ def test_a_prompt_with_long_samples_has_one_block_a_sample_and_no_tile():
 def test_a_caterpillar_needs_few_blocks():
     length = 2000
     found = blocks_of(caterpillar(length))
-    assert len(found) <= 1 + 2 * -(-length // row_blocks.MAX_TILE_ROWS)
+    assert len(found) <= 1 + 2 * -(-length // row_blocks.MAX_JOINED_ROWS)
 
 
 @pytest.mark.parametrize("reach", [1, 4, 50, 2000])
@@ -142,7 +143,7 @@ def test_2_000_segments_of_8_tokens_need_few_blocks(reach):
     rng = np.random.default_rng(0)
     parents = [-1] + [int(rng.integers(max(0, node - reach), node)) for node in range(1, 2000)]
     forest = Forest.from_nodes(parents, [[1] * 8] * 2000, merge_siblings=False)
-    assert len(blocks_of(forest)) <= 3 * -(-forest.num_tokens // row_blocks.MAX_TILE_ROWS)
+    assert len(blocks_of(forest)) <= 3 * -(-forest.num_tokens // row_blocks.MAX_JOINED_ROWS)
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(128, None), (None, 512)])

@@ -1,5 +1,6 @@
 """Costs of towers against counted FLOPs, and what images add to the costs of forests and plans."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -79,12 +80,13 @@ def test_an_adapter_on_a_frozen_tower_costs_a_backward_through_what_follows_it()
 
 def test_a_tower_that_cannot_be_counted_costs_nothing_and_is_told(caplog, monkeypatch):
     model = image_model("aya_vision")
-    monkeypatch.setattr(costs_module, "count_tower", lambda _: [])
+    monkeypatch.setattr(costs_module, "pixel_forms", lambda *_: iter([{"pixel_values": (1, 2, 3)}]))
     monkeypatch.setattr(costs_module, "_costs_of", {})
     with caplog.at_level("WARNING", logger="treewise"):
         costs = flop_model(model).vision
     assert costs.step(np.array([ROWS])).tolist() == [0.0]
-    assert "leave images out" in caplog.text
+    why = r"takes none of 2 forms of pixels \(\w+Error: .+\), so costs and plans leave images out"
+    assert re.search(rf"AyaVision\w+: its vision tower {why}", caplog.text)
 
 
 def test_flat_training_runs_the_tower_for_each_image_and_a_tree_once_for_each_distinct_one(llava, forest):

@@ -13,6 +13,7 @@ import treewise as tw
 from tests.image_capability import trajectory
 from tests.image_models import FAMILIES, IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from treewise.data.images import decoded
+from treewise.distributed import same_plan
 from treewise.engine import engine as engine_module
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
@@ -246,7 +247,7 @@ def test_models_on_meshes_refuse_images(monkeypatch):
     model, images = seeing_model("llava"), FAMILIES["llava"].images()
     one = SimpleNamespace(tensor=SimpleNamespace(size=lambda: 1), needs_lockstep=False)
     monkeypatch.setattr(engine_module, "mesh_of", lambda model: one)
-    monkeypatch.setattr(engine_module, "check_same_plan", lambda mesh, plan: None)
+    monkeypatch.setattr(same_plan, "check_same_plan", lambda *_: None)
     with pytest.raises(tw.errors.UnsupportedModelError, match="tp_size or ep_size"):
         tw.TreeEngine(model, processor=images).step(trajectories(model, images, HISTORIES[:1]))
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.rl.tasks.test_episode import byte_tokenizer
-from treewise.rl.agents.asked import Asked
 from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episodes
+from treewise.rl.agents.wire.asked import Asked
 from treewise.rl.agents.writing import Writer
 from treewise.rl.samplers.protocol import Completion
 
@@ -33,7 +33,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 class Speaker:
     """Says `texts` one after the other, each cut into tokens at random places, and the end of the turn behind it.
 
-    seen: (prefix, sampled ids, log-probs) of each continuation. block: is waited for before a batch.
+    seen: (prefix, sampled ids, log-probs) of each continuation. block: is waited for before a batch. Where experts are
+    asked for, all tokens of a continuation have one: its number.
     """
 
     texts: list = field(default_factory=list)
@@ -76,6 +77,9 @@ class Speaker:
                 "top_ids": np.tile(np.array(sampled, dtype=np.int32)[:, None], (1, request.num_top)),
                 "top_logprobs": np.tile(logprobs[:, None], (1, request.num_top)),
             }
+        if request.want_routes:
+            size = len(request.prefix_ids) + len(sampled) - 1
+            tops["routed_experts"] = np.full((size, 1, 1), len(self.seen) - 1, dtype=np.int16)
         return Completion(np.array(sampled, dtype=np.int32), logprobs, finish, **tops)
 
     def _tokens(self, text, draw):

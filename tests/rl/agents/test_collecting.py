@@ -19,12 +19,12 @@ from treewise.nn.gradients import gradient_error, gradients_of
 from treewise.objectives.registry import objective_named
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import TransformersSampler
 from treewise.rl.success_book import BookSettings, SuccessBook
+from treewise.rl.tasks.agent_task import AgentTask
 from treewise.rl.update import own_update
 
 PLAIN = Path(__file__).parent / "plain_agents.py"

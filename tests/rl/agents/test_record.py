@@ -50,6 +50,18 @@ def test_rows_load_and_say_what_they_are(tmp_path):
     assert "1 thinking dropped" in file.summary()
 
 
+def test_rows_of_a_mixture_hold_its_experts(tmp_path):
+    with episodes_on(Speaker(["one"]), records_experts=True) as episodes:
+        file = RowsFile(tmp_path / "rows.jsonl", TOKENIZER, lambda _: None)
+        episode = episodes.open("a", "task")
+        say(episode, [USER])
+        episodes.end(episode)
+        file.add(episode)
+    (tree,) = load_trees(tmp_path / "rows.jsonl")
+    (item,) = tree.flat_trajectories()
+    assert item.routed_experts[:, 0, 0].tolist() == [0] * (len(item) - 1) + [-1]
+
+
 def test_clients_begin_and_end_episodes(tmp_path):
     speaker_texts = ["one", "two"]
     ended = []

@@ -20,8 +20,9 @@ from tests.rl.agents.helpers import (
     episodes_on,
     say,
 )
-from treewise.rl.agents.asked import Asked, RefusedError
+from treewise.data.io.encoded_arrays import decoded
 from treewise.rl.agents.forks import FORKS
+from treewise.rl.agents.wire.asked import Asked, RefusedError
 
 SYSTEM, USER = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+2?"}
 START = [SYSTEM, USER]
@@ -270,6 +271,26 @@ def test_without_parallel_calls_a_turn_ends_with_its_first():
         assert text.count('{"name": "add", "arguments"') == 1
         assert text == episodes.writer.written(call.asked).text
         assert len(assert_rows_are(speaker, episode)[0]) == 2
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_token_has_the_experts_of_the_forward_that_was_first_given_it(records):
+    speaker = Speaker(["one", CALL, "three"])
+    with episodes_on(speaker, records_experts=records) as episodes:
+        episode = episodes.open("a")
+        first, _ = say(episode, [USER])
+        second, _ = say(episode, [USER, first, {"role": "user", "content": "and?"}])
+        say(episode, [USER, first, {"role": "user", "content": "and?"}, second, result(second)])
+        (row,), _ = episode.rows()
+    if not records:
+        assert "routed_experts" not in row
+        return
+    table = decoded(row["routed_experts"], "routed_experts", "row")
+    assert table.shape == (len(row["token_ids"]), 1, 1)
+    ends = [len(prefix) + len(ids) for prefix, ids, _ in speaker.seen]
+    # The last token of a turn is an input of the next call's forward; that of the row had none.
+    expected = [0] * (ends[0] - 1) + [1] * (ends[1] - ends[0]) + [2] * (ends[2] - ends[1]) + [-1]
+    assert table[:, 0, 0].tolist() == expected
 
 
 def test_calls_that_are_not_trained_are_context():

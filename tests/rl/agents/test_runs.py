@@ -9,22 +9,23 @@ import torch
 
 from tests.rl.agents.plain_agents import __file__ as PLAIN
 from tests.rl.online.helpers import TOKENIZER, arguments, settings, tiny_policy
+from tests.rl.online.test_routing_replay import mixture
 from treewise.data.load import load_trees
 from treewise.errors import CheckpointError, ConfigError, TaskError
 from treewise.report import read_run
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.journal import Journal
 from treewise.rl.samplers import TransformersSampler
+from treewise.rl.tasks.agent_task import AgentTask
 
 TASK = AgentTask([{"question": f"{number}+2?"} for number in range(10)], held_out=0.2)
 pytestmark = pytest.mark.xdist_group("test_agents_running")
 
 
-def new_trainer(folder, agent="drawn_reward", *, own=None, **changes):
-    model = tiny_policy(max_position_embeddings=4096)
+def new_trainer(folder, agent="drawn_reward", *, own=None, model=None, **changes):
+    model = tiny_policy(max_position_embeddings=4096) if model is None else model
     online = settings(**{"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **changes})
     given = AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})})
     collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, TASK, online, given, folder=folder)
@@ -58,6 +59,23 @@ def test_a_run_learns_from_an_agents_episodes(tmp_path):
     assert sum(int((row.loss_weights > 0).sum()) for row in rows) == logs["trained_tokens"]
     assert len({(row.group, row.rollout) for row in rows}) == 6
     assert len(rows) == logs["agent_rows"]
+
+
+@pytest.mark.parametrize("replay", ["exact", "by_tokens", "off"])
+def test_a_mixture_trains_through_the_experts_of_its_episodes(tmp_path, replay):
+    model = mixture(max_position_embeddings=4096)
+    trainer = new_trainer(tmp_path, "rewriting", model=model, routing_replay=replay, eval_every=0)
+    logs = trainer.train()
+    rows = [json.loads(row) for row in (tmp_path / "rollouts" / "iteration-00001.jsonl").read_text().splitlines()]
+    assert all(("routed_experts" in row) == (replay != "off") for row in rows)
+    assert ("routed_otherwise" in logs) == ("live_gap" in logs) == (replay != "off")
+    first = next(each for each in trainer.log_history if each["iteration"] == 1)
+    assert first["logprob_gap"] == pytest.approx(1.0, abs=1e-4)
+    if replay != "off":  # one process, one precision
+        assert first["routed_otherwise"] == 0
+        assert first["replayed_gap"] == pytest.approx(first["live_gap"], abs=1e-5)
+        (tree, *_) = load_trees(str(tmp_path / "rollouts" / "iteration-00001.jsonl"))
+        assert all((row.routed_experts[:-1] >= 0).all() for row in tree.flat_trajectories())
 
 
 class KilledInTestError(BaseException):

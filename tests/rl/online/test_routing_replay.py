@@ -12,8 +12,8 @@ from treewise.nn.routing import routers_of
 from treewise.rl.online.records import rollouts_file
 
 
-def mixture():
-    model = tiny_policy(family="qwen3_moe", num_local_experts=4, moe_intermediate_size=16)
+def mixture(**changes):
+    model = tiny_policy(family="qwen3_moe", num_local_experts=4, moe_intermediate_size=16, **changes)
     for router in routers_of(split_model(model).decoder):
         torch.nn.init.normal_(router.module.weight, std=0.5)
     return model

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from treewise.errors import CheckpointError
-from treewise.trainer.checkpoint.optimizer_state import load_optimizer, optimizer_state, save_optimizer
+from treewise.trainer.checkpoint.load_optimizer import load_optimizer
+from treewise.trainer.checkpoint.optimizer_state import optimizer_state, save_optimizer
 from treewise.trainer.checkpoint.weights import save_shards
 
 

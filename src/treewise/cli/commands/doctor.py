@@ -130,13 +130,13 @@ def _check_servers(args: argparse.Namespace) -> int:
     model = None if args.model is None else load_weights(args.model).to(chosen_device(args.device))
     found = {url: check_server(url, model) for url in args.sampler}
     if args.json:
-        print(json.dumps({url: [asdict(each) for each in findings] for url, findings in found.items()}, indent=1))
+        print(json.dumps({url: [asdict(finding) for finding in findings] for url, findings in found.items()}, indent=1))
     for url, findings in {} if args.json else found.items():
-        print("\n".join([url, *(each.as_line() for each in findings)]))
+        print("\n".join([url, *(finding.as_line() for finding in findings)]))
     for url, findings in found.items():
         if findings[0].passed is False:
             raise SamplerError(f"{url} does not answer as a server that samples, so nothing of it was checked.")
-    return int(any(each.passed is False for findings in found.values() for each in findings))
+    return int(any(finding.passed is False for findings in found.values() for finding in findings))
 
 
 def _print(title: str, lines: dict[str, Any]) -> None:

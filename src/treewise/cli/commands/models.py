@@ -11,7 +11,8 @@ from rich.table import Table
 
 from treewise.errors import ConfigError, did_you_mean
 from treewise.nn.adapters import adapter_folder, base_of
-from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable, installed_version
+from treewise.nn.platform.versions import installed_version
+from treewise.nn.support_table import REFUSED, SUPPORTED, UNTRIED, Capability, CapabilityTable
 
 _COLOURS = {SUPPORTED: "green", REFUSED: "red", UNTRIED: "yellow"}
 

@@ -96,7 +96,11 @@ def run(args: argparse.Namespace) -> int:
     forest = one_forest(forests)
     planned = plan if flops is None else flops.plan
     whole = planned(forest, args.max_tokens, hold=args.hold)
-    report = report_plan(whole, flops, args.model, args.dtype, memory=memory, optim=training.get("optim"))
+    sizes: dict[str, Any] = {
+        "optim": training.get("optim"),
+        "float32_gradients": bool(training.get("float32_gradients")),
+    }
+    report = report_plan(whole, flops, args.model, args.dtype, memory=memory, **sizes)
     budgets: tuple[BudgetMemory, ...] = ()
     if flops is not None and args.max_tokens is None:
         budgets = report_budgets(forest, flops, report, args.hold, memory)
@@ -108,9 +112,9 @@ def run(args: argparse.Namespace) -> int:
         from treewise.report.analysis.mesh_facts import report_mesh
 
         config, dtype = load_config(args.model, args.gguf_file), getattr(torch, args.dtype)
-        processes = report_mesh(config, mesh, dtype, gpu)
+        processes = report_mesh(config, mesh, dtype, gpu, sizes["optim"])
     if args.json:
-        extra: dict[str, Any] = {"budgets": [asdict(each) for each in budgets]}
+        extra: dict[str, Any] = {"budgets": [asdict(budget) for budget in budgets]}
         extra |= {} if processes is None else {"mesh": processes.to_dict()}
         extra |= {} if fit is None else {"gpu": asdict(fit)}
         print(json.dumps(report.to_dict() | extra, indent=2))

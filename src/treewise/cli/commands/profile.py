@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         "flat_tokens": forest.num_flat_tokens,
         "max_tokens": engine.max_tokens,
         "max_tokens_setting": args.max_tokens,
-        "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
-        **{name: asdict(each) for name, each in profiles.items()},
+        "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        **{name: asdict(profile) for name, profile in profiles.items()},
     }
     if args.json:
         print(json.dumps(facts, indent=1))
@@ -156,19 +156,19 @@ def _view(profiles: dict[str, "Profile"]) -> Table:
     for name in profiles:
         for column in (f"{name}, s", "%", "GFLOP/s"):
             table.add_column(column, justify="right")
-    for part in [each for each in PARTS if any(each in one.parts for one in profiles.values())]:
+    for part in [part for part in PARTS if any(part in one.parts for one in profiles.values())]:
         cells = [part]
-        for each in profiles.values():
-            cost = each.parts.get(part)
+        for profile in profiles.values():
+            cost = profile.parts.get(part)
             if cost is None:
                 cells += ["", "", ""]
                 continue
             rate = f"{cost.flops_per_second / 1e9:,.1f}" if cost.flops else ""
-            cells += [f"{cost.seconds:.3f}", f"{100 * cost.seconds / each.seconds:.0f}", rate]
+            cells += [f"{cost.seconds:.3f}", f"{100 * cost.seconds / profile.seconds:.0f}", rate]
         table.add_row(*cells)
     totals = ["all"]
-    for each in profiles.values():
-        flops = sum(cost.flops for cost in each.parts.values())
-        totals += [f"{each.seconds:.3f}", "100", f"{flops / each.seconds / 1e9:,.1f}"]
+    for profile in profiles.values():
+        flops = sum(cost.flops for cost in profile.parts.values())
+        totals += [f"{profile.seconds:.3f}", "100", f"{flops / profile.seconds / 1e9:,.1f}"]
     table.add_row(*totals, style="bold")
     return table

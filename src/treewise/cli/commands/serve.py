@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it; returns the exit code."""
     settings = settings_of(args, ServeSettings, "serve")
     require_packages("treewise serve", NEEDED)
-    from treewise.nn.device import keep_few_kernels  # slow to import
+    from treewise.nn.platform.memory import keep_few_kernels  # slow to import
     from treewise.serve.app import serve
 
     keep_few_kernels()

@@ -124,6 +124,7 @@ def _settings(arguments: "TreeTrainingArguments") -> Any:
         "temperature": arguments.temperature,
         "offload": arguments.offload,
         "router_z_coefficient": arguments.router_z_coefficient,
+        "router_loss_choices": arguments.router_loss_choices,
         "autocast": precision,
     }
 

@@ -58,7 +58,7 @@ def with_column(messages: Sequence[Message], column: object, location: str) -> l
         raise DataError(f"{location}: images must be a list, one entry for each image, found {shown(column)}.")
     result = [dict(message) for message in messages]
     waiting = [
-        (message, index) for message in result for index, each in enumerate(message.get(IMAGES, ())) if each is COLUMN
+        (message, index) for message in result for index, image in enumerate(message.get(IMAGES, ())) if image is COLUMN
     ]
     first = next((message for message in result if message["role"] == "user"), None)
     if column and not any(message.get(IMAGES) for message in result) and first is not None:

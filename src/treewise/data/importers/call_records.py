@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.forms import Record
 from treewise.data.importers.common import Context, first_of
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
@@ -28,15 +28,15 @@ def langfuse_calls(records: Iterable[Placed], context: Context) -> Iterator[Plac
         if observations is None:
             yield from _langfuse_call(record.location, trace, {}, context)
             continue
-        if not isinstance(observations, list) or not all(isinstance(each, dict) for each in observations):
+        if not isinstance(observations, list) or not all(isinstance(observation, dict) for observation in observations):
             raise DataError(
                 f"{record.location}: observations must be a list of objects; export them in full, not their ids."
             )
         labels = {"rollout": trace.get("id"), "reward": _score(trace.get("scores"), record.location, context)}
-        for index, each in enumerate(
+        for index, observation in enumerate(
             sorted(observations, key=lambda item: str(first_of(item, "startTime", "start_time")))
         ):
-            yield from _langfuse_call(f"{record.location}: observations[{index}]", each, labels, context)
+            yield from _langfuse_call(f"{record.location}: observations[{index}]", observation, labels, context)
 
 
 def _langfuse_call(location: str, value: Record, labels: Record, context: Context) -> Iterator[Placed]:
@@ -75,9 +75,9 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         messages = inputs.get("messages", inputs.get("input")) if isinstance(inputs, dict) else inputs
         stats = _json(value.get("feedback_stats"))
         scores = [
-            {"name": name, "value": each.get("avg")}
-            for name, each in (stats.items() if isinstance(stats, dict) else ())
-            if isinstance(each, dict)
+            {"name": name, "value": stat.get("avg")}
+            for name, stat in (stats.items() if isinstance(stats, dict) else ())
+            if isinstance(stat, dict)
         ]
         labels = {
             "rollout": first_of(value, "trace_id", "session_id"),
@@ -131,9 +131,9 @@ def _call(
         messages = [{"role": "user", "content": messages}]
     if isinstance(messages, list) and len(messages) == 1 and isinstance(messages[0], list):
         messages = messages[0]  # LangChain calls models with batches
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise DataError(f"{location}: the input of a call must be messages or text, found {shown(messages)}.")
-    request: Record = {"messages": [_openai_message(each, location) for each in messages]}
+    request: Record = {"messages": [_openai_message(message, location) for message in messages]}
     if tools:
         request["tools"] = tools
     rest = {context.reward_field or "reward" if name == "reward" else name: item for name, item in labels.items()}
@@ -187,7 +187,7 @@ def _openai_message(message: Record, location: str) -> Record:
             if extra.get(name) and not result.get(name):
                 result[name] = extra[name]
     if isinstance(result.get("tool_calls"), list):
-        result["tool_calls"] = [_openai_tool_call(each) for each in result["tool_calls"]]
+        result["tool_calls"] = [_openai_tool_call(call) for call in result["tool_calls"]]
     return result
 
 
@@ -202,9 +202,9 @@ def _openai_tool_call(call: object) -> object:
 def _score(scores: object, location: str, context: Context) -> float | None:
     """The reward among scores of `name` and `value`: the one that is named, or the only one."""
     values = {
-        str(each.get("name")): each.get("value")
-        for each in (scores if isinstance(scores, list) else ())
-        if isinstance(each, dict) and isinstance(each.get("value"), int | float)
+        str(score.get("name")): score.get("value")
+        for score in (scores if isinstance(scores, list) else ())
+        if isinstance(score, dict) and isinstance(score.get("value"), int | float)
     }
     if not values:
         return None

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import UnusableError
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
@@ -181,7 +181,7 @@ def token_row(
             context.leave_out(f"{location}: token {missing[0]}", f"a sampled token without its {name}")
             return
         else:
-            fields[name] = [0.0 if math.isnan(each) else each for each in values]
+            fields[name] = [0.0 if math.isnan(value) else value for value in values]
     short = [int(weight) if weight.is_integer() else weight for weight in weights]  # almost all are 0 and 1
     yield text_row(location, token_ids=list(token_ids), loss_weights=short, **fields)
 

@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treewise.data.formats import FORMATS, detect_format
-from treewise.data.forms import Record, parse
 from treewise.data.importers.common import MISSHAPEN, Context, kept, unjoined
 from treewise.data.io.files import PathLike, Placed, RawRecord, find_files
+from treewise.data.io.formats import FORMATS, detect_format
+from treewise.data.io.forms import Record, parse
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import clean_conversation
@@ -142,7 +142,7 @@ class RolloutImport:
                     raise DataError(f"{result.drift[0]} (--strict)")
                 report.drifts += result.drift if len(report.drifts) < MAX_SHOWN_DRIFTS else []
             group = location if (own := result.rows[0].group) is None else own
-            report.num_tokens += sum(each.num_tokens for each in result.rows)
+            report.num_tokens += sum(row.num_tokens for row in result.rows)
         if has_ids:
             report.num_trained_tokens += sum(1 for weight in row["loss_weights"] if weight)
             report.num_without_sampler_logprobs += "sampler_logprobs" not in row

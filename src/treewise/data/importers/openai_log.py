@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from treewise.data.forms import Record
 from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
 from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
 from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 
@@ -103,13 +103,13 @@ def _lines(
     """What was logged, request by request; a reply that is not there, or of another interface, is counted."""
 
     def read(record: Placed) -> Iterator[_Line]:
-        for each in calls_of([record], context):
-            name, group, reward = _named(each.value, RUN_NAMES), _named(each.value, GROUP_NAMES), _reward(each, context)
-            if each.value.get("response") is None:
-                name, calls = _replies_shown(each, name, asked, context)
-                yield _Line(each.location, name, group, reward, calls)
-            elif calls := list(_calls(each, context)):
-                yield _Line(each.location, name, group, reward, calls)
+        for call in calls_of([record], context):
+            name, group, reward = _named(call.value, RUN_NAMES), _named(call.value, GROUP_NAMES), _reward(call, context)
+            if call.value.get("response") is None:
+                name, calls = _replies_shown(call, name, asked, context)
+                yield _Line(call.location, name, group, reward, calls)
+            elif calls := list(_calls(call, context)):
+                yield _Line(call.location, name, group, reward, calls)
 
     for record in records:
         yield from kept(context, read(record), record)
@@ -157,11 +157,11 @@ class _Standing:
         the only one that may. None where the messages begin a run.
         """
         for length in range(len(keys), 0, -1):
-            runs = [each for each in self.runs.get(keys[length - 1], ()) if name in (None, each)]
+            runs = [run for run in self.runs.get(keys[length - 1], ()) if name in (None, run)]
             if len(runs) > 1:
                 context.warn(AMBIGUOUS)
             if runs:
-                return next((each for each in runs if (each, keys[length - 1]) in self.open), runs[0]), length
+                return next((run for run in runs if (run, keys[length - 1]) in self.open), runs[0]), length
         return None, 0
 
 
@@ -176,7 +176,7 @@ def _replies_shown(
     if not isinstance(request, dict) or "messages" not in request:
         context.leave_out(location, _why_no_call(request, {}))
         return str(name or location), []
-    history = [_plain(each, context) for each in messages(request["messages"], "messages", location)]
+    history = [_plain(message, context) for message in messages(request["messages"], "messages", location)]
     keys = list(_prefix_keys(history))
     found, start = asked.run_at(keys[:-1], None if name is None else str(name), context)
     run, tools = found or str(name or location), openai_tools(request.get("tools"), location)
@@ -224,7 +224,7 @@ def _calls(record: Placed, context: Context) -> Iterator[Call]:
         is_other = response.get("type") == "message" and not why
         context.leave_out(location, f"{ANTHROPIC}; {CHAT}" if is_other else f"a call without a reply{why}")
         return
-    history = [_plain(each, context) for each in messages(request["messages"], "messages", location)]
+    history = [_plain(message, context) for message in messages(request["messages"], "messages", location)]
     tools = openai_tools(request.get("tools"), location)
     rest = {name: item for name, item in response.items() if name != "choices"}
     for choice_index, choice in enumerate(messages(choices, "choices", location)):
@@ -251,14 +251,14 @@ def _tokens(response: Record, choice: Record, location: str) -> Ids | None:
     prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
     entries = (choice.get("logprobs") or {}).get("content") or []
     own = choice.get("token_ids")
-    if own is None and entries and all(str(each.get("token", "")).startswith(TOKEN_MARK) for each in entries):
-        own = [int(each["token"][len(TOKEN_MARK) :]) for each in entries]
+    if own is None and entries and all(str(entry.get("token", "")).startswith(TOKEN_MARK) for entry in entries):
+        own = [int(entry["token"][len(TOKEN_MARK) :]) for entry in entries]
     if prompt is None or own is None:
         return None
     completion = integers(own, "token_ids", location)
     logprobs = None
     if entries:
-        logprobs = stream([each.get("logprob") for each in entries], "logprobs", len(completion), location)
+        logprobs = stream([entry.get("logprob") for entry in entries], "logprobs", len(completion), location)
     return integers(prompt, "prompt_token_ids", location), completion, logprobs
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from treewise.data.forms import Record
 from treewise.data.importers.common import Context, text_row
 from treewise.data.io.endings import ending_of, is_known, why_unusable, with_reason
 from treewise.data.io.field_checks import shown
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS
 from treewise.data.render.tools import arguments_of
 
@@ -80,7 +80,7 @@ def text_pair(context: Context, location: str, value: Record, **labels: object) 
     prompt, completion = value.get("prompt"), value.get("completion")
     ending = with_reason({}, {key: value[key] for key in KEYS if key in value})
     replies = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    talk = [with_arguments(with_reason(each, each), context) for each in replies]
+    talk = [with_arguments(with_reason(reply, reply), context) for reply in replies]
     if talk:
         talk[-1] = {**ending, **talk[-1]}
     found = trainable_talk(talk, location, context)
@@ -111,7 +111,7 @@ def pooled(calls: Sequence[Call], shared: Record) -> Record:
         return pool[key]
 
     entries = [
-        {"ctx": [index(each) for each in call.history], "out": index(call.reply), **call.ending} for call in calls
+        {"ctx": [index(message) for message in call.history], "out": index(call.reply), **call.ending} for call in calls
     ]
     return text_row(calls[0].location, messages=talk, calls=entries, tools=calls[0].tools, **shared)
 

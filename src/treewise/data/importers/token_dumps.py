@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import Record
 from treewise.data.importers.common import (
     Context,
     experts,
@@ -35,6 +34,7 @@ from treewise.data.importers.traces import read_verifiers
 from treewise.data.io.endings import ending_of, own_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import UnusableError
 from treewise.errors import DataError
 

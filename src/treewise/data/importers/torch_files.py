@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from treewise.data.forms import Record
+from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 
@@ -39,6 +39,6 @@ def read_torch_file(path: Path) -> list[Record]:
         raise DataError(f"{path}: no file of torch.save, or a damaged one ({first}).") from None
     records = plain(value)
     records = [records] if isinstance(records, dict) else records
-    if isinstance(records, list) and records and all(isinstance(each, dict) for each in records):
+    if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
         return records
     raise DataError(f"{path}: must hold a mapping or a list of mappings, found {type(value).__name__}.")

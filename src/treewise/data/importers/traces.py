@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.forms import Record
 from treewise.data.importers.common import (
     Context,
     integers,
@@ -26,6 +25,7 @@ from treewise.data.importers.replies import Call, pooled, text_pair, trainable, 
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS
 from treewise.errors import DataError
 
@@ -87,7 +87,7 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
         pool = [with_arguments(message, context) for message in pool]
         tools = openai_tools(trace.get("tools"), location)
         last = {"is_truncated": trace.get("is_truncated")}  # of the whole rollout
-        logged = {each.get("node"): each for each in objects(trace.get("calls") or [], "calls", location)}
+        logged = {call.get("node"): call for call in objects(trace.get("calls") or [], "calls", location)}
         calls = [
             Call(
                 f"{location}: nodes[{index}]",
@@ -207,14 +207,14 @@ def _result(value: Record, location: str, context: Context) -> Iterator[Record]:
         yield from text_pair(context, location, value, **shared)
         return
     before = [
-        {**each, "weight": 0} if each.get("role") == "assistant" else each
-        for each in messages(prompt, "prompt", location)
+        {**message, "weight": 0} if message.get("role") == "assistant" else message
+        for message in messages(prompt, "prompt", location)
     ]
-    after = [with_reason(each, each) for each in messages(completion, "completion", location)]
+    after = [with_reason(message, message) for message in messages(completion, "completion", location)]
     if after and after[-1].get("role") == "assistant":
         after[-1] = with_reason(after[-1], after[-1], {key: value[key] for key in KEYS if key in value})
     tools = openai_tools(value.get("tool_defs"), location)
-    talk = trainable_talk([with_arguments(each, context) for each in (*before, *after)], location, context)
+    talk = trainable_talk([with_arguments(message, context) for message in (*before, *after)], location, context)
     if talk is not None:
         yield text_row(location, messages=talk, tools=tools, **shared)
 
@@ -232,7 +232,7 @@ def _step(step: Record, shared: Record, location: str, context: Context) -> Iter
         tokens.get("completion_mask") or None,
         {"sampler_logprobs": ("completion_logprobs", tokens.get("completion_logprobs") or None)},
         advantages=context.reward(step.get("advantage"), f"{location}: advantage"),
-        messages=talk if talk and all(isinstance(each, dict) for each in talk) else None,
+        messages=talk if talk and all(isinstance(message, dict) for message in talk) else None,
         **shared,
     )
 
@@ -266,7 +266,9 @@ def _art_trajectory(value: Record, group: str | None, location: str, context: Co
         where = location if not index else f"{location}: additional_histories[{index - 1}]"
         entries = history.get("messages_and_choices", history.get("messages"))
         talk = [_art_message(entry, where, context) for entry in messages(entries, "messages_and_choices", where)]
-        if not any(each["role"] == "assistant" and each.get("weight", 1) for each in talk if "role" in each):
+        if not any(
+            message["role"] == "assistant" and message.get("weight", 1) for message in talk if "role" in message
+        ):
             context.leave_out(where, "no message that the model sampled")
             continue
         tools = openai_tools(_decoded(history.get("tools"), f"{where}: tools"), where)

@@ -49,7 +49,7 @@ def _of_object(value: Mapping[str, Any], name: str, location: str) -> np.ndarray
     data, shape, dtype, start = (value.get(key) for key in ("data", "shape", "dtype", "start"))
     sizes: Any = [shape] if not isinstance(shape, list | tuple | np.ndarray) else list(shape)
     if dtype not in DTYPES or not all(
-        isinstance(each, int | np.integer) and each >= 0 for each in [*sizes, start or 0]
+        isinstance(size, int | np.integer) and size >= 0 for size in [*sizes, start or 0]
     ):
         raise DataError(
             f"{location}: {name} must be data, shape and dtype ({', '.join(DTYPES)}), found {shown(dict(value))}."

@@ -130,7 +130,7 @@ def _found(value: Mapping[str, Any], depth: int) -> str | None:
         if not (name.startswith("stop") and isinstance(value.get(name), int))  # vLLM's token that stopped it
     ]
     if any(text is not None for name, text in reasons if not name.startswith("stop")):
-        reasons = [each for each in reasons if not each[0].startswith("stop") or _is_reason(each[1])]
+        reasons = [reason for reason in reasons if not reason[0].startswith("stop") or _is_reason(reason[1])]
     found = [text for _, text in reasons if text is not None]
     details, status = value.get("incomplete_details"), value.get("status")
     if isinstance(details, Mapping):

@@ -30,7 +30,7 @@ from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Stream, Trajectory
 
-IDS, FLOATS, ROUTES = (pa.large_list(each) for each in (pa.int32(), pa.float32(), pa.int16()))
+IDS, FLOATS, ROUTES = (pa.large_list(kind) for kind in (pa.int32(), pa.float32(), pa.int16()))
 
 
 def _column_of(stream: Stream) -> pa.DataType:
@@ -141,8 +141,8 @@ def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
     columns["tree"] = list(trees)
     columns |= {name: [row.streams.get(name) for row in rows] for name in STREAMS}
     columns |= {name: [None if v is None else json.dumps(v) for v in columns[name]] for name in LABELS}
-    spans = [[(each.start, each.end, each.digest) for each in row.images] for row in rows]
-    columns["images"] = [json.dumps(each) if each else None for each in spans]
+    spans = [[(image.start, image.end, image.digest) for image in row.images] for row in rows]
+    columns["images"] = [json.dumps(span) if span else None for span in spans]
     columns["image_sources"] = [json.dumps([i.source for i in row.images]) if row.images else None for row in rows]
     return pa.table({item.name: pa.array(columns[item.name], item.type) for item in SCHEMA}, schema=SCHEMA)
 
@@ -373,7 +373,7 @@ class RowStore:
         """Rows of a tree, after those that it has already. Raises `DataError` where a file cannot be written."""
         self._trees += [tree] * len(rows)
         self._rows += rows
-        self._num_bytes += sum(each.nbytes for row in rows for each in (row.token_ids, *row.streams.values()))
+        self._num_bytes += sum(stream.nbytes for row in rows for stream in (row.token_ids, *row.streams.values()))
         if self._num_bytes > (FLUSH_BYTES if self.is_mapped else MAX_MEMORY_BYTES):
             self._flush()
 

@@ -1,1 +1,1 @@
-"""What reads the forms of records besides text, a module each: `treewise.data.forms` says which."""
+"""What reads the forms of records besides text, a module each: `treewise.data.io.forms` says which."""

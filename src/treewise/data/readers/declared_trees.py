@@ -140,12 +140,12 @@ def token_rows(
             weights[image.start : image.end] = 0
         streams = {name: _stream(node, name, weights) for name in names if name not in ("loss_weights", *ROUTED)}
         routes = {name: _routes(node, name, len(ids)) for name in ROUTED if node.value.get(name) is not None}
-        streams |= {name: each.reshape(-1) for name, each in routes.items()}
+        streams |= {name: route.reshape(-1) for name, route in routes.items()}
         rows.append(
             Row(
                 token_ids=ids,
                 streams={"loss_weights": weights, **streams},
-                num_routers=next((each.shape[1] for each in routes.values()), None),
+                num_routers=next((route.shape[1] for route in routes.values()), None),
                 reward=field_checks.number(node.value.get("reward"), "reward", node.location),
                 rollout=field_checks.label(node.value.get("rollout"), "rollout", node.location),
                 source=node.location,
@@ -251,7 +251,8 @@ def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
 
 def _routes(node: Placed, name: str, num_tokens: int) -> np.ndarray:
     values: Any = feature("encoded_arrays").decoded(node.value[name], name, node.location)
-    return checks.experts(values, name, num_tokens, node.location)
+    experts: np.ndarray = feature("routes").checked_experts(values, name, num_tokens, node.location)
+    return experts
 
 
 def _check_paths(nodes: Sequence[Placed], parents: Sequence[int], rows: Sequence[Row], max_length: int | None) -> None:

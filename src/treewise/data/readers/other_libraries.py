@@ -1,8 +1,8 @@
 """ShareGPT's `conversations` and alpaca's `instruction` and `output`, rewritten as chats and pairs."""
 
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import parse_text
+from treewise.data.io.forms import Record
 from treewise.errors import DataError, did_you_mean
 
 # Speakers of ShareGPT and its variants (FastChat, LLaMA-Factory, axolotl) as roles of OpenAI's.

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import CUMULATIVE, LENGTHS, PACKING, Record
 from treewise.data.io.field_checks import flat_list, shown
+from treewise.data.io.forms import CUMULATIVE, LENGTHS, PACKING, Record
 from treewise.data.readers.token_rows import PER_TOKEN, with_mask
 from treewise.errors import DataError
 from treewise.tree import checks

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.rows import RecordResult
 from treewise.data.readers.texts import prompt_group, rendered
 from treewise.data.records import Label, RecordReader
@@ -61,10 +61,10 @@ def split_pair(record: Record, location: str) -> tuple[Record, Record]:
         if not prompt:
             raise DataError(f"{location}: chosen and rejected begin with different messages; they share no prompt.")
     elif isinstance(prompt, list):
-        chosen, rejected = (_after(each, prompt) for each in (chosen, rejected))
+        chosen, rejected = (_after(reply, prompt) for reply in (chosen, rejected))
     elif isinstance(chosen, list) and isinstance(rejected, list):
         first = {"role": "user", "content": prompt}
-        chosen, rejected = (_after(each, [first]) for each in (chosen, rejected))
+        chosen, rejected = (_after(reply, [first]) for reply in (chosen, rejected))
         prompt = [first]
     if chosen == rejected:
         raise DataError(f"{location}: chosen and rejected do not differ, so there is no preference.")

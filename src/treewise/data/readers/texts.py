@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from treewise.data.forms import Record
 from treewise.data.io.endings import ending_of, own_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS, UnusableError
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.records import Label, RecordReader, rollout_of

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.forms import Record
 from treewise.data.io.field_checks import flat_list, number_list, shown
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import Record
 from treewise.data.io.rows import RecordResult, Row, row_from_trajectory
 from treewise.data.other_names import OTHER_MASKS, check_names
 from treewise.data.records import Label, RecordReader, rollout_of
@@ -54,7 +54,7 @@ def read(reader: RecordReader, result: RecordResult, form: str, item: Placed, gr
             result.is_grouped_by_prompt, result.rollout = True, item.value.get("rollout")
             result.belongs_to(row.group, item.location)
         compare(reader, result, item)
-    result.counted |= Counter(each for row in result.rows for each in doubled_tokens(row, reader.tokenizer))
+    result.counted |= Counter(doubled for row in result.rows for doubled in doubled_tokens(row, reader.tokenizer))
     result.warnings += [line for row in result.rows for line in unlikely_logprobs(row, item.location)]
 
 

@@ -145,8 +145,8 @@ def sampled_ids(template: Template, texts: Sequence[turns.RenderedCall]) -> list
     encoder = template.encoder
     ids = encoder.encode_continuations([text.sampled for text in texts])
     return [
-        (each, None if text.spans is None else encoder.trained_tokens(text.sampled, text.spans, each))
-        for text, each in zip(texts, ids, strict=True)
+        (ids_of_text, None if text.spans is None else encoder.trained_tokens(text.sampled, text.spans, ids_of_text))
+        for text, ids_of_text in zip(texts, ids, strict=True)
     ]
 
 

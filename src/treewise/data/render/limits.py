@@ -239,7 +239,7 @@ def _check_text(name: str, value: Any, args: tuple[Any, ...], *, is_method: bool
     elif name == "join":
         items, between = (args[0], value) if is_method else (value, next(iter(args), ""))
         _check_size("", len(str(between)) * len(items))
-        _check_size("", sum(len(str(each)) + len(str(between)) for each in items))
+        _check_size("", sum(len(str(item)) + len(str(between)) for item in items))
 
 
 def _check_widths(text: str, values: tuple[Any, ...]) -> None:
@@ -251,7 +251,7 @@ def _check_widths(text: str, values: tuple[Any, ...]) -> None:
 
 
 def _check_width(values: Iterable[Any], limit: int) -> None:
-    if any(isinstance(each, int) and each > limit for each in values):
+    if any(isinstance(value, int) and value > limit for value in values):
         raise TemplateLimitError(f"pads or repeats a text more than {limit:,} times")
 
 

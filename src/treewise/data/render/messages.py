@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from treewise.base.features import feature
-from treewise.data.forms import TOOLS
 from treewise.data.io.field_checks import shown, weight
 from treewise.data.io.files import Placed
+from treewise.data.io.forms import TOOLS
 from treewise.data.io.replies import KEYS, REASONING_NAMES
 from treewise.errors import DataError
 

@@ -119,7 +119,7 @@ class Encoder:
     def endings(self, text: str) -> list[tuple[int, int]]:
         """Where the special tokens lie that close the text one after another; white space may stand between them."""
         match = self._endings.search(text, max(0, len(text.rstrip()) - 256))
-        return [each.span() for each in self._special.finditer(text, match.start())] if match else []
+        return [special.span() for special in self._special.finditer(text, match.start())] if match else []
 
     def special_at(self, text: str) -> str | None:
         """The special token that a text begins with."""

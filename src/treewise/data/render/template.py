@@ -100,7 +100,7 @@ class Template:
 
     def prepare(self, talk: WeightedMessages, location: str) -> WeightedMessages:
         """Messages with tool-call arguments in the form that this template writes correctly."""
-        messages = [self.prepared(each, f"{location}: messages[{i}]") for i, each in enumerate(talk.messages)]
+        messages = [self.prepared(message, f"{location}: messages[{i}]") for i, message in enumerate(talk.messages)]
         return WeightedMessages(messages, talk.weights)
 
     def prepared(self, message: Message, location: str) -> Message:
@@ -156,9 +156,9 @@ class Template:
         """What stands behind an assistant's content that is the last, and behind one that is not."""
         question: Message = {"role": "user", "content": "a"}
         talk, found = [question, {"role": "assistant", "content": MARK}], ["", ""]
-        for number, each in enumerate((talk, [*talk, question])):
+        for number, messages in enumerate((talk, [*talk, question])):
             with suppress(DataError):  # a template with demands of its own, or none
-                found[number] = self.render([each], None, "a probe")[0].rpartition(MARK)[2]
+                found[number] = self.render([messages], None, "a probe")[0].rpartition(MARK)[2]
         return found[0], found[1] or found[0]
 
     def _leading(self, text: str) -> list[str]:

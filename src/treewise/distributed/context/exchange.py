@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from treewise.base.shapes import Float
+from treewise.base.shapes import Context, Float
 from treewise.nn.attention.gateway import Gateway, GatewayRead, LayerCall
-from treewise.nn.gradients import BackwardContext
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 
 
 @dataclass(eq=False)
@@ -104,7 +103,7 @@ class ContextExchange:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: BackwardContext,
+        ctx: Context,
         key: torch.Tensor,
         value: torch.Tensor,
         ranks: ContextExchange,
@@ -123,9 +122,7 @@ class _Exchange(torch.autograd.Function):
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    def backward(
-        ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, key_grad: torch.Tensor, value_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ranks, call, kept = ctx.ranks, ctx.call, ctx.ranks.read.gateway
         del kept.keys[call], kept.values[call]  # attention's backward has read them
         wide = torch.promote_types(key_grad.dtype, torch.float32)
@@ -147,13 +144,13 @@ class _Exchange(torch.autograd.Function):
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: BackwardContext, out: torch.Tensor, kept: Gateway, call: LayerCall) -> torch.Tensor:
+    def forward(ctx: Context, out: torch.Tensor, kept: Gateway, call: LayerCall) -> torch.Tensor:
         ctx.kept, ctx.call = kept, call
         ctx.save_for_backward(kept.keys.pop(call), kept.values.pop(call))
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: BackwardContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         key, value = ctx.saved_tensors  # with activation checkpoints this computes the layer again
         ctx.kept.keys[ctx.call], ctx.kept.values[ctx.call] = key, value
         return grad, None, None

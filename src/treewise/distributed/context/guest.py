@@ -9,10 +9,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from treewise.base.features import feature
-from treewise.distributed import ranks
+from treewise.distributed import groups, ranks
 from treewise.distributed.context.exchange import ContextExchange
 from treewise.distributed.context.parts import ContextPart, context_part, part_bounds
-from treewise.distributed.parts import sum_gradients
+from treewise.distributed.divided_tensors import sum_gradients
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.nn.attention import TreeMask
 from treewise.nn.decoder import DecoderAndHead
@@ -56,9 +56,9 @@ def context_group(size: int, device_type: str) -> ContextGroup | None:
     if size == 1:
         return None
     sizes, names = (ranks.count() // size, size), ("data", "context")
-    with ranks.making_groups():
+    with groups.making_groups():
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
-    ranks.follow_timeout(mesh)
+    groups.follow_timeout(mesh)
     return ContextGroup(mesh.get_group(), size, mesh.get_local_rank())
 
 

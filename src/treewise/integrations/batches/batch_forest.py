@@ -70,6 +70,7 @@ def rows_to_forest(
     is_relative: bool = True,
     keeps_all: bool = False,
     images: BatchImages | None = None,
+    routed_experts: np.ndarray | None = None,
 ) -> Rows | None:
     """Merges the rows' shared prefixes. None where no label is scored.
 
@@ -77,7 +78,8 @@ def rows_to_forest(
     where nothing is. attention_mask: [B, L], zero for padding, on either side. position_ids: [B, L]; without an
     attention mask a row in which they start anew holds several sequences that do not attend to one another, as in
     transformers. is_relative: whether the model depends on differences of positions only; otherwise a sequence has to
-    begin at position 0. keeps_all: whether every real token is computed, scored or not.
+    begin at position 0. keeps_all: whether every real token is computed, scored or not. routed_experts: [F, layers, k],
+    of the real tokens, -1 where none were recorded.
 
     Raises:
         NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
@@ -100,7 +102,13 @@ def rows_to_forest(
     spans, lengths = _spans_of_sequences(images, flat_of, first, lengths)
     forest = Forest.from_trajectories(
         [
-            Trajectory(flat_ids[start : start + length], loss_weights=np.arange(length) > 0, images=own)
+            Trajectory(
+                flat_ids[start : start + length],
+                loss_weights=np.arange(length) > 0,
+                images=own,
+                routed_experts=None if routed_experts is None else routed_experts[start : start + length],
+                source="the micro-batch",
+            )
             for start, length, own in zip(first, lengths, spans, strict=True)
         ]
     )

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from treewise.base.shapes import Float
-from treewise.engine.step import Entries, Values
+from treewise.engine.edge_scorer import Entries, Values
 from treewise.engine.values import Reader
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.router_loss import RouterLoss

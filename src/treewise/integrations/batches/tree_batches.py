@@ -18,16 +18,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
+from treewise.engine.edge_scorer import Entries
 from treewise.engine.engine import TreeEngine
-from treewise.engine.step import Entries
 from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
 from treewise.integrations.batches.batch_forest import NotShareable, Rows
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import refuse_dropout
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
-from treewise.nn.tensors import to_device
 from treewise.planning.plans import Plan
 
 logger = logging.getLogger("treewise")
@@ -76,7 +76,8 @@ class Counts:
 
     num_calls: batches computed as trees. num_left: batches computed by the model's own forward. Of the former:
     num_rows; num_flat_tokens, without padding; num_tree_tokens, without repeated prefixes and tokens that no label
-    depends on; num_computed_tokens, forwards of tokens with recomputed ones.
+    depends on; num_computed_tokens, forwards of tokens with recomputed ones; num_recorded, tree tokens with recorded
+    experts; num_otherwise, of these, that some router would have sent to others.
     """
 
     num_calls: int = 0
@@ -85,6 +86,8 @@ class Counts:
     num_flat_tokens: int = 0
     num_tree_tokens: int = 0
     num_computed_tokens: int = 0
+    num_recorded: int = 0
+    num_otherwise: int = 0
 
     @property
     def share_ratio(self) -> float:
@@ -92,11 +95,13 @@ class Counts:
         return self.num_flat_tokens / self.num_tree_tokens if self.num_tree_tokens else 1.0
 
     def __str__(self) -> str:
+        replay = f"; {self.num_otherwise:,} of {self.num_recorded:,} replayed tokens would have gone to other experts"
         return (
             f"{num(self.num_calls, 'batch', 'batches')}, {num(self.num_rows, 'row')}, "
             f"{self.num_flat_tokens:,} flat tokens, {self.num_tree_tokens:,} tree tokens, "
             f"{self.num_computed_tokens:,} computed, share ratio "
             f"{self.share_ratio:.2f}; {num(self.num_left, 'batch', 'batches')} left as they were"
+            f"{replay if self.num_recorded else ''}"
         )
 
 
@@ -172,6 +177,9 @@ class TreeBatches:
         counts.num_flat_tokens += rows.num_real
         counts.num_tree_tokens += rows.forest.num_tokens
         counts.num_computed_tokens += plan.num_computed_tokens
+        if (replay := self.engine.replay) is not None:
+            counts.num_recorded += replay.num_recorded
+            counts.num_otherwise += replay.num_otherwise
 
     def _log_once(self, level: int, message: str) -> None:
         if message not in self._logged:

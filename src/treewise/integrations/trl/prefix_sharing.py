@@ -33,8 +33,8 @@ from treewise.errors import ConfigError, UnsupportedModelError, pip_install
 from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, Rows
 from treewise.integrations.batches.tree_batches import Fields, StandIn, TreeBatches, fields_in_rows
 from treewise.integrations.trl.call import rows_of_call
+from treewise.nn.platform.tensors import Autocast
 from treewise.nn.router_loss import RouterLossRule, router_loss_rule
-from treewise.nn.tensors import Autocast
 from treewise.nn.wrapped import is_peft, unwrap_model
 from treewise.planning.plans import Plan
 

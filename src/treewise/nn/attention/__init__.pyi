@@ -11,7 +11,6 @@ from .implementations import choose as choose
 from .interface import AttentionName as AttentionName
 from .interface import TreeContext as TreeContext
 from .interface import install as install
-from .legacy_layers import install_legacy_layers as install_legacy_layers
 from .mask import TreeMask as TreeMask
 from .mask_audit import check_masks as check_masks
 from .mask_audit import observe_masks as observe_masks

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treewise.base.features import feature
-from treewise.base.shapes import Float
+from treewise.base.shapes import Context, Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
 from treewise.nn.attention.mask import LayerRule, Ranges, TreeMask, plan_blocks
-from treewise.nn.device import part_of_torch
-from treewise.nn.gradients import BackwardContext
-from treewise.nn.tensors import has_data
+from treewise.nn.platform.tensors import has_data
+from treewise.nn.platform.versions import part_of_torch
 
 _forward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _backward_kernel = part_of_torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
@@ -80,7 +79,7 @@ def num_key_rows(mask: TreeMask, _: torch.device) -> int:
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: BackwardContext,
+        ctx: Context,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -120,7 +119,7 @@ class _Cascade(torch.autograd.Function):
         return out[..., : value.shape[3]]
 
     @staticmethod
-    def backward(ctx: BackwardContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         sources = _Sources(key, value, ctx.reads, ctx.call, query.shape[3])
         gradients = _KeyGradients(sources)
@@ -129,7 +128,7 @@ class _Cascade(torch.autograd.Function):
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
         for rows, parts in _to_run(ctx.blocks, query):
             part_grads = []
-            row_grad, row_query, row_out, row_lse = (each[:, :, rows] for each in (grad, query, out, lse))
+            row_grad, row_query, row_out, row_lse = (tensor[:, :, rows] for tensor in (grad, query, out, lse))
             for pieces, visible in parts:
                 part = Attended(row_query, *sources.read(pieces), row_out, row_lse)
                 part_grad, *key_value_grads = _backward_part(row_grad, part, visible, ctx.rule)
@@ -205,7 +204,7 @@ def _backward_part(
         return query_grad, key_grad, value_grad
     mask = visible.mask
     if grad.dtype in (torch.bfloat16, torch.float16) and (grad.shape[3] < 128 or grad.shape[2] < 256):
-        grad, part = grad.float(), Attended(*(each.float() for each in part))
+        grad, part = grad.float(), Attended(*(tensor.float() for tensor in part))
         mask = None if mask is None else mask.float()
     return _backward_kernel(grad, *part, dropout_p=0.0, is_causal=visible.is_causal, attn_mask=mask, scale=rule.scaling)
 
@@ -242,8 +241,8 @@ class _Sources:
         self.width = max(query_width, value.shape[3])
         keys = [*(take(read.gateway.keys[call], read.rows) for read in reads), key]
         values = [*(take(read.gateway.values[call], read.rows) for read in reads), value]
-        self.keys, self.values = ([_padded(each, self.width) for each in of] for of in (keys, values))
-        self.bounds = tuple(accumulate((each.shape[2] for each in self.keys), initial=0))
+        self.keys, self.values = ([_padded(source, self.width) for source in of] for of in (keys, values))
+        self.bounds = tuple(accumulate((keys.shape[2] for keys in self.keys), initial=0))
 
     def read(self, pieces: list[_Piece]) -> tuple[Float[Tensor, "1 Hkv K D"], Float[Tensor, "1 Hkv K D"]]:
         """Keys and values [1, Hkv, rows of the pieces, D]; views where it is one piece."""
@@ -262,11 +261,11 @@ class _KeyGradients:
         self.of_keys, self.of_values = (
             [
                 torch.zeros(
-                    each.transpose(1, 2).shape,
-                    dtype=torch.promote_types(each.dtype, torch.float32),
-                    device=each.device,
+                    source.transpose(1, 2).shape,
+                    dtype=torch.promote_types(source.dtype, torch.float32),
+                    device=source.device,
                 ).transpose(1, 2)
-                for each in of
+                for source in of
             ]
             for of in (sources.keys, sources.values)
         )
@@ -282,8 +281,8 @@ class _KeyGradients:
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands gateways the gradients of their rows; returns those of the layer's own keys and values."""
         key, value = self.sources.key, self.sources.value
-        key_grads = [each[..., : key.shape[3]] for each in self.of_keys]
-        value_grads = [each[..., : value.shape[3]] for each in self.of_values]
+        key_grads = [source_grad[..., : key.shape[3]] for source_grad in self.of_keys]
+        value_grads = [source_grad[..., : value.shape[3]] for source_grad in self.of_values]
         for read, key_grad, value_grad in zip(self.sources.reads, key_grads, value_grads, strict=False):
             read.gateway.add_gradients(self.sources.call, read.rows, key_grad, value_grad)
         return key_grads[-1].to(key.dtype), value_grads[-1].to(value.dtype)

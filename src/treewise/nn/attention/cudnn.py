@@ -23,10 +23,10 @@ from torch import Tensor
 from treewise.base.shapes import Float, Int
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
-from treewise.nn.attention.implementations import require_of_call
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.support_table import installed_version
-from treewise.nn.tensors import to_device
+from treewise.nn.attention.needs import require_of_call
+from treewise.nn.platform.tensors import to_device
+from treewise.nn.platform.versions import installed_version
 from treewise.tree.prefix_merge import concatenated_ranges
 
 PACKAGE, NAMES = "cudnn.flex_attention", ("create_mask_plan", "flex_attn_func")

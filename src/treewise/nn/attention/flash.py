@@ -11,9 +11,9 @@ from torch import Tensor
 from treewise.base.shapes import Float
 from treewise.nn.attention import flex
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
-from treewise.nn.attention.implementations import require_of_call
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.device import untested_torch_named
+from treewise.nn.attention.needs import require_of_call
+from treewise.nn.platform.versions import untested_torch_named
 
 # Rows of a block of queries and of keys, by the major number of the compute capability.
 BLOCKS = {9: (128, 128), 10: (256, 128)}

@@ -31,8 +31,8 @@ from treewise.base.shapes import Float
 from treewise.errors import PlanError, UnsupportedModelError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.compiler_errors import compiler_failure
-from treewise.nn.device import untested_torch_named
+from treewise.nn.platform.compiler_errors import compiler_failure
+from treewise.nn.platform.versions import untested_torch_named
 
 BLOCK_SIZE = 128
 BLOCKS = BLOCK_SIZE, BLOCK_SIZE  # of queries and of keys

@@ -16,16 +16,18 @@ has no gradient of its own, but what is trained above the piece may need the one
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treewise.base.shapes import Float
-from treewise.nn.attention.side_copies import Arrival, side_copies
-from treewise.nn.device import free_bytes
-from treewise.nn.gradients import BackwardContext
-from treewise.nn.tensors import on_host
+from treewise.base.features import feature
+from treewise.base.shapes import Context, Float
+from treewise.nn.platform.tensors import on_host
+
+if TYPE_CHECKING:
+    from treewise.nn.attention.side_copies import Arrival
 
 # Rows of one gateway: a slice, or ascending indices ([n] int64).
 RowIndex = slice | torch.Tensor
@@ -132,7 +134,7 @@ class Gateway:
         if self._has_sums_on_host is None:
             of_all = [*self.keys.values(), *self.values.values(), *self.states.values()]
             num_bytes = sum(each.numel() for each in of_all) * wide.itemsize
-            self._has_sums_on_host = 2 * num_bytes > free_bytes(grad.device)
+            self._has_sums_on_host = not feature("side_copies").has_room(grad.device, num_bytes)
         if self._has_sums_on_host:
             return torch.zeros(written.shape, dtype=wide, device="cpu", pin_memory=True)
         return torch.zeros(written.shape, dtype=wide, device=grad.device)
@@ -145,7 +147,7 @@ class GatewayRead:
     gateway: Gateway
     rows: RowIndex
     num_rows: int
-    _ahead: dict[LayerCall, tuple[Arrival, Arrival]] = field(default_factory=dict)  # copies that are on their way
+    _ahead: "dict[LayerCall, tuple[Arrival, Arrival]]" = field(default_factory=dict)  # copies that are on their way
     _last: int = -1  # the call that was read last, in the order in which calls were written
 
     def keys_and_values(self, call: LayerCall, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +167,7 @@ class GatewayRead:
         key, value = (each() for each in arriving)
         return self._chosen(key), self._chosen(value)
 
-    def _fetched(self, call: LayerCall, device: torch.device) -> tuple[Arrival, Arrival]:
+    def _fetched(self, call: LayerCall, device: torch.device) -> "tuple[Arrival, Arrival]":
         """All rows where they are no slice: the host cannot choose some before the device has written them."""
         rows = self.rows if isinstance(self.rows, slice) else slice(None)
         key, value = (_rows(each[call])[rows] for each in (self.gateway.keys, self.gateway.values))
@@ -193,15 +195,13 @@ class _Inject(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: BackwardContext, key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall
+        ctx: Context, key: torch.Tensor, value: torch.Tensor, gateway: Gateway, call: LayerCall
     ) -> tuple[torch.Tensor, ...]:
         ctx.gateway, ctx.call = gateway, call
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
-    def backward(
-        ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, key_grad: torch.Tensor, value_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sums = ctx.gateway.gradients(ctx.call, key_grad.device)
         if sums is not None:
             key_grad, value_grad = (
@@ -216,16 +216,14 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: BackwardContext, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
+        ctx: Context, key: torch.Tensor, value: torch.Tensor, reads: tuple[GatewayRead, ...], call: LayerCall
     ) -> tuple[torch.Tensor, ...]:
         ctx.reads, ctx.call = reads, call
         keys, values = zip(*(read.keys_and_values(call, key.device) for read in reads), strict=True)
         return torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
 
     @staticmethod
-    def backward(
-        ctx: BackwardContext, key_grad: torch.Tensor, value_grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, key_grad: torch.Tensor, value_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         start = 0
         for read in ctx.reads:
             part = slice(start, start + read.num_rows)
@@ -255,13 +253,17 @@ def take(tensor: torch.Tensor, rows: RowIndex) -> torch.Tensor:
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, beside the kernels of a GPU."""
-    return side_copies(tensor.device).to_host(tensor) if tensor.is_cuda else on_host(tensor)
+    if not tensor.is_cuda:
+        return on_host(tensor)
+    sent: Tensor = feature("side_copies").side_copies(tensor.device).to_host(tensor)
+    return sent
 
 
-def fetched(kept: torch.Tensor, device: torch.device) -> Arrival:
+def fetched(kept: torch.Tensor, device: torch.device) -> "Arrival":
     """Begins to copy what is kept to a device, beside the kernels of a GPU; called, the result gives the copy."""
     if device.type == "cuda" and kept.device != device:
-        return side_copies(device).to_device(kept)
+        arrival: Arrival = feature("side_copies").side_copies(device).to_device(kept)
+        return arrival
     there = kept.to(device, non_blocking=True)
     return lambda: there
 

@@ -25,7 +25,7 @@ from treewise.nn.attention import mask_audit
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
 from treewise.nn.attention.implementations import IMPLEMENTATIONS, unknown_attention
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.tensors import autocast_dtype, to_device
+from treewise.nn.platform.tensors import autocast_dtype, to_device
 
 NAME = "treewise"
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.

@@ -32,7 +32,7 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def install_legacy_layers(decoder: nn.Module) -> bool:
+def install(decoder: nn.Module) -> bool:
     """Lets these layers of a decoder follow the tree that its mask carries; twice changes nothing. Whether there are
     some.
     """

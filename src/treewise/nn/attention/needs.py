@@ -1,26 +1,32 @@
 """What a kernel of attention needs: a card, packages, a dtype, sizes of heads, and what it can do for a layer.
 
-The facts of each kernel stand in the table of `implementations`, and are checked before anything is computed; the first
-that does not hold is one error, which names it and a choice that works. Nothing else is taken in its place.
+The facts of each kernel beyond Triton's stand in `NEEDS`, and are checked before anything is computed; the first that
+does not hold is one error, which names it and a choice that works. Nothing else is taken in its place. Which of them
+`auto` takes on a card is measured: `measured.json` has the rows of benchmarks/results in which one was right and faster
+(`benchmarks/attention_kernels.py adopt` writes it).
 
 Letters: D head size of queries and keys, and of values.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 
 from treewise.errors import ConfigError, TreewiseError, UnsupportedModelError
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
-    from treewise.nn.attention.mask import LayerRule
+    from treewise.nn.attention.mask import LayerRule, TreeMask
 
+FASTER = 1.02  # than Triton's, at least, where `auto` takes another kernel
 Capability = tuple[int, int]
 Sizes = tuple[int, int]
 WINDOWS, CHUNKS, CAPS, SINKS = "sliding windows", "chunks", "score caps", "attention sinks"
@@ -157,3 +163,108 @@ def _number(place: Place) -> str:
 
 def _short(dtype: "torch.dtype | None") -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def require(name: str, place: Place, asked: Asked) -> None:
+    """Raises the error of the first fact that a kernel needs and that does not hold."""
+    refusal = NEEDS[name].refusal(name, place, asked)
+    if refusal is not None:
+        raise refusal
+
+
+def require_of_call(
+    mask: "TreeMask", name: str, query: "Tensor", value: "Tensor", rule: "LayerRule", sinks: Any
+) -> None:
+    """Raises as `require` what one call of a layer asks, looked at once in a micro-batch for each kind of layer."""
+    sizes = query.shape[3], value.shape[3]
+    mask.derived(_checked, name, query.device.type, query.dtype, sizes, rule, sinks is not None)
+
+
+def _checked(
+    _: "TreeMask",
+    name: str,
+    device_type: str,
+    dtype: "torch.dtype",
+    sizes: tuple[int, int],
+    rule: "LayerRule",
+    has_sinks: bool,
+) -> None:
+    require(name, place_of(device_type, dtype), Asked.by_call(sizes, rule, has_sinks=has_sinks))
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+def fastest(device_type: str, dtype: "torch.dtype | None", decoder: "nn.Module") -> str | None:
+    """The kernel that was the fastest, beyond Triton's, for all head sizes of a model on such a card, and right for
+    every feature; None where none was, or where it cannot be taken."""
+    place, asked = place_of(device_type, dtype), asked_by(decoder)
+    if place.capability is None or not asked.sizes:
+        return None
+    speeds: dict[str, float] = {}
+    for name, needs in NEEDS.items():
+        if needs.refusal(name, place, asked) is not None:
+            continue
+        packages = {package: installed_version(package) for package in needs.packages}
+        rows = [_row_of(name, place, sizes, packages) for sizes in asked.sizes]
+        if all(row is not None and asked.features <= set(row["features"]) for row in rows):
+            speeds[name] = min(row["speed"] for row in rows if row is not None)
+    best = max(speeds, key=speeds.__getitem__, default=None)
+    return best if best is not None and speeds[best] >= FASTER else None
+
+
+def _row_of(
+    name: str, place: Place, sizes: tuple[int, int], packages: Mapping[str, str | None]
+) -> Mapping[str, Any] | None:
+    """What was measured of a kernel with these very releases on such a card; the last row counts."""
+    wanted = {
+        "kernel": name,
+        "capability": list(place.capability or ()),
+        "dtype": place.dtype,
+        "head_sizes": list(sizes),
+        "packages": {package: _release(version) for package, version in packages.items()},
+    }
+    found = [row for row in measured() if all(row[key] == value for key, value in wanted.items())]
+    return found[-1] if found else None
+
+
+def _release(version: str | None) -> str | None:
+    """A version without what says how it was built (`+cu130`)."""
+    return None if version is None else version.partition("+")[0]
+
+
+@cache
+def measured() -> list[dict[str, Any]]:
+    """Rows of `measured.json`: kernel, capability, dtype, head_sizes, packages (with their versions), features (for
+    which it was right), speed (over Triton's forward and backward), result (the file in benchmarks/results)."""
+    text = resources.files("treewise.nn.attention").joinpath("measured.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = json.loads(text)["rows"]
+    return rows
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_OF_CUTE = Heads(most=128)  # what both kernels in CuTe DSL have on every card
+
+NEEDS: dict[str, Needs] = {
+    # FlashAttention 4. Before b26 its backward raced on Hopper (Dao-AILab/flash-attention #2756); torch 2.10 has no
+    # backward under a mask, and before 2.14 none for the log-sum-exp.
+    "flash": Needs(
+        cards={(9, 0): _OF_CUTE, (10, 0): _OF_CUTE, (10, 3): _OF_CUTE},
+        packages={
+            "torch": ("2.11", "pip install --upgrade torch"),
+            "flash-attn-4": ("4.0.0b26", "pip install --pre 'flash-attn-4[cu13]'"),
+        },
+        lacks={SINKS: ("torch", "2.14")},
+        is_repeatable=False,
+    ),
+    # It takes no function of scores.
+    "cudnn": Needs(
+        cards=dict.fromkeys(((9, 0), (10, 0), (10, 3)), _OF_CUTE._replace(pairs=((192, 128), (256, 256)))),
+        packages={
+            "nvidia-cudnn-frontend": ("1.32", "pip install nvidia-cudnn-frontend"),
+            "nvidia-cutlass-dsl": ("4.8", "pip install 'nvidia-cutlass-dsl[cu13]'"),
+        },
+        lacks={CAPS: None},
+    ),
+}

@@ -12,9 +12,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treewise.nn.tensors import on_host
+from treewise.nn.platform.memory import free_bytes
+from treewise.nn.platform.tensors import on_host
 
 Arrival = Callable[[], Tensor]  # the copy on the device; what the caller queues from then on runs after it
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether sums of gradients of so many bytes take at most half of a device's free memory."""
+    return 2 * num_bytes <= free_bytes(device)
 
 
 class SideCopies:

@@ -15,6 +15,7 @@ from torch import Tensor
 from treewise.base.shapes import Context, Float, Int
 from treewise.nn.attention.gateway import ANCHOR, Gateway
 from treewise.nn.attention.interface import TreeContext
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.recurrent.segments import (
     RowSegments,
     Schedule,
@@ -23,7 +24,6 @@ from treewise.nn.recurrent.segments import (
     rows_before,
     rows_up_to_end,
 )
-from treewise.nn.tensors import to_device
 from treewise.planning.plans import Layout, Plan
 
 

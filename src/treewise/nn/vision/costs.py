@@ -7,7 +7,8 @@ that looks at its integers runs on `meta`. From the two counts FLOPs are `a * ro
 patch, attention pairs of patches. For a tower that takes squares of one size (tiles), `b` is 0.
 
 Image processors make the tensors of an image; here they are made without one (`pixel_forms`). Where the names of a
-tower's arguments leave a choice, several forms are tried; the tower refuses all but its own.
+tower's arguments leave a choice, several forms are tried; the tower refuses all but its own. One that refuses all is
+named with its reason.
 
 Letters: I images, R feature rows of one.
 """
@@ -28,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.nn.flops import NO_FLOPS, PerRow, VisionCosts
+from treewise.errors import UnsupportedModelError
+from treewise.nn.tower_flops import PerRow, VisionCosts
 from treewise.nn.vision.tower import PixelInputs, feature_rows, image_token_of
 from treewise.nn.wrapped import base_model
 
@@ -43,6 +45,8 @@ _aten = torch.ops.aten
 _ATTENTION = {_aten.bmm, _aten.baddbmm}
 # Comparisons of pixels find none of a special value: Idefics drops images that are all 0.
 _COMPARISONS = {_aten.eq: False, _aten.ne: True}
+# What towers raise for the form of another: of shapes, of arguments that are missing, of values that are no integers.
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _costs_of: dict[tuple[object, ...], VisionCosts] = {}
 
 
@@ -78,12 +82,12 @@ def vision_costs(model: PreTrainedModel, activations_per_linear: float) -> Visio
     key = (type(module), config.to_json_string(), tuple(seen), activations_per_linear)
     if key not in _costs_of:
         is_trained = any(requires_grad for _, _, requires_grad in seen)
-        _costs_of[key] = _fitted(token, count_tower(module), activations_per_linear * is_trained)
-        if _costs_of[key].linear == NO_FLOPS:
-            logger.warning(
-                "%s: its vision tower does not run on meta tensors, so costs and plans leave images out.",
-                type(model).__name__,
-            )
+        try:
+            counts = count_tower(module)
+        except UnsupportedModelError as error:
+            counts = []
+            logger.warning("%s: %s, so costs and plans leave images out.", type(model).__name__, error)
+        _costs_of[key] = _fitted(token, counts, activations_per_linear * is_trained)
     return _costs_of[key]
 
 
@@ -190,10 +194,14 @@ def _first(value: int | Sequence[int]) -> int:
 
 
 def count_tower(module: PreTrainedModel) -> list[TowerCount]:
-    """Counts of images of different sizes, by rows; one for a tower of one size; none where no form of pixels is taken.
+    """Counts of images of different sizes, by rows; one for a tower of one size.
 
     module: has `get_image_features`. It is not called itself: another of its class and configuration is.
+
+    Raises:
+        UnsupportedModelError: it takes no form of pixels without data; with what it raised for the first.
     """
+    refusals: list[Exception] = []
     known = signature(module.get_image_features).parameters
     with _Counting() as counting, _IntegersWithValues(), torch.enable_grad():
         with torch.device("meta"):
@@ -203,10 +211,14 @@ def count_tower(module: PreTrainedModel) -> list[TowerCount]:
             for form in pixel_forms(tower.config, known, _sides(tower.config, known, merged_side), merged_side):
                 try:
                     count = _count(counting, tower, form, known)
-                except Exception:  # whatever a tower raises for the form of another
+                except _REFUSALS as error:
+                    refusals.append(error)
                     continue
                 counts.setdefault(count.rows, count)
                 break
+    if not counts:
+        why = f"{type(refusals[0]).__name__}: {' '.join(str(refusals[0]).split())}"
+        raise UnsupportedModelError(f"its vision tower takes none of {len(refusals)} forms of pixels ({why})")
     return [counts[rows] for rows in sorted(counts)]
 
 

@@ -24,7 +24,7 @@ from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import FlopModel
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.model_flops import flop_model
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.nn.vision.tower import (
     IN_WINDOWS,
     Features,

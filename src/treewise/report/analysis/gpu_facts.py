@@ -17,9 +17,9 @@ from treewise.bench.varlen import kernel
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
-from treewise.nn.compiler_errors import card_name
 from treewise.nn.device import synchronized_clock
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.compiler_errors import card_name
+from treewise.nn.platform.versions import installed_version
 from treewise.report.analysis.side_by_side import Died, side_by_side
 
 # Packages with kernels that attention or layers may run, of treewise, of transformers or of the baselines.

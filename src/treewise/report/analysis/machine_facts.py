@@ -14,8 +14,10 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import COMPILED_FOR, RUN_ON, card
-from treewise.nn.device import free_bytes, half_precision_times
-from treewise.nn.support_table import CapabilityTable, installed_version, untested_torch
+from treewise.nn.device import half_precision_times
+from treewise.nn.platform.memory import free_bytes
+from treewise.nn.platform.versions import installed_version, untested_torch
+from treewise.nn.support_table import CapabilityTable
 from treewise.objectives import logprob_gap
 from treewise.rl.samplers import SampleRequest, TransformersSampler
 from treewise.tree.trajectory import Trajectory

@@ -14,10 +14,10 @@ from torch import nn
 
 from treewise.distributed.mesh import check_mesh_sizes
 from treewise.errors import ConfigError
-from treewise.nn.flops import gateway_bytes
+from treewise.nn.flops import gateway_bytes, state_bytes
 from treewise.nn.model_flops import flop_model
 from treewise.nn.tensor_parallel import key_heads_per_rank
-from treewise.report.analysis.plan_facts import ADAMW_VALUES, USABLE
+from treewise.report.analysis.plan_facts import USABLE
 
 AXES = ("tp", "ep", "fsdp", "dp")
 # transformers' styles that split a parameter, and the dimension (from the end) that they split of a matrix.
@@ -101,8 +101,11 @@ def read_bytes_setting(text: str) -> int:
     return size
 
 
-def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes: int | None = None) -> MeshReport:
-    """Bytes of each process of a mesh (`read_mesh`) that trains every parameter of a model in `dtype` with AdamW.
+def report_mesh(
+    config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes: int | None = None, optim: str | None = None
+) -> MeshReport:
+    """Bytes of each process of a mesh (`read_mesh`) that trains every parameter of a model in `dtype`. optim: the name
+    of the optimizer; None: AdamW.
 
     Raises:
         ConfigError: the family has no plan for tensor or expert parallelism, or heads that ranks cannot share.
@@ -137,7 +140,8 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
     flops = flop_model(model)
     local_values = flops.gateway_values * local_heads // heads
     gathered = whole + _WHOLE_LAYERS * max(in_layers.values(), default=0) if mesh["fsdp"] > 1 else 0
-    static = width * (held * (2 + ADAMW_VALUES) + gathered)
+    state = state_bytes(optim, width)
+    static = held * (2 * width + state) + width * gathered
     activation = max(1, round(width * flops.activation_values * split_sizes / max(1.0, all_sizes)))
     room = None if gpu_bytes is None else max(0, int((USABLE * gpu_bytes - static) / activation))
     return MeshReport(
@@ -145,7 +149,7 @@ def report_mesh(config: Any, mesh: dict[str, int], dtype: torch.dtype, gpu_bytes
         processes=mesh["tp"] * mesh["fsdp"] * mesh["dp"],
         bytes_weights=round(width * held),
         bytes_gradients=round(width * held),
-        bytes_optimizer=round(width * held * ADAMW_VALUES),
+        bytes_optimizer=round(held * state),
         bytes_whole=round(width * gathered),
         bytes_per_gateway_token=gateway_bytes(local_values, width),
         bytes_per_activation_token=activation,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from treewise.models.load_model import DTYPES
-from treewise.nn.flops import FlopModel, gateway_bytes
+from treewise.nn.flops import FlopModel, gateway_bytes, state_bytes
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
@@ -15,10 +15,6 @@ from treewise.tree.forest import Forest
 if TYPE_CHECKING:
     from treewise.engine.step_memory import StepMemory
 
-ADAMW_VALUES = 2  # moments kept per trained parameter
-# Bytes of an optimizer's state per trained parameter, by a part of its name (transformers' `optim`); others keep none
-# that counts (`sgd`), or two values of the model's dtype, as AdamW does.
-_STATE_BYTES = {"8bit": 2.0, "4bit": 1.0, "sgd": 0.0}
 # The part of a GPU that a step can use; the rest is the context, fragmentation and buffers of collectives.
 USABLE = 0.9
 BUDGETS, MAX_BUDGETS = [2**power for power in range(15, 6, -1)], 4  # of `report_budgets`
@@ -75,17 +71,18 @@ def report_plan(
     *,
     memory: "Callable[[Plan], StepMemory] | None" = None,
     optim: str | None = None,
+    float32_gradients: bool = False,
 ) -> PlanReport:
     """Facts of a plan, with predictions where the costs of a model are known; `name` is what it is called.
 
     memory: of a step of a plan (`engine.step_memory`), where its peak is asked for, which takes seconds. optim: the
-    name of the run's optimizer; None: AdamW.
+    name of the run's optimizer; None: AdamW. float32_gradients: whether these are added up in float32.
     """
     predictions: dict[str, Any] = {}
     if flops is not None:
         width = DTYPES[dtype]
-        state = next((size for part, size in _STATE_BYTES.items() if part in (optim or "")), ADAMW_VALUES * width)
-        weights = width * flops.num_parameters + round((width + state) * flops.num_trained_parameters)
+        of_trained = (max(width, 4) if float32_gradients else width) + state_bytes(optim, width)
+        weights = width * flops.num_parameters + round(of_trained * flops.num_trained_parameters)
         predictions = {
             "model": name,
             "dtype": dtype,

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit
@@ -29,15 +30,16 @@ from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
+from treewise.rl.agents.rows import trajectories_of
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
 from treewise.rl.agents.stop_ids import stop_ids_of
-from treewise.rl.agents.tasks import AgentTask, request_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
+from treewise.rl.tasks.agent_task import AgentTask, request_of
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
@@ -160,7 +162,8 @@ class AgentCollector:
             for number, item in enumerate(items)
             if number % ranks.count() == ranks.own()
         ]
-        limits = replace(self.limits, temperature=self.settings.eval_temperature, top_p=1.0, top_k=0)
+        temperature = self.settings.eval_temperature
+        limits = replace(self.limits, temperature=temperature, top_p=1.0, top_k=0, records_experts=False)
         _, parts = self._run(wanted, moment, limits)
         for line in _warnings(parts) if ranks.own() == 0 else ():
             logger.warning("%s: %s", moment.where, line)
@@ -201,7 +204,7 @@ class AgentCollector:
     def question(self, wanted: Wanted, limits: EndpointSettings) -> list[Any]:
         """All that decides an episode, but weights and code."""
         names = ("max_length", "max_new_tokens", "temperature", "top_p", "top_k", "models", "keeps_thinking")
-        facts = {name: getattr(limits, name) for name in names}
+        facts = {name: getattr(limits, name) for name in (*names, "records_experts")}
         plain = json.loads(json.dumps([wanted.item.extra, facts, self.settings.chat_template], default=str))
         return [self.agent, list(wanted.seed), *plain]
 
@@ -224,7 +227,7 @@ class AgentCollector:
         return Group(
             request=request,
             prompt_ids=self.prompt_ids(request.item) if first is None else _prompt_of(first),
-            rows=_trajectories(request.key, records, moment.where),
+            rows=self._rows(request.key, records, moment.where),
             rewards=rewards,
             lengths=lengths,
             success=float(np.mean(known)) if known else None,
@@ -234,6 +237,10 @@ class AgentCollector:
             counts=counts,
             means={"calls_per_episode": [float(record["account"]["calls"]) for record in records]},
         )
+
+    def _rows(self, key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
+        rows = trajectories_of(key, records, where)
+        return feature("routes").by_tokens(rows) if self.settings.routing_replay == "by_tokens" else rows
 
     def _texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
         """The first prompt of an episode, and what its longest row holds behind it."""
@@ -439,33 +446,6 @@ def _prompt_of(row: Mapping[str, Any]) -> list[int]:
     draws = np.array(row["draws"])
     ids: list[int] = row["token_ids"][: int(np.argmax(draws >= 0))]
     return ids
-
-
-def _trajectories(key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
-    """The rows of the episodes that have a reward, the draws of each numbered behind those of the one before."""
-    rows, first_draw = [], 0
-    for number, record in enumerate(records):
-        highest = -1
-        for row in record["rows"] if record["reward"] is not None else ():
-            draws = np.array(row["draws"])
-            highest = max(highest, int(draws.max()))
-            weights = np.array(row["loss_weights"], dtype=np.float32)
-            rows.append(
-                Trajectory(
-                    row["token_ids"],
-                    weights,
-                    sampler_logprobs=row["sampler_logprobs"],
-                    draws=np.where(draws >= 0, draws + first_draw, -1),
-                    policy_versions=row.get("policy_versions"),
-                    token_rewards=row.get("token_rewards"),
-                    group=key,
-                    reward=record["reward"],
-                    rollout=number,
-                    source=f"{where}, {key}",
-                )
-            )
-        first_draw += highest + 1
-    return rows
 
 
 def _count(found: Collected, records: Sequence[Mapping[str, Any]]) -> None:

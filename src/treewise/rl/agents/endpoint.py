@@ -21,12 +21,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from treewise.errors import ConfigError
-from treewise.rl.agents.asked import Asked, RefusedError
 from treewise.rl.agents.endpoint_settings import CONTEXT, LOOPBACK, TRAIN, check_host
 from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
 from treewise.rl.agents.passing_on import passed_on
 from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
 from treewise.rl.agents.wire import chat, completions, messages, responses
+from treewise.rl.agents.wire.asked import Asked, RefusedError
 from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, openai_error
 
 logger = logging.getLogger("treewise")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt
 
 from treewise.errors import ConfigError, check_fields
-from treewise.rl.agents.asked import RefusedError
+from treewise.rl.agents.wire.asked import RefusedError
 
 Count = Annotated[int, Ge(1)]
 TRAIN, CONTEXT = "train", "context"
@@ -28,6 +28,7 @@ class EndpointSettings:
             not trained), or an address that calls are passed on to: `{base_url, model, api_key}`.
         max_calls: of an episode. calls_at_once: of an episode. max_waiting: calls of all episodes.
         max_request_mb: of one call. call_seconds: for its answer.
+        records_experts: of a mixture, rows hold the experts that its sampler chose (`routed_experts`).
         keeps_thinking: a turn whose reasoning the agent or the template drops stays in front of later ones.
 
     Raises:
@@ -46,6 +47,7 @@ class EndpointSettings:
     max_request_mb: Count = 16
     call_seconds: Annotated[float, Gt(0)] = 600.0
     keeps_thinking: bool = False
+    records_experts: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

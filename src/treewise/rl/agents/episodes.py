@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, Call, Choice, Recording
 from treewise.rl.agents.replies import Parts
+from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.samplers.protocol import Completion
@@ -145,6 +145,7 @@ class Episode:
                     seed=self._seed(call, index),
                     stop_ids=self.stop_ids,
                     num_top=asked.num_top or 0,
+                    want_routes=settings.records_experts,
                     stop_texts=asked.stop,
                     decode=self.writer.decode,
                     is_cancelled=lambda: opened.is_cancelled,
@@ -211,7 +212,8 @@ class Episode:
         turn = Turn(ids, text, is_ended, is_cut=text != whole)
         finish = "cancelled" if opened.is_cancelled else reply.finish
         version = completion.version if completion.version is not None else self._version
-        return Choice(call, 0, turn, is_sampled, logprobs, finish, reply, version)
+        experts = completion.routed_experts
+        return Choice(call, 0, turn, is_sampled, logprobs, finish, reply, version, routed_experts=experts)
 
     def _reply(self, call: Call, index: int, parts: Parts, completion: Completion, stop_text: str | None) -> Reply:
         tops: tuple[Mapping[int, float], ...] = ()

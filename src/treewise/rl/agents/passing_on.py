@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from treewise.rl.agents.asked import RefusedError
+from treewise.rl.agents.wire.asked import RefusedError
 
 
 async def passed_on(request: Request, body: dict[str, Any], use: Any, seconds: float) -> Response:

@@ -25,6 +25,9 @@ class RecordSettings:
         Literal["as_sent", "keep"],
         Doc("keep: turns stay in front of later ones with the reasoning that the agent or the template drops"),
     ] = "as_sent"
+    records_experts: Annotated[bool, Doc("rows hold the experts that a mixture's sampler chose (routed_experts)")] = (
+        False
+    )
     dtype: Annotated[str, Doc("of the model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     sampler: Annotated[
@@ -60,7 +63,7 @@ class RecordSettings:
     def of_endpoint(self, max_length: int | None) -> EndpointSettings:
         """Those that are the endpoint's. max_length: what the model follows."""
         names = ("temperature", "max_new_tokens", "max_calls", "calls_at_once", "max_waiting", "max_request_mb")
-        values: dict[str, Any] = {name: getattr(self, name) for name in (*names, "call_seconds")}
+        values: dict[str, Any] = {name: getattr(self, name) for name in (*names, "call_seconds", "records_experts")}
         if self.models is not None:
             values["models"] = {"*": "train", **self.models}
         most = [each for each in (self.max_length, max_length) if each is not None]

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.base.features import feature
 from treewise.rl.agents.canonical import canonical, canonical_all, chain, root_of
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
 from treewise.rl.agents.replies import Reader
+from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
 from treewise.rl.agents.writing import Turn, Writer, Written
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
@@ -30,7 +31,8 @@ _NO_IDS = np.zeros(0, dtype=np.int32)
 @dataclass(slots=True, eq=False)
 class Choice:
     """One sampled turn. number: of its draw in the episode. is_sampled: False for ids that were written for it (a call
-    that was asked for). items: the messages of its call and its own, in canonical form.
+    that was asked for). items: the messages of its call and its own, in canonical form. routed_experts: of prompt and
+    turn, as in `Completion`.
     """
 
     call: "Call"
@@ -43,6 +45,7 @@ class Choice:
     version: int | None = None
     reward: float | None = None
     items: list[tuple[Any, ...]] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -327,8 +330,8 @@ class Recording:
         """Rows of plain values, and where the tokens went.
 
         A row has `token_ids`, `loss_weights`, `sampler_logprobs`, `draws`, `policy_versions` where they are counted,
-        `token_rewards` (of calls, each at its last token) where there are any, and `turns`: of each turn in it that it
-        trains, its call, its role, where it begins and ends, and its reward.
+        `token_rewards` (of calls, each at its last token) and `routed_experts` where there are any, and `turns`: of
+        each turn in it that it trains, its call, its role, where it begins and ends, and its reward.
         """
         with self._lock:
             account, rows, trained = Account(calls=len(self.calls)), [], set[int]()
@@ -351,6 +354,7 @@ class Recording:
         at, turns = 0, list[dict[str, Any]]()
         ids, weights, draws, versions = list[int](), list[int](), list[int](), list[int]()
         logprobs = list[float]()
+        experts: np.ndarray | None = None  # of each token, by the forward that was first given it
         for piece in pieces:
             size, choice = len(piece.token_ids), piece.choice
             is_new = (
@@ -370,9 +374,13 @@ class Recording:
                 trained.add(id(choice))
                 turns.append(_turn_facts(choice, at, at + size))
             at += size
+            if choice is not None and choice.routed_experts is not None:
+                experts = feature("routes").filled(experts, choice.routed_experts, at)
         row: dict[str, Any] = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
         if max(versions) >= 0:
             row["policy_versions"] = versions
+        if experts is not None:
+            row["routed_experts"] = feature("encoded_arrays").encoded(experts)
         if any("reward" in turn for turn in turns):
             rewards = row["token_rewards"] = [0.0] * len(ids)
             for turn in turns:

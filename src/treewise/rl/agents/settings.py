@@ -74,6 +74,7 @@ class AgentSettings:
             top_k=settings.top_k,
             models={"*": "train", **self.models},
             keeps_thinking=self.thinking == "keep",
+            records_experts=settings.routing_replay != "off",
             **{name: getattr(self, name) for name in names},
         )
 

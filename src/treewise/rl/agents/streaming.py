@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from treewise.rl.agents.asked import RefusedError, Reply
 from treewise.rl.agents.episodes import OpenCall
 from treewise.rl.agents.replies import held_back
+from treewise.rl.agents.wire.asked import RefusedError, Reply
 from treewise.rl.agents.wire.common import Delta
 from treewise.rl.agents.writing import Writer
 

@@ -18,8 +18,8 @@ from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessag
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import MARK, Template
 from treewise.errors import ConfigError, DataError
-from treewise.rl.agents.asked import Asked, RefusedError
 from treewise.rl.agents.replies import UNFINISHED, Reader
+from treewise.rl.agents.wire.asked import Asked, RefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -95,7 +95,9 @@ class LcrBranching:
         ends = dict(tree.path_parts(start.node, start.position))
         path = [point for point in allowed if point.position <= ends.get(point.node, 0)]
         for point in sorted(path, key=lambda each: (each.node, each.position), reverse=True):
-            taken = [each.first_token for each in asked if (each.node, each.position) == (point.node, point.position)]
+            taken = [
+                branch.first_token for branch in asked if (branch.node, branch.position) == (point.node, point.position)
+            ]
             explored = self._actions_at(tree, point)
             candidates = _candidates(tree[point.node], point.position) if self.points == "tokens" else None
             if candidates is None:

@@ -313,7 +313,7 @@ class RolloutTree:
             raise DataError(f"{len(rows)} rows for {len(self.rewarded_leaves)} rewarded rollouts.")
         row_of = dict(zip(self.rewarded_leaves, rows, strict=True))
         sampled = [node.is_sampled for node in self._nodes]
-        recorded, trained, failed = ([np.zeros(len(each), dtype=bool) for each in sampled] for _ in range(3))
+        recorded, trained, failed = ([np.zeros(len(tokens), dtype=bool) for tokens in sampled] for _ in range(3))
         for leaf in self.leaves:
             row, at = row_of.get(leaf), len(self.prompt_ids)
             if row is not None and not np.array_equal(row.token_ids, self.prefix_ids(leaf)):
@@ -326,7 +326,7 @@ class RolloutTree:
                 trained[node][:end] |= np.asarray(row.loss_weights)[at : at + end] > 0
                 at += end
         own, in_row, in_loss, has_failed = (
-            np.concatenate([np.zeros(0, dtype=bool), *each]) for each in (sampled, recorded, trained, failed)
+            np.concatenate([np.zeros(0, dtype=bool), *masks]) for masks in (sampled, recorded, trained, failed)
         )
         masks = {"generated": own, "recorded": own & in_row, "trained": own & in_loss}
         masks |= {"failed": own & ~in_row & has_failed, "unfinished": own & ~in_row & ~has_failed}

@@ -59,7 +59,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
     """The correlation of ranks of two [n]; 0 where one of them is constant."""
-    a, b = (each - each.mean() for each in (ranks(first), ranks(second)))
+    a, b = (values - values.mean() for values in (ranks(first), ranks(second)))
     scale = math.sqrt((a**2).sum() * (b**2).sum())
     return float((a * b).sum()) / scale if scale else 0.0
 
@@ -82,7 +82,7 @@ def correlation(signal: np.ndarray, target: np.ndarray, num_samples: int = 2000,
     if (target == target[0]).all():
         return Correlation(0.0, 0.0, 0.0, len(signal), is_measurable=False)
     drawn = np.random.default_rng(seed).integers(0, len(signal), (num_samples, len(signal)))
-    resampled = [spearman(signal[each], target[each]) for each in drawn]
+    resampled = [spearman(signal[indices], target[indices]) for indices in drawn]
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Correlation(value, float(low), float(high), len(signal))
 
@@ -111,13 +111,13 @@ class CheckReport:
     @property
     def useless(self) -> list[str]:
         """Signals whose interval is not above zero though they claim to predict."""
-        measured = [each for each in self.checks if each.is_claimed and each.correlation.is_measurable]
-        return [each.signal for each in measured if not each.correlation.is_above_zero]
+        measured = [check for check in self.checks if check.is_claimed and check.correlation.is_measurable]
+        return [check.signal for check in measured if not check.correlation.is_above_zero]
 
     @property
     def not_measurable(self) -> list[str]:
         """Signals that claim to predict what is the same for all tasks."""
-        return [each.signal for each in self.checks if each.is_claimed and not each.correlation.is_measurable]
+        return [check.signal for check in self.checks if check.is_claimed and not check.correlation.is_measurable]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -127,8 +127,8 @@ class CheckReport:
     def from_dict(cls, values: Mapping[str, Any]) -> "CheckReport":
         """What `to_dict` gave."""
         checks = tuple(
-            SignalCheck(each["signal"], Correlation(**each["correlation"]), each["is_claimed"])
-            for each in values["checks"]
+            SignalCheck(check["signal"], Correlation(**check["correlation"]), check["is_claimed"])
+            for check in values["checks"]
         )
         return cls(checks, *(values[name] for name in ("num_tasks", "num_rollouts", "num_tokens", "num_varied")))
 
@@ -140,10 +140,10 @@ class CheckReport:
             f"rewards differ within {num(self.num_varied, 'task')}",
             f"{'signal':<8} rank correlation with the {_TARGET}, 95 %",
         ]
-        for each in self.checks:
-            verdict = "useful" if each.correlation.is_above_zero else "useless here"
-            line = f"{each.signal:<8} {each.correlation!s:<24} "
-            lines.append(line + verdict * (each.is_claimed and each.correlation.is_measurable))
+        for check in self.checks:
+            verdict = "useful" if check.correlation.is_above_zero else "useless here"
+            line = f"{check.signal:<8} {check.correlation!s:<24} "
+            lines.append(line + verdict * (check.is_claimed and check.correlation.is_measurable))
         if self.useless:
             lines.append(f"useless here: {', '.join(self.useless)}; the interval is not above zero.")
         if self.not_measurable:
@@ -162,7 +162,7 @@ class CheckReport:
 
     def refusal(self) -> str | None:
         """Why `gain` is useless here, in a sentence; None where it is not."""
-        check = next(each for each in self.checks if each.signal == "angle")
+        check = next(check for check in self.checks if check.signal == "angle")
         if check.correlation.is_above_zero:
             return None
         tasks = num(self.num_tasks, "task")
@@ -222,7 +222,7 @@ def check_angles(
             **{"angle": angles.total, "intra": angles.intra, "inter": angles.inter},
             "length": np.array([float(len(prompt)) for prompt in prompts]),
         },
-        np.array(gradient_norms(engine, [credited(each) for each in rows], objective)),
+        np.array(gradient_norms(engine, [credited(own) for own in rows], objective)),
         num_rollouts=sum(map(len, trees)),
         num_tokens=num_tokens,
         num_varied=sum(len({row.reward for row in each}) > 1 for each in rows),

@@ -28,7 +28,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import DataError
 from treewise.nn.gradients import clear_gradients, gradients_restored
 from treewise.nn.guest import MicroBatchOutput
-from treewise.nn.tensors import to_device
+from treewise.nn.platform.tensors import to_device
 from treewise.objectives import Objective
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import common_prefix
@@ -69,7 +69,7 @@ def angles_of(engine: TreeEngine, prompts: Sequence[Any], num_shared: int | None
     ids = [np.asarray(prompt, dtype=np.int32).reshape(-1) for prompt in prompts]
     n = num_shared_tokens(ids)
     n = n if num_shared is None else min(n, num_shared)
-    forest = Forest.from_trajectories([Trajectory(each) for each in ids])
+    forest = Forest.from_trajectories([Trajectory(prompt) for prompt in ids])
     shared, own = _sums_of_unit_rows(engine, forest, n)
     sizes = forest.path_lengths - n
     intra = (own**2).sum(-1) / sizes**2
@@ -122,8 +122,8 @@ def gradient_norms(
         for tree in trees:
             with gradients_restored(model):
                 engine.step(Forest.from_trajectories(list(tree)), objective)
-                grads = [each.grad for each in model.parameters() if each.grad is not None]
-                norms.append(math.sqrt(math.fsum(float(each.double().square().sum()) for each in grads)))
+                grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                norms.append(math.sqrt(math.fsum(float(grad.double().square().sum()) for grad in grads)))
                 clear_gradients(model.parameters())
     finally:
         model.train(was_training)

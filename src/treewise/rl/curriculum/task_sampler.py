@@ -148,8 +148,8 @@ class TaskSampler:
 
     def observe(self, outcomes: Sequence[PractisedItem]) -> None:
         """Ends the iteration, of all of whose trees these are the outcomes."""
-        known = [each.success for each in outcomes if each.success is not None]
-        angles = [each.angle for each in outcomes if each.angle is not None]
+        known = [outcome.success for outcome in outcomes if outcome.success is not None]
+        angles = [outcome.angle for outcome in outcomes if outcome.angle is not None]
         if self.curriculum.measures_angles and known and angles:
             settings, size = self.curriculum.settings, len(self.memory["scores"])
             tanhs = np.tanh(settings.alpha * np.array([np.mean(known) - settings.beta, np.mean(angles)]))

@@ -39,7 +39,7 @@ class Ahead:
         collect: samples an iteration with a version of the policy, in the thread.
         hand_over: takes the present weights for the sampler, between spells of work; what it returns gives them to it.
         first, last: iterations to sample, `last` not included. The policy at hand is of version `first`.
-        group: of the threads of all processes (`ranks.new_group`).
+        group: of the threads of all processes (`groups.new_group`).
     """
 
     def __init__(

@@ -147,17 +147,17 @@ class _SideBySide:
         """One batch of all that are ready; what the journal holds is not sampled again."""
         batch, self.ready = _in_order(self.ready), []
         missing: list[tuple[Continuation, SampleRequest]] = []
-        for each in batch:
-            request = each.request(self.rounds.request)
+        for continuation in batch:
+            request = continuation.request(self.rounds.request)
             answer = self.rounds.moment.journal.recall("sample", str(request.seed), question_of(request))
             if answer is None:
-                missing.append((each, request))
+                missing.append((continuation, request))
             else:
-                self._take(each, answer)
+                self._take(continuation, answer)
         if self.servers.at_once:
-            for each, request in missing:
+            for continuation, request in missing:
                 self.servers.start(
-                    partial(self._sampled, each, request), partial(self.rounds.moment.sampler.sample, [request])
+                    partial(self._sampled, continuation, request), partial(self.rounds.moment.sampler.sample, [request])
                 )
         elif missing:
             found: list[tuple[SampleRequest, Any]] = []
@@ -199,23 +199,26 @@ class _SideBySide:
         runner: Any = self.rounds.rewards
         rollouts: list[Any] = [each.conversation for each in batch]
         if isinstance(rollouts[0], ManyTurns):
-            work: Callable[[], Any] = partial(runner.of_episodes, [each.episode for each in rollouts])
+            work: Callable[[], Any] = partial(runner.of_episodes, [rollout.episode for rollout in rollouts])
         else:
-            work = partial(runner.rewards, rollouts[0].task, [each.request() for each in rollouts])
+            work = partial(runner.rewards, rollouts[0].task, [rollout.request() for rollout in rollouts])
         self.num_rewarding += 1
         self.environments.start(partial(self._rewarded, batch), work)
 
     def _rewarded(self, batch: Sequence[Continuation], found: Any) -> None:
         self.num_rewarding -= 1
         outcomes, metrics = (found[0], found[1].metrics) if isinstance(found, tuple) else (found, {})
-        values = [[each.key, each.kind, each.message] if isinstance(each, RewardFailure) else each for each in outcomes]
+        values = [
+            [outcome.key, outcome.kind, outcome.message] if isinstance(outcome, RewardFailure) else outcome
+            for outcome in outcomes
+        ]
         answers: list[list[Any]] = [[value, {} if number else metrics] for number, value in enumerate(values)]
         named = zip(batch, answers, strict=True)
         self.rounds.moment.journal.record(
-            "reward", [(str(each.seed), _question(each), answer) for each, answer in named]
+            "reward", [(str(continuation.seed), _question(continuation), answer) for continuation, answer in named]
         )
-        for each, answer in zip(batch, answers, strict=True):
-            self._give(each, *answer)
+        for continuation, answer in zip(batch, answers, strict=True):
+            self._give(continuation, *answer)
         self._go_on(batch)
 
     def _give(self, continuation: Continuation, value: Any, metrics: Mapping[str, list[float]]) -> None:

@@ -44,12 +44,12 @@ def checked(
 ) -> CheckReport:
     """The angles of groups' prompts against the norms of their gradients. Raises as `check_angles`."""
     return check_angles(
-        [each.rows for each in groups],
-        [each.prompt_ids for each in groups],
+        [group.rows for group in groups],
+        [group.prompt_ids for group in groups],
         engine,
         objective,
         credited,
-        num_tokens=sum(each.num_sampled for each in groups),
+        num_tokens=sum(group.num_sampled for group in groups),
         num_shared=items.memory.get("num_shared"),
     )
 

@@ -105,22 +105,22 @@ def grow_trees(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
     """
     if ranks.count() == 1:
         return _grow(trees, rounds)
-    own = [each for each in trees if each.request.number % ranks.count() == ranks.own()]
+    own = [tree for tree in trees if tree.request.number % ranks.count() == ranks.own()]
     rewards, seconds = rounds.rewards, dict(rounds.seconds)
     assert rewards is not None
     before, tally, rewards.tally = rewards.failures.copy(), rewards.tally, RewardTally()
 
     def work() -> Any:
         _grow(own, rounds)
-        grown = {each.request.number: {name: getattr(each, name) for name in _GROWN} for each in own}
+        grown = {tree.request.number: {name: getattr(tree, name) for name in _GROWN} for tree in own}
         return grown, rewards.failures - before, rounds.seconds, rewards.tally
 
     parts = ranks.on_every_rank(work)
-    for each in trees:
-        number = each.request.number
+    for tree in trees:
+        number = tree.request.number
         found = parts[number % ranks.count()][0][number]
-        for name in _GROWN if each not in own else ():
-            setattr(each, name, found[name])
+        for name in _GROWN if tree not in own else ():
+            setattr(tree, name, found[name])
     rewards.failures = sum((failures for _, failures, *_ in parts), Counter(before))
     for *_, part in parts:
         tally.add(part)
@@ -140,10 +140,10 @@ def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
 
     def ended(continuation: Continuation) -> list[Continuation]:
         tree, batch = under_way.pop(continuation)
-        if any(each in under_way for each in batch):
+        if any(other in under_way for other in batch):
             return []
-        for each in batch:
-            tree.add(each)
+        for done in batch:
+            tree.add(done)
         return next_round(tree)
 
     continue_all([each for tree in trees for each in next_round(tree)], rounds, ended)

@@ -34,7 +34,7 @@ JOURNAL = "journal"  # the folder
 _OF_UPDATES = (  # arguments of training that decide by how much an update changes the weights
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("router_z_coefficient", "temperature", "nonfinite", "bf16", "fp16"),
+    *("router_z_coefficient", "router_loss_choices", "float32_gradients", "temperature", "nonfinite", "bf16", "fp16"),
 )
 
 _NUMBERS = ("iteration", "num_updates", "overshoot", "num_rollouts", "rollout_tokens", "num_sampled")
@@ -132,7 +132,7 @@ def forget_foreign(run_dir: Path, version: int, facts: str) -> None:
     for path in journals(run_dir):
         size = 0
         for _, end, entry in _lines(path):
-            versions = [each["version"] or 0 for each in entry["answers"] if isinstance(each, dict)]
+            versions = [answer["version"] or 0 for answer in entry["answers"] if isinstance(answer, dict)]
             if entry.get("facts") != facts and max(versions, default=0) > version:
                 num_dropped += sum(len(entry["names"]) for start, _, entry in _lines(path) if start >= size)
                 os.truncate(path, size)
@@ -196,7 +196,7 @@ class Journal:
             return
         names = [f"{kind} {self._phase} {name}" for name, _, _ in answers]
         keys = [_hash(kind, question) for _, question, _ in answers]
-        entry = {"names": names, "keys": keys, "answers": [each[2] for each in answers], "facts": self._facts}
+        entry = {"names": names, "keys": keys, "answers": [answer[2] for answer in answers], "facts": self._facts}
         line = sealed(entry).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from treewise.base.progress import busy_with
-from treewise.distributed import ranks
+from treewise.distributed import groups, ranks
 from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.engine.engine import TreeEngine
@@ -54,7 +54,7 @@ from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.batches import collate
-from treewise.trainer.checkpoint import contents, store
+from treewise.trainer.checkpoint import contents, resume, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.run_context import entered_run, stopped_error
@@ -238,7 +238,7 @@ class OnlineTrainer:
         if settings.max_staleness and self._ahead is None:
             self._ahead = self._start_ahead(iteration)
         drawn = self._collected_now(iteration) if self._ahead is None else self._ahead.take(iteration)
-        groups, rows = drawn.groups, [each.rows for each in drawn.groups]
+        groups, rows = drawn.groups, [group.rows for group in drawn.groups]
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.
@@ -290,7 +290,7 @@ class OnlineTrainer:
             moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
             drawn = self._collect(iteration, moment)
         if self.items.curriculum.measures_angles:
-            prompts = [each.prompt_ids for each in drawn.groups]
+            prompts = [group.prompt_ids for group in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
         return drawn
 
@@ -308,9 +308,9 @@ class OnlineTrainer:
             drawn.state = deepcopy(loop)
             return drawn
 
-        ranks.go_through(ranks.new_group())
+        ranks.go_through(groups.new_group())
         hand_over, last = partial(begin_hand_over, self.sampler, self.model, self._whole), self.settings.iterations
-        ahead = Ahead(collect, hand_over, first, last, self.settings.max_staleness, ranks.new_group())
+        ahead = Ahead(collect, hand_over, first, last, self.settings.max_staleness, groups.new_group())
         ahead.start()
         return ahead
 
@@ -439,7 +439,7 @@ class OnlineTrainer:
             items = (self.task.item("held_out", index) for index in range(count))
             held_out, tally = self.collector.evaluate([*items], moment, self.args.seed + _EVALUATION)
             check_failures(tally, settings.max_failed, moment.where, recorded)
-        samples = [records.Sample(each.key, each.prompt, each.completion, each.reward) for each in held_out]
+        samples = [records.Sample(held.key, held.prompt, held.completion, held.reward) for held in held_out]
         if self.args.should_save:
             records.write_evaluation(self.folder, iteration, samples)
         return report.held_out_figures(held_out, settings.success_at), samples[: records.NUM_SHOWN]
@@ -460,8 +460,8 @@ class OnlineTrainer:
             return
         found, groups = self.check_items(settings.check_items, settings.check_rollouts)
         told(found, items.curriculum, self.folder if self.args.should_save else None)
-        for each in groups:
-            self.loop.book.observe(each.request.key, each.success, each.trials)
+        for group in groups:
+            self.loop.book.observe(group.request.key, group.success, group.trials)
         self.loop.num_sampled += found.num_tokens
         self._log({"check_tokens": float(found.num_tokens)})
 
@@ -517,8 +517,8 @@ class OnlineTrainer:
             trainer.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
             load_weights(self.model, found.folder)
-            contents.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
-            contents.load_random_state(found.folder)
+            resume.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
+            resume.load_random_state(found.folder)
             self.items.load_state_dict(self.loop.curriculum)
         ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
         begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run

@@ -54,7 +54,7 @@ def write_rollouts(
 
 def write_evaluation(run_dir: Path, iteration: int, samples: Sequence[Sample]) -> None:
     """Writes the held-out samples of an evaluation; iteration 0 is before the first update."""
-    text = "".join(json.dumps(asdict(each)) + "\n" for each in samples)
+    text = "".join(json.dumps(asdict(sample)) + "\n" for sample in samples)
     _write(run_dir / EVALUATIONS / f"iteration-{iteration:05d}.jsonl", text)
 
 
@@ -111,13 +111,13 @@ def best_and_worst(trees: Sequence[Sequence[Trajectory]], tokenizer: "PreTrained
 def lines_of(title: str, samples: Sequence[Sample]) -> str:
     """Samples for a terminal, control characters escaped: the end of each prompt once, below it what was sampled."""
     lines, above = [f"  {title}"], ""
-    for each in samples:
-        if each.prompt != above:
-            lines.append(f"    {'…' if len(each.prompt) > MAX_SHOWN else ''}{printable(each.prompt[-MAX_SHOWN:])}")
-            above = each.prompt
-        reward = "none" if each.reward is None else f"{each.reward:.3g}"
-        more = "…" if len(each.completion) > MAX_SHOWN else ""
-        lines.append(f"      reward {reward:>5}  {printable(each.completion[:MAX_SHOWN])}{more}")
+    for sample in samples:
+        if sample.prompt != above:
+            lines.append(f"    {'…' if len(sample.prompt) > MAX_SHOWN else ''}{printable(sample.prompt[-MAX_SHOWN:])}")
+            above = sample.prompt
+        reward = "none" if sample.reward is None else f"{sample.reward:.3g}"
+        more = "…" if len(sample.completion) > MAX_SHOWN else ""
+        lines.append(f"      reward {reward:>5}  {printable(sample.completion[:MAX_SHOWN])}{more}")
     return "\n".join(lines) + "\n"
 
 
@@ -140,16 +140,16 @@ def write_draws(
     draws: list[dict[str, Any]] = [
         {
             "item": group.request.item.key,
-            "index": each.index,
+            "index": outcome.index,
             "wave": wave,
             "is_kept": position in drawn.kept,
-            "predicted": each.predicted,
-            "observed": each.success,
-            "trials": each.trials,
-            "reward": sum(each.rewards) / len(each.rewards) if each.rewards else None,
+            "predicted": outcome.predicted,
+            "observed": outcome.success,
+            "trials": outcome.trials,
+            "reward": sum(outcome.rewards) / len(outcome.rewards) if outcome.rewards else None,
             "num_tokens": group.num_sampled,
         }
-        for position, (group, wave, each) in enumerate(zip(drawn.groups, drawn.waves, outcomes, strict=True))
+        for position, (group, wave, outcome) in enumerate(zip(drawn.groups, drawn.waves, outcomes, strict=True))
     ]
     values = {"iteration": iteration, "curriculum": curriculum, "draws": draws}
     _write(draws_file(run_dir, iteration), sealed(values) + "\n")

@@ -67,16 +67,16 @@ def account_of(groups: Sequence[Group], update: Update | None, iteration: int) -
         "failed": "num_failed",
         "unfinished": "num_unfinished",
     }
-    totals = {name: sum(getattr(each, field) for each in groups) for name, field in given.items()}
+    totals = {name: sum(getattr(group, field) for group in groups) for name, field in given.items()}
     totals |= dict.fromkeys(("recorded", "trained", "left_out"), 0)
-    for each in groups:
-        num_recorded, own = num_trained(each.rows), in_update.get(each.rows[0].group) if each.rows else None
+    for group in groups:
+        num_recorded, own = num_trained(group.rows), in_update.get(group.rows[0].group) if group.rows else None
         totals["recorded"] += num_recorded
         if own is None:
             totals["left_out"] += num_recorded
             continue
         totals["trained"] += num_trained(own)
-        for row, credited in zip_longest(each.rows, own):
+        for row, credited in zip_longest(group.rows, own):
             if row is None or credited is None or not np.array_equal(row.token_ids, credited.token_ids):
                 source = (row or credited).source
                 raise DataError(f"iteration {iteration}: {source}: a row of the update is not that of its group.")
@@ -127,8 +127,8 @@ def figures(
     success_at: float,
 ) -> dict[str, float]:
     """What is logged of the rollouts of an iteration; means over rollouts, token counts, seconds."""
-    known = np.array([reward for each in groups for reward in each.known_rewards])
-    lengths = [length for each in groups for length in each.lengths]
+    known = np.array([reward for group in groups for reward in group.known_rewards])
+    lengths = [length for group in groups for length in group.lengths]
     values: dict[str, float] = {
         "num_rollouts": float(len(lengths)),
         "failed_rollouts": float(len(lengths) - len(known)),
@@ -137,10 +137,10 @@ def figures(
         **{f"seconds_{name}": spent for name, spent in seconds.items()},
         "sampled_tokens_per_second": account["sampled"] / max(seconds["sampling"], 1e-9),
     }
-    for name in dict.fromkeys(name for each in groups for name in each.counts):
-        values[name] = float(sum(each.counts.get(name, 0) for each in groups))
-    for name in dict.fromkeys(name for each in groups for name in each.means):
-        if found := [value for each in groups for value in each.means.get(name, ())]:
+    for name in dict.fromkeys(name for group in groups for name in group.counts):
+        values[name] = float(sum(group.counts.get(name, 0) for group in groups))
+    for name in dict.fromkeys(name for group in groups for name in group.means):
+        if found := [value for group in groups for value in group.means.get(name, ())]:
             values[name] = float(np.mean(found))
     if len(known):
         values |= {"reward": float(known.mean()), "success": float((known >= success_at).mean())}
@@ -172,12 +172,12 @@ def held_out_figures(held_out: Sequence[HeldOut], success_at: float) -> dict[str
     """`eval_pass@1`, `eval_reward` and `eval_length` (generated tokens), means over the held-out items whose reward is
     known, and `eval_failed`, the number of the others.
     """
-    rewards = np.array([each.reward for each in held_out if each.reward is not None])
+    rewards = np.array([rollout.reward for rollout in held_out if rollout.reward is not None])
     return {
         "eval_pass@1": float(np.mean(rewards >= success_at)) if len(rewards) else float("nan"),
         "eval_reward": float(np.mean(rewards)) if len(rewards) else float("nan"),
-        "eval_length": float(np.mean([each.num_tokens for each in held_out])),
-        "eval_failed": float(sum(each.failure is not None for each in held_out)),
+        "eval_length": float(np.mean([rollout.num_tokens for rollout in held_out])),
+        "eval_failed": float(sum(rollout.failure is not None for rollout in held_out)),
     }
 
 
@@ -204,7 +204,7 @@ def nothing_learned(groups: Sequence[Group], update: Update | None, objective: o
         return None
     if update is not None and any(np.any(row.advantages) for own in update.trees for row in own):
         return None
-    rewards = [reward for each in groups for reward in each.known_rewards]
+    rewards = [reward for group in groups for reward in group.known_rewards]
     if not rewards:
         return "no rollout has a reward, so nothing was learned."
     if len(set(rewards)) == 1:
@@ -248,7 +248,7 @@ class PrintedLine(TrainerCallback):
         if logs and "iteration" in logs:
             done = state.global_step - self._first
             left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else 0.0
-            named = [each for each in _LINE if each[0] in logs and (logs[each[0]] or each[0] != "failed_rollouts")]
+            named = [entry for entry in _LINE if entry[0] in logs and (logs[entry[0]] or entry[0] != "failed_rollouts")]
             shown = [text.format(logs[name]) if "{" in text else num(round(logs[name]), text) for name, text in named]
             shown += [f"ETA {duration(left)}"] * bool(left)
             self.write(f"iteration {logs['iteration']:.0f}/{state.max_steps}: {', '.join(shown)}\n")

@@ -209,7 +209,7 @@ class OnlineSettings:
     def settings_of_book(self) -> BookSettings:
         """Settings of the book of successes: `book_settings` and `success_at`."""
         given = dict(self.book_settings)
-        known = {each.name: each.type for each in fields(BookSettings) if each.name != "success_at"}
+        known = {setting.name: setting.type for setting in fields(BookSettings) if setting.name != "success_at"}
         check_setting_types("book_settings", given, known)
         return BookSettings(**given, success_at=self.success_at)
 
@@ -237,5 +237,5 @@ class OnlineSettings:
         """What decides which rollouts a run samples; a resumed run must agree."""
         free = {"iterations", "eval_every", "eval_items", "eval_temperature", "show_every", "save_every"}
         free |= {"reward_timeout", "max_failed", "reward_workers", "episodes_at_once", "gather_seconds"}
-        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in free}
+        facts = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

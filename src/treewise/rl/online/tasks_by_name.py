@@ -73,7 +73,7 @@ def task_named(
         if is_rows:
             rows, locations, own = _rows(name)
             if is_for_agent:
-                from treewise.rl.agents.tasks import AgentTask
+                from treewise.rl.tasks.agent_task import AgentTask
 
                 return AgentTask(rows, reward_functions, reward_weights, name=own, **given)
             return RowsTask(rows, list(reward_functions), reward_weights, name=own, locations=locations, **given)

@@ -155,14 +155,14 @@ class TreeCollector:
                 continuations.append(Continuation(tree, Branch(), conversation, rounds.limits, (seed, index)))
             continue_all(continuations, rounds)
             return [
-                (index, self._held_out(items[index], len(starts[index].token_ids), each))
-                for index, each in zip(own, continuations, strict=True)
+                (index, self._held_out(items[index], len(starts[index].token_ids), continuation))
+                for index, continuation in zip(own, continuations, strict=True)
             ]
 
         with torch.no_grad():
             found = sorted((each for part in ranks.on_every_rank(work) for each in part), key=lambda each: each[0])
-        held_out = [each for _, each in found]
-        failed = [each.failure for each in held_out if each.failure is not None]
+        held_out = [rollout for _, rollout in found]
+        failed = [rollout.failure for rollout in held_out if rollout.failure is not None]
         return held_out, RewardTally(len(items), len(failed), failed[0] if failed else None)
 
     def _held_out(self, item: TaskItem, num_prompt: int, ended: Continuation) -> HeldOut:

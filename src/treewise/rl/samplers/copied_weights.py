@@ -17,7 +17,7 @@ from treewise.distributed import ranks
 from treewise.distributed.fsdp import whole_tensor
 from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import ConfigError, bytes_as_text
-from treewise.nn.device import free_bytes
+from treewise.nn.platform.memory import free_bytes
 from treewise.nn.wrapped import base_model
 from treewise.rl.samplers.protocol import Sampler, begin_update
 from treewise.rl.samplers.shared_prefix import device_of

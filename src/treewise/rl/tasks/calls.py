@@ -346,7 +346,7 @@ def _is_below(filename: str, folders: tuple[str, ...]) -> bool:
 
 def _least(timeout: float | None, end: float | None) -> float | None:
     left = None if end is None else end - time.monotonic()
-    limits = [each for each in (timeout, left) if each is not None]
+    limits = [seconds for seconds in (timeout, left) if seconds is not None]
     return min(limits, default=None)
 
 

@@ -167,7 +167,9 @@ class EnvironmentEpisode:
         """The text of a turn, the turn as a message, and what the environment is called with."""
         text, calls = parse_tool_calls(self.chat.tokenizer, ids, self.token_ids, self.schemas)
         if self.task.text_tool is not None:
-            tool = next(each["function"] for each in self.schemas if each["function"]["name"] == self.task.text_tool)
+            tool = next(
+                schema["function"] for schema in self.schemas if schema["function"]["name"] == self.task.text_tool
+            )
             calls = (ToolCall(self.task.text_tool, {next(iter(tool["parameters"]["properties"])): text.strip()}),)
         calls = () if is_cut else calls
         message: Message = {"role": "assistant", "content": text}

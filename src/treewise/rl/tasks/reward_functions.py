@@ -77,27 +77,27 @@ class RewardFunctions:
     def jobs(self, requests: Sequence[RewardRequest], trainer_state: object = None) -> list[Job]:
         """The calls for a batch: one for each plain function, and one for all coroutine functions together."""
         batch = reward_arguments(requests) | {"trainer_state": trainer_state}
-        coroutines = tuple(each for each in self.functions if is_async(each))
-        jobs = [Job(_called, (each, batch), each) for each in self.functions if not is_async(each)]
+        coroutines = tuple(function for function in self.functions if is_async(function))
+        jobs = [Job(_called, (function, batch), function) for function in self.functions if not is_async(function)]
         return jobs + ([Job(_called_together, (coroutines, batch), coroutines[0])] if coroutines else [])
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
         """The reward of each rollout, by calls here and now; None where a function failed or none answered."""
         rewards, _ = self.combined([job.function(*job.args) for job in self.jobs(requests)])
-        return [each if isinstance(each, float) else None for each in rewards]
+        return [reward if isinstance(reward, float) else None for reward in rewards]
 
     def combined(self, results: Sequence[Any]) -> tuple[list[float | FailedCall], Logged]:
         """The reward of each rollout, from what the jobs returned."""
-        flat = [each for result in results for each in (result if isinstance(result, list) else [result])]
+        flat = [answer for result in results for answer in (result if isinstance(result, list) else [result])]
         pairs = list(zip(self.functions, self.weights, strict=True))
-        pairs = [each for each in pairs if not is_async(each[0])] + [each for each in pairs if is_async(each[0])]
+        pairs = [pair for pair in pairs if not is_async(pair[0])] + [pair for pair in pairs if is_async(pair[0])]
         logged = Logged()
         for (function, _), (values, own) in zip(pairs, flat, strict=True):
             logged.add(own)
             known = [value for value in values if isinstance(value, float)]
             if known:
                 logged.log_metric(f"rewards/{name_of(function)}/mean", sum(known) / len(known))
-        names = " and ".join(f"{place_of(each)}{name_of(each)}" for each in self.functions)
+        names = " and ".join(f"{place_of(function)}{name_of(function)}" for function in self.functions)
         rewards: list[float | FailedCall] = []
         for values in zip(*(values for values, _ in flat), strict=True):
             wrong = next((value for value in values if isinstance(value, FailedCall)), None)
@@ -121,7 +121,7 @@ def reward_arguments(requests: Sequence[RewardRequest]) -> dict[str, Any]:
     for request in requests:
         prompt = request.item.prompt
         message = request.message or {"role": "assistant", "content": request.text}
-        prompts.append(prompt if isinstance(prompt, str) else [dict(each) for each in prompt])
+        prompts.append(prompt if isinstance(prompt, str) else [dict(part) for part in prompt])
         completions.append(request.text if isinstance(prompt, str) else [dict(message)])
     return {
         "prompts": prompts,

@@ -125,7 +125,7 @@ class RewardRunner:
         jobs = [episode.reward_job() for episode in episodes if episode.failure is None]
         found = iter(self.calls.run_together(jobs))
         outcomes = [next(found) if episode.failure is None else episode.failure for episode in episodes]
-        return self._checked([f"{each.item.key}, episode {each.name}" for each in episodes], outcomes)
+        return self._checked([f"{episode.item.key}, episode {episode.name}" for episode in episodes], outcomes)
 
     def begun(self, trainer_state: object, failures: Mapping[str, int]) -> "RewardRunner":
         """A runner with a tally of its own, which shares calls and what was logged. failures: of the run so far."""
@@ -133,9 +133,9 @@ class RewardRunner:
 
     def count(self, outcomes: Sequence[Outcome], metrics: Mapping[str, Sequence[float]]) -> None:
         """Counts rewards, new ones or recorded ones, and logs each failure that is unlike those before."""
-        failed = [each for each in outcomes if isinstance(each, RewardFailure)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         lists = {name: list(values) for name, values in metrics.items()}
-        kinds = Counter[str](each.kind for each in failed)
+        kinds = Counter[str](failure.kind for failure in failed)
         self.tally.add(RewardTally(len(outcomes), len(failed), str(failed[0]) if failed else None, lists, kinds))
         for failure in failed:
             self.failures[failure.kind] += 1
@@ -219,7 +219,7 @@ def _rewards_of_task(task: SingleTurnTask, requests: list[RewardRequest]) -> lis
     rewards = list(task.rewards(requests))
     if len(rewards) != len(requests):
         raise ValueError(f"{task.name} returned {len(rewards)} rewards for {len(requests)} completions")
-    return [number(each, "the reward is") for each in rewards]
+    return [number(reward, "the reward is") for reward in rewards]
 
 
 def _failure(key: str, failed: FailedCall) -> RewardFailure:

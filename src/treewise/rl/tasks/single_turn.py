@@ -61,7 +61,7 @@ class ReasoningGymTask:
         """See `SingleTurnTask`."""
         entry = self._entry(split, index)
         examples = [self._entry("train", FIRST_EXAMPLE + number) for number in range(self.solved_examples)]
-        messages = [each for example in examples for each in (self._question(example), _answer(example))]
+        messages = [message for example in examples for message in (self._question(example), _answer(example))]
         extra = {"entry": entry, "answer": entry["answer"]}
         return TaskItem(f"{self.name}/{split}/{index}", (*messages, self._question(entry)), extra)
 

@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds: weights, optimizer, schedule, random generators, state of the loop.
 
-Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint (`weights.py` loads
-them). Everything else is JSON and safetensors.
+Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint. Everything else is JSON
+and safetensors. Here it is written; a run that goes on reads it (`resume.py`, `load_optimizer.py`, `weights.py`).
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import ExportableState
 
@@ -28,22 +28,28 @@ from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
-from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.json_values import from_plain, to_plain
-from treewise.trainer.checkpoint.optimizer_state import (
-    OPTIMIZER,
-    OptimizerState,
-    load_optimizer,
-    optimizer_state,
-    save_optimizer,
-)
-from treewise.trainer.checkpoint.store import listed_files
-from treewise.trainer.checkpoint.weights import SHARDS, is_sharded_model, save_shards, sharded_weights
+from treewise.trainer.checkpoint.json_values import to_plain
+from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, OptimizerState, optimizer_state, save_optimizer
 
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
 SCHEDULE = "schedule.json"
+SHARDS = "weights"  # the folder of a sharded checkpoint's weights
+
+
+class SavedSettings(Protocol):
+    """What is read of a run's settings (`TreeTrainingArguments`), which a checkpoint holds as a whole."""
+
+    output_dir: str
+    save_only_model: bool
+    save_total_limit: int | None
+    on_save_failure: str
+
+    @property
+    def should_save(self) -> bool: ...
+    def shard_settings(self) -> Any: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class RunState:
     control, of which some have a state (`ExportableState`).
     """
 
-    args: TreeTrainingArguments
+    args: SavedSettings
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler
@@ -99,7 +105,7 @@ def _stages(
 ) -> Iterator[Callable[[], object]]:
     """The work of each rank, in order. weights: what `save_pretrained` writes; None: the model's own."""
     if is_sharded:
-        yield lambda: save_shards(folder / SHARDS, sharded_weights(run.model))
+        yield lambda: feature("saved_weights").save_shards(folder / SHARDS, sharded_weights(run.model))
     yield lambda: write_model(folder, run.model, run.tokenizer, run.args, weights, is_whole=is_whole)
     if not run.args.save_only_model:
         found: list[OptimizerState] = []
@@ -116,7 +122,7 @@ def _stages(
 
         yield gather
         if is_sharded:
-            yield lambda: save_shards(folder / OPTIMIZER, found[0].tensors)
+            yield lambda: feature("saved_weights").save_shards(folder / OPTIMIZER, found[0].tensors)
         yield lambda: save_optimizer(folder, found[0], is_sharded=is_sharded) if ranks.own() == 0 else None
     yield lambda: write_texts(folder, _texts(run))
 
@@ -139,7 +145,7 @@ def _texts(run: RunState) -> dict[str, str]:
         "torch": torch.random.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    texts = {_random_file(ranks.own()): json.dumps(to_plain(generators))}
+    texts = {random_file(ranks.own()): json.dumps(to_plain(generators))}
     states = run.loop.stateful_callbacks
     for exporter in run.exporters:
         if isinstance(exporter, ExportableState):
@@ -166,7 +172,7 @@ def write_texts(folder: Path, texts: dict[str, str]) -> None:
 
 
 def save_model(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: TreeTrainingArguments
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: SavedSettings
 ) -> list[str]:
     """The model at the end of a run, read back, whole or not at all; every rank calls this. The names of its files.
 
@@ -190,7 +196,7 @@ def write_model(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    args: TreeTrainingArguments,
+    args: SavedSettings,
     state: dict[str, torch.Tensor] | None = None,
     *,
     is_whole: bool = True,
@@ -214,74 +220,20 @@ def write_model(
     write_texts(folder, {ARGUMENTS: json.dumps(args.to_dict(), indent=1, default=str)})
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
-
-
-def load_states(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Optimizer and schedule of a checkpoint, with the settings of this run where they differ (`optimizer_state`).
-
-    Raises:
-        CheckpointError: a checkpoint of weights alone, of another optimizer, or of another kind of schedule.
-    """
-    with listed_files(checkpoint) as folder:
-        try:
-            if not (folder / f"{OPTIMIZER}.json").is_file():
-                raise CheckpointError(
-                    "holds a model without its optimizer (save_only_model); start a new run from its weights."
-                )
-            load_optimizer(folder, optimizer, model)
-            _load_schedule(folder, scheduler, optimizer)
-        except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint}: {error}") from error
-
-
-def _load_schedule(folder: Path, scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Loads a schedule, and sets the learning rates of the next step.
-
-    Schedules that are functions of the step's number (all of transformers' but two) go on by the settings of this run:
-    its rate, warm-up and length. Others go on from their state.
-
-    Raises:
-        CheckpointError: another kind of schedule, or another rate in one that goes on from its state.
-    """
-    saved = json.loads((folder / SCHEDULE).read_text(encoding="utf-8"))
-    state, kind = from_plain(saved["state"]), type(scheduler).__name__
-    if saved["kind"] != kind:
-        raise CheckpointError(
-            f"lr_scheduler_type: {saved['kind']} -> {kind}: the saved state does not fit another schedule. "
-            "Resume with the former, or start a new run from the checkpoint's weights."
-        )
-    own = list(getattr(scheduler, "base_lrs", ()))
-    if isinstance(scheduler, LambdaLR):
-        rates = [base * rule(state["last_epoch"]) for base, rule in zip(own, scheduler.lr_lambdas, strict=True)]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        state |= {"base_lrs": own, "_last_lr": rates}
-    elif own != list(state.get("base_lrs", own)):
-        raise CheckpointError(
-            f"learning rate: {state['base_lrs']} -> {own}: a {kind} continues from the saved rate. Resume with the "
-            "former, or start a new run from the checkpoint's weights."
-        )
-    scheduler.load_state_dict(state)
-
-
-def load_random_state(checkpoint: Path) -> None:
-    """The random generators of this rank, if there was such a rank. Only callbacks depend on them: the order of steps
-    has a generator of its own, and dropout is an error.
-    """
-    with listed_files(checkpoint) as folder:
-        path = folder / _random_file(ranks.own())
-        state = from_plain(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-    if state is not None:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.random.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _random_file(rank: int) -> str:
+def random_file(rank: int) -> str:
+    """The name of the file of a rank's random generators."""
     return f"random_{rank}.json"
+
+
+def is_sharded_model(model: PreTrainedModel) -> bool:
+    """Whether FSDP2 has sharded any parameter."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def sharded_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
+    has_adapters = hasattr(model, "peft_config")
+    return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
 
 
 def fingerprint(model: nn.Module) -> str:

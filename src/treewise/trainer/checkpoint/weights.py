@@ -28,7 +28,11 @@ from treewise.base.features import feature
 from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
 from treewise.nn.wrapped import innermost
+from treewise.trainer.checkpoint.contents import SHARDS, is_sharded_model, sharded_weights
 from treewise.trainer.checkpoint.store import listed_files
+
+_SAVED_BY_PEFT = ("modules_to_save", "trainable_tokens", "prompt_encoder")  # in names of parameters
+
 
 # -- Sharded checkpoints: every rank writes its shards, as safetensors by PyTorch's DCP -------------------------------
 
@@ -98,25 +102,11 @@ def _errors_named() -> Iterator[bool]:
         raise CheckpointError(str(error)) from error
 
 
-SHARDS = "weights"  # the folder of a sharded checkpoint's weights
-_SAVED_BY_PEFT = ("modules_to_save", "trainable_tokens", "prompt_encoder")  # in names of parameters
-
-
-def is_sharded_model(model: PreTrainedModel) -> bool:
-    """Whether FSDP2 has sharded any parameter."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def sharded_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights in a sharded checkpoint: all, or with adapters the trained ones."""
-    has_adapters = hasattr(model, "peft_config")
-    return {name: each.data for name, each in model.named_parameters() if each.requires_grad or not has_adapters}
+# -- what a checkpoint of adapters would lack -------------------------------------------------------------------------
 
 
 def refuse_unsaved(model: PreTrainedModel) -> None:
-    """Raises `ConfigError` for parameters that are trained beside adapters: PEFT saves adapters alone."""
-    if not hasattr(model, "peft_config"):
-        return
+    """Raises `ConfigError` for parameters that are trained beside the adapters of a model: PEFT saves these alone."""
     from peft import get_peft_model_state_dict
 
     states = [
@@ -169,6 +159,9 @@ def _refuse_lost_rows(model: Any) -> None:
             "saved model, as PEFT saves tables with adapters alone where target_modules name one. Put adapters on both "
             "or on none, or save the resized model and begin with that."
         )
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.errors import did_you_mean
-from treewise.rl.agents.asked import Asked, GivenCall, RefusedError, Reply
+from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
 
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= {408: "timeout_error", 410: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error"}

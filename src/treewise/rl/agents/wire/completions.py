@@ -3,7 +3,7 @@
 from typing import Any
 
 from treewise.data.io.field_checks import shown
-from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
 from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, top_k_of, usage_of
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
-from treewise.rl.agents.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
 from treewise.rl.agents.wire.chat import IGNORED, TextOf, effort, logprobs_of, tool_choice
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, named_tools, sse, template_variables, text_of
 

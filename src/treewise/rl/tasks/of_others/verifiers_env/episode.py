@@ -46,7 +46,7 @@ class PlayedEpisode:
     async def sampled(self, messages: list[Any]) -> tuple[Any, str, Any]:
         """The turn that follows further messages: message, why it ended, and its tokens."""
         if not self.over:
-            told = [_plain(each) for each in messages]
+            told = [_plain(message) for message in messages]
             self.news.put_nowait({"messages": told, "done": False, "tools": self.tools.schemas})
         turn = None if self.over else await self.turns.get()
         if turn is None:
@@ -99,7 +99,7 @@ class PlayedEpisode:
         if self.error or not self.traces:
             return self.error or "the environment runs no agent"
         (trace,) = self.traces
-        unknown = [name for name, each in trace.rewards.items() if each is None]
+        unknown = [name for name, reward in trace.rewards.items() if reward is None]
         if not trace.ok and trace.last_error is not None:
             return f"{trace.last_error.type}: {trace.last_error.message}"
         return f"rewards without a value: {', '.join(unknown)} ({trace.stop_condition})" if unknown else ""

@@ -103,10 +103,10 @@ def unsandboxed(env: Any, tasks: Sequence[Any]) -> list[str]:
     found: dict[str, None] = {}
     if any(seat.runtime.type != "subprocess" for seat in agent_config_fields(env.config).values()):
         return []
-    for task in {type(each): each for each in tasks}.values():
-        hooks = [*task.hooks("metric"), *task.hooks("reward"), *(each.score for each in task.plugged_judges())]
+    for task in {type(task): task for task in tasks}.values():
+        hooks = [*task.hooks("metric"), *task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
         own = [
             getattr(task, each) for each in ("setup", "finalize") if getattr(type(task), each) != getattr(vf.Task, each)
         ]
-        found |= dict.fromkeys(each.__name__ for each in hooks + own if "runtime" in inspect.signature(each).parameters)
+        found |= dict.fromkeys(hook.__name__ for hook in hooks + own if "runtime" in inspect.signature(hook).parameters)
     return list(found)

@@ -92,7 +92,9 @@ async def _turn(episode: Any, messages: Sequence[Any]) -> Any:
     session, trace = episode.session, episode.session.trace
     if session.stopped or await session.refused() is not None:
         raise NoFurtherTurnError
-    request = vf.Request(messages=list(messages), tools=[vf.Tool(**each["function"]) for each in episode.tools.schemas])
+    request = vf.Request(
+        messages=list(messages), tools=[vf.Tool(**schema["function"]) for schema in episode.tools.schemas]
+    )
     _, _, stopped = await session.rewrite_request(request)  # stops; there are no interceptors
     turn = graph.prepare_turn(trace, request.messages, request.tools)
     if stopped is not None:

@@ -91,8 +91,8 @@ def in_this_process(toolset: Any) -> Any:
 
         return called
 
-    tools = [each.__func__ for each in discover_decorated(toolset, "tool")]
-    blocking = {each.__name__: offloaded(each) for each in tools if not inspect.iscoroutinefunction(each)}
+    tools = [tool.__func__ for tool in discover_decorated(toolset, "tool")]
+    blocking = {tool.__name__: offloaded(tool) for tool in tools if not inspect.iscoroutinefunction(tool)}
     state = {"state": property(lambda _: EPISODE.get().session.trace.state)}
     toolset.__class__ = type(kind.__name__, (kind,), {**blocking, **state, "__module__": kind.__module__})
     return toolset

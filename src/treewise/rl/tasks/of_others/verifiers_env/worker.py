@@ -33,11 +33,11 @@ class EpisodeWorker:
     async def begin(self, runtime: Any, **given: Any) -> dict[str, Any]:
         """Loads an environment; how many tasks it has, and what of them runs on this machine without a sandbox."""
         self._env, self._tasks = loaded(runtime=runtime, **given)
-        kinds = {type(each): without_servers(type(each)) for each in self._tasks}
+        kinds = {type(task): without_servers(type(task)) for task in self._tasks}
         notes = [] if runtime else unsandboxed(self._env, self._tasks)
         for task in self._tasks:
             task.__class__ = kinds[type(task)]
-        self._shared = [in_this_process(each) for each in self._env.taskset.toolsets(self._env.taskset.config)]
+        self._shared = [in_this_process(toolset) for toolset in self._env.taskset.toolsets(self._env.taskset.config)]
         for toolset in self._shared:
             await toolset.setup()
         await self._env.start()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from treewise.errors import UnsupportedModelError
-from treewise.nn.support_table import installed_version
+from treewise.nn.platform.versions import installed_version
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 _ADVICE = ("Set TORCHDYNAMO_VERBOSE", "Set TORCH_LOGS", "You can suppress", "For more info")  # that torch appends

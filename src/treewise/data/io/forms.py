@@ -203,7 +203,7 @@ def has_form(record: Record) -> bool:
         if isinstance(last, dict) and last.get("role") in ("user", "tool", "function", "system", "developer"):
             return False
     if set(forms) & {"input_ids", "prompt_completion", "nodes"}:  # keys that dumps have, too
-        from treewise.data.formats import detect_format
+        from treewise.data.io.formats import detect_format
 
         return not detect_format(record)
     return bool(forms)

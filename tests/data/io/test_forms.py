@@ -8,7 +8,7 @@ import pytest
 
 from treewise.base.features import FEATURES
 from treewise.data import load_trees
-from treewise.data.forms import FORMS
+from treewise.data.io.forms import FORMS
 from treewise.errors import ConfigError, DataError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}

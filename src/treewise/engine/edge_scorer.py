@@ -1,0 +1,111 @@
+"""Log-probs of the tokens that a micro-batch predicts: on edges, from a parent's hidden row to a token.
+
+Where several entries ask for one edge (candidates of a teacher, tokens that are scored more than once), it is projected
+once.
+
+Letters: E edges or entries of a micro-batch, P entries of a forest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treewise.base.shapes import Float, Int
+from treewise.nn.guest import MicroBatchOutput
+from treewise.nn.lm_head import edge_loss, edge_values
+from treewise.nn.platform.tensors import to_device
+from treewise.planning.plans import edges_of
+from treewise.tree.forest import Forest
+from treewise.tree.prefix_merge import concatenated_ranges
+
+Values = dict[str, Tensor]
+Entries = tuple[np.ndarray, Values]  # [E] indices of terms, and by name the [E] values of these
+LossOfEntries = Callable[[Values, np.ndarray, slice], Tensor]  # of some terms of a micro-batch, see `EdgeScorer.loss`
+
+
+class EdgeScorer:
+    """Scores the tokens that each micro-batch predicts. Called on its output; None where it predicts none of them.
+
+    positions: [P] int64 tree positions of the scored tokens, ascending, none of them a first token; each is predicted
+    from the path to its parent. tokens: [P] token ids that are scored there; None: the tree's own, and then each
+    position is projected once however often it is listed. outputs: names out of `lm_head.OUTPUTS`.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        positions: Int[np.ndarray, " P"],
+        tokens: Int[np.ndarray, " P"] | None = None,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        self.forest, self.positions, self.tokens, self.outputs = forest, positions, tokens, outputs
+        self._is_needed = np.zeros(forest.num_tokens, dtype=bool)
+        self._is_needed[positions] = True
+
+    def __call__(self, output: MicroBatchOutput) -> Entries | None:
+        """[E] indices of scored tokens, and their [E] values by name."""
+        asked = self._asked(output)
+        if asked is None:
+            return None
+        values = edge_values(output.hidden, output.head(), asked.source, asked.tokens, self.outputs)
+        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))
+
+    def loss(self, output: MicroBatchOutput, loss_of: LossOfEntries) -> tuple[Float[Tensor, ""], Entries] | None:
+        """A loss that is a sum over tokens, a scalar whose gradients are taken on the way, for a backward that starts
+        from it (`lm_head.edge_loss`), and what was scored, detached.
+
+        loss_of: of some of the scored tokens, from their values, all indices and which of them these are.
+        """
+        asked = self._asked(output)
+        if asked is None:
+            return None
+
+        def of_edges(values: Values, edges: slice) -> Tensor:
+            return loss_of(asked.of_entries(values, edges), asked.entry, asked.entries(edges))
+
+        loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.tokens, of_edges, self.outputs)
+        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source))))
+
+    def _asked(self, output: MicroBatchOutput) -> "_Asked | None":
+        edges = edges_of(self.forest, output.positions, self._is_needed)
+        if len(edges.target) == 0:
+            return None
+        first = np.searchsorted(self.positions, edges.target, side="left")
+        count = np.searchsorted(self.positions, edges.target, side="right") - first
+        edge, entry = np.repeat(np.arange(len(edges.target)), count), concatenated_ranges(first, count)
+        device = output.hidden.device
+        if self.tokens is not None:
+            tokens = to_device(self.tokens[entry], device, torch.long)
+            return _Asked(entry, edges.source[edge], tokens)
+        tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
+        if len(entry) == len(edges.target):
+            return _Asked(entry, edges.source, tokens)
+        return _Asked(entry, edges.source, tokens, np.concatenate([[0], np.cumsum(count)]), to_device(edge, device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What a micro-batch is asked for: its edges ([E] hidden rows and tokens) and the indices of what each scores.
+
+    first, edge: where an edge scores several, the [E + 1] bounds of its entries, and the edge of each entry.
+    """
+
+    entry: np.ndarray
+    source: np.ndarray
+    tokens: Tensor
+    first: np.ndarray | None = None
+    edge: Tensor | None = None
+
+    def entries(self, edges: slice) -> slice:
+        """The entries of some edges."""
+        return edges if self.first is None else slice(int(self.first[edges.start]), int(self.first[edges.stop]))
+
+    def of_entries(self, values: Values, edges: slice) -> Values:
+        """The values of entries, from those of their edges."""
+        if self.edge is None:
+            return values
+        index = self.edge[self.entries(edges)] - edges.start
+        return {name: value[index] for name, value in values.items()}
