@@ -286,9 +286,8 @@ class OnlineTrainer:
         where = f"iteration {iteration + 1}"
         amount = self.collector.amount(self.settings.trees_per_iteration, self._budget(self.loop), self.loop)
         with sampling_progress(where, *amount, hidden=bool(self.args.disable_tqdm)) as advance:
-            recorded = self._journal(iteration + 1)
-            moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
-            drawn = self._collect(iteration, moment)
+            by = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
+            drawn = self._collect(iteration, Moment(where, self.loop, *by))
         if self.items.curriculum.measures_angles:
             prompts = [group.prompt_ids for group in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
