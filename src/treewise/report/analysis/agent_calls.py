@@ -108,12 +108,13 @@ def _episode(line: Mapping[str, Any]) -> AgentEpisode:
         found, left = list[AgentCall](), [number]
         while left:
             at = left.pop()
-            first, *others = below.get(at, [None])
+            on = below.get(at, [])
+            others = on[1:]
             if depth == MAX_DEPTH:  # further ones stand in one chain
                 left += reversed(others)
                 others = []
             found.append(_call(at, calls[at], tuple(chain(each, depth + 1) for each in others)))
-            left += [] if first is None else [first]
+            left += on[:1]
         return tuple(found)
 
     chains = tuple(chain(number) for number in below.get(None, ()))
