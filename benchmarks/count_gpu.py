@@ -36,7 +36,7 @@ from treewise.objectives import SFT
 from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
 
-MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
+MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
 WORKLOADS = ("tau2", "ratio-6.5", "164k-83k", "grpo", "no-sharing")
 RESULTS = Path(__file__).parent / "results"
 FREE_BYTES = 2**36  # of the device, beside what a step holds

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from treewise.bench import Settings, make, random_model
+from treewise.bench import Settings, make, random_model, workloads
 from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.nn import device
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -120,3 +122,20 @@ def test_who_cannot_take_part_says_why(model: torch.nn.Module, monkeypatch: pyte
     monkeypatch.setattr("treewise.nn.platform.memory.free_bytes", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match="weights and gradients take"):
         random_model("qwen3-tiny", torch.float32, CPU)
+
+
+def test_of_a_mixture_as_many_layers_are_made_as_fit(monkeypatch, capsys):
+    """Those of 30B-A3B have 0.6 B parameters each, so here of a small one."""
+    monkeypatch.setattr(workloads, "CUT_TO_FIT", {"mixture-tiny": 0.5})
+    kind, fields = workloads.SHAPES["mixture-tiny"]
+    monkeypatch.setitem(workloads.SHAPES, "mixture-tiny", (kind, {**fields, "num_hidden_layers": 5}))
+    monkeypatch.setattr(device, "free_bytes", lambda _: 2 * 8 * size_of_layers(4, kind, fields))
+    model = random_model("mixture-tiny", torch.float32, CPU)
+    assert model.config.num_hidden_layers == len(model.model.layers) == 4
+    assert "mixture-tiny: 4 of 5 layers fit into" in capsys.readouterr().err
+
+
+def size_of_layers(number, kind, fields):
+    config = AutoConfig.for_model(kind, **{**fields, "num_hidden_layers": number, "pad_token_id": None})
+    with torch.device("meta"):
+        return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())

@@ -96,6 +96,7 @@ LARGE = (
     "cohere2_vision",
     "got_ocr2",
     "pp_chart2table",
+    "qwen3_omni_moe_thinker",
 )
 NEEDS_MORE = ("entropy", *DISTILLATIONS)  # than log-probs of the trajectories' own tokens
 OF_LOGPROBS = ("logprobs", "shared")  # interfaces that give these alone
@@ -210,5 +211,6 @@ def settings_of(seed: int, num_families: int = 36, num_mixtures: int = 8) -> dic
     rows = [row for row in CapabilityTable.load().rows if row.status == SUPPORTED]
     names = [row.family for row in rows if row.family not in (*fixed, *LARGE)]
     random.Random(seed).shuffle(names)
-    names.sort(key=lambda name: name not in [each for each in names if each in MIXTURES][:num_mixtures])
-    return {**SETTINGS, "family": (*fixed, *names[: num_families - len(fixed)])}
+    first = [each for each in names if each in MIXTURES][:num_mixtures]
+    others = [each for each in names if each not in first][: num_families - len(fixed) - len(first)]
+    return {**SETTINGS, "family": (*fixed, *first, *others)}

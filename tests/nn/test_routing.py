@@ -105,6 +105,18 @@ def test_every_family_replays_as_flat_training_does(family):
     assert output.replay.num_otherwise > 0
 
 
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_every_product_of_experts_is_exact(way, is_recorded):
+    """Of transformers' `experts_implementation`, with a replay and without, against one that loops."""
+    model = mixture("qwen3_moe")
+    items = random_routes(model, TREE) if is_recorded else TREE
+    model.set_experts_implementation("eager")
+    flat = flat_step(model, items)
+    model.set_experts_implementation(way)
+    assert_replays(model, items, flat_of=flat)
+
+
 def test_groups_are_those_of_the_recorded_experts():
     groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
     for family, more in (("deepseek_v2", {"topk_method": "group_limited_greedy"}), ("deepseek_v3", {})):

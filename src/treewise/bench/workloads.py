@@ -4,6 +4,7 @@ Tokens do not change what a step costs, so random ones of a recorded shape are a
 workload exists in three sizes: `tiny` for tests, `cpu` for a small model on two cores, `full` for a GPU.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,6 +188,12 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, is_tied: bool = 
     return "qwen3", {**text_shape(hidden, inner, layers, heads, 8, 128, 151_936), "tie_word_embeddings": is_tied}
 
 
+def _mixture(text: Fields, inner: int, experts: int, chosen: int) -> tuple[str, Fields]:
+    """Qwen3-MoE: of every layer's experts some are chosen for a token."""
+    sizes = {"moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": chosen}
+    return "qwen3_moe", {**text, **sizes, "norm_topk_prob": True}
+
+
 def _hybrid(text: Fields, head_size: int, num_linear: int, times: int) -> tuple[str, Fields]:
     """Qwen3.5 of text: some gated delta nets before each layer of attention."""
     heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
@@ -208,11 +215,15 @@ SHAPES: dict[str, tuple[str, Fields]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, is_tied=False),
     "qwen3-14b": _qwen3(5120, 17_408, 40, 40, is_tied=False),
+    "mixture-tiny": _mixture(_TINY, 24, 8, 2),
+    "qwen3-30b-a3b": _mixture(text_shape(2048, 6144, 48, 32, 4, 128, 151_936), 768, 128, 8),
 }
+CUT_TO_FIT = {"qwen3-30b-a3b": 0.6}  # of such a shape as many layers as take this part of the free memory
 
 
 def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
-    """A model of a shape with random weights, in training mode; the same at every call.
+    """A model of a shape with random weights, in training mode; the same at every call. Of a shape in `CUT_TO_FIT` as
+    many layers as fit, which is told.
 
     Raises:
         ConfigError: an unknown shape.
@@ -231,9 +242,20 @@ def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "Pr
         fields = {**fields, "max_position_embeddings": 262_144, "pad_token_id": None}
     config = AutoConfig.for_model(kind, **fields)
     model_class = auto_class(config)
-    with torch.device("meta"):
-        num_parameters = sum(each.numel() for each in model_class.from_config(config).parameters())
-    needed, free = 2 * num_parameters * dtype.itemsize, free_bytes(device)
+
+    def num_parameters(num_layers: int) -> int:
+        config.num_hidden_layers = num_layers
+        with torch.device("meta"):
+            return sum(each.numel() for each in model_class.from_config(config).parameters())
+
+    num_layers, free, bytes_each = config.num_hidden_layers, free_bytes(device), 2 * dtype.itemsize  # and its gradient
+    if name in CUT_TO_FIT:
+        one, two = num_parameters(1), num_parameters(2)
+        room = CUT_TO_FIT[name] * free / bytes_each - one
+        fitting = min(num_layers, max(1, 1 + int(room // (two - one))))
+        sys.stderr.write(f"{name}: {fitting} of {num_layers} layers fit into {bytes_as_text(free)}\n")
+        num_layers = fitting
+    needed = bytes_each * num_parameters(num_layers)
     if needed > free:
         raise OutOfMemoryError(
             f"weights and gradients take {bytes_as_text(needed)}, of which {bytes_as_text(free)} are free."

@@ -33,7 +33,7 @@ from treewise.nn.platform.tensors import to_device
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-_WAY_OUT = f"so the experts of a sampler cannot be replayed; load the data with routes='ignore'. {SUPPORTED_MODELS}"
+_WAY_OUT = f"so the experts of a sampler cannot be replayed; set routing_replay=off. {SUPPORTED_MODELS}"
 
 
 # -- routers of a model -----------------------------------------------------------------------------------------------

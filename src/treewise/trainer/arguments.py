@@ -190,6 +190,12 @@ class TreeTrainingArguments(TrainingArguments):
         if self.shard_config and not self.sharded:
             raise ConfigError("shard_config says how parameters are sharded; give sharded: true, too, or leave it out.")
         self.shard_settings()
+        is_divided = self.sharded or self.tp_size * self.ep_size > 1
+        if is_divided and any(part in self.optimizer_name for part in ("8bit", "4bit")):
+            raise ConfigError(
+                f"optim={self.optimizer_name}: its codes cannot be saved where parameters are divided over processes "
+                "(sharded, tp_size, ep_size) yet; take adamw_torch, or processes with whole models."
+            )
         self._take_over_compilation()
         is_for_several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
         if is_for_several and "WORLD_SIZE" not in os.environ:

@@ -144,6 +144,10 @@ def test_whether_a_step_fits_into_one_gpu(rows: Path, tmp_path: Path, capsys: py
         run.write_text(f"model: {model}\ndata: {rows}\noutput_dir: {tmp_path}\n{more}\n")
         assert main(["plan", "--config", str(run), "--gpu_memory", "1GiB", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["gpu"]["bytes_weights"] == (4 + of_trained) * parameters
+    for more, each in (("float32_gradients: true", 10), ("float32_gradients: true\noptim: adamw_torch_8bit", 8)):
+        run.write_text(f"model: {model}\ndata: {rows}\noutput_dir: {tmp_path}\n{more}\n")
+        assert main(["plan", "--config", str(run), "--gpu_memory", "1GiB", "--json", "--dtype", "bfloat16"]) == 0
+        assert json.loads(capsys.readouterr().out)["gpu"]["bytes_weights"] == each * parameters
     run.write_text(f"model: {model}\ndata: {rows}\noutput_dir: {tmp_path}\nlora: {{r: 2}}\n")
     assert main(["plan", "--config", str(run), "--gpu_memory", "1GiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpu"]["bytes_weights"] < 5 * parameters

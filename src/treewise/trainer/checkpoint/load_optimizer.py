@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError
+from treewise.trainer.checkpoint.coded_states import in_parts, whole
 from treewise.trainer.checkpoint.json_values import from_plain
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, OptimizerState, checksum, inner, names_of
 from treewise.trainer.checkpoint.weights import load_shards, refuse_gaps
@@ -51,7 +52,7 @@ def load_optimizer(folder: Path, optimizer: Optimizer, model: nn.Module) -> None
     # And those of its groups: on a mesh transformers makes one for each mesh that parameters are on.
     then = {name: group for group in listed.groups for name in group["params"]}
     groups = [_settled_group([then[names[index]] for index in group["params"]], group) for group in now]
-    state = {index: read.entries[name] for index, name in names.items() if name in read.entries}
+    state = {index: whole(read.entries[name]) for index, name in names.items() if name in read.entries}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -154,7 +155,7 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
     """Raises `CheckpointError` for the first entry that the optimizer's own steps would not make: missing, unknown, or
     of another shape or dtype. Of a class that takes no step without values, parameters of a group are compared.
     """
-    index, first_of = 0, dict[tuple[int, int], set[str]]()
+    index, first_of = 0, dict[tuple[int, int, bool], set[str]]()
     for number, group in enumerate(inner(optimizer).param_groups):
         for parameter in group["params"]:
             name, index = names[index], index + 1
@@ -162,7 +163,9 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
                 continue
             found = {entry: _kind(value) for entry, value in listed.entries[name].items()}
             expected = _kinds_after_a_step(inner(optimizer), group, parameter)
-            wanted = first_of.setdefault((number, parameter.dim()), set(found)) if expected is None else set(expected)
+            is_coded = any(kind.endswith("uint8") for kind in found.values())  # of 8 bits; small parameters are not
+            like = number, parameter.dim(), is_coded
+            wanted = first_of.setdefault(like, set(found)) if expected is None else set(expected)
             if set(found) != wanted:
                 raise CheckpointError(
                     f"the optimizer's state of {name} has {', '.join(sorted(found)) or 'no entries'}; this run's keeps "
@@ -177,7 +180,10 @@ def _refuse_other_entries(listed: OptimizerState, optimizer: Optimizer, names: d
 
 
 def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, str] | None:
-    """Kinds of a parameter's entries once it was trained; None for classes that take no step without values."""
+    """Kinds of a parameter's entries once it was trained; None for classes that take no step without values, or keep
+    another number of bits for some parameters (bitsandbytes' manager)."""
+    if hasattr(optimizer, "mng"):
+        return None
     kind, settings = type(optimizer), {**group, "fused": None, "foreach": None}
     del settings["params"]
     empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
@@ -189,7 +195,7 @@ def _kinds_after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: 
         twin.step()
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    return {entry: _kind(value) for entry, value in twin.state[empty].items()}
+    return {entry: _kind(value) for entry, value in in_parts(twin.state[empty]).items()}
 
 
 def _kind(value: object) -> str:

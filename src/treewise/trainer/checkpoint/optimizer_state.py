@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
+from treewise.trainer.checkpoint.coded_states import apart, in_parts
 from treewise.trainer.checkpoint.json_values import to_plain
 
 OPTIMIZER = "optimizer"  # .safetensors and .json; with sharded parameters a folder
@@ -57,7 +58,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     state, names = optimizer.state_dict(), names_of(optimizer, model)
     return OptimizerState(
         kind=type(inner(optimizer)).__name__,
-        entries={names[index]: dict(entries) for index, entries in state["state"].items()},
+        entries={names[index]: in_parts(entries) for index, entries in state["state"].items()},
         groups=[{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]],
         rest={key: value for key, value in state.items() if key not in ("state", "param_groups")},
     )
@@ -72,7 +73,7 @@ def save_optimizer(folder: Path, state: OptimizerState, *, is_sharded: bool = Fa
     tensors: dict[str, torch.Tensor] = {}
     entries = to_plain(state.entries, tensors)
     if not is_sharded:
-        tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+        tensors = apart({name: each.detach().cpu().contiguous() for name, each in tensors.items()})
         save_file(tensors, folder / f"{OPTIMIZER}.safetensors")
     members = [name for group in state.groups for name in group["params"]]
     content = {
