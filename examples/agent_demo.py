@@ -35,11 +35,11 @@ from treewise.errors import duration
 from treewise.models.load_model import load_model
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import BookSettings, SuccessBook
+from treewise.rl.tasks.agent_task import AgentTask
 
 HERE = Path(__file__).parent
 PEOPLE = ("Anna", "Ben", "Carl", "Dora", "Emma", "Fred", "Gina", "Hans", "Ida", "Jack")

@@ -23,10 +23,10 @@ from tests.trainer.helpers import in_child
 from treewise.cli.main import main
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import SampleRequest
+from treewise.rl.tasks.agent_task import AgentTask
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")]
 

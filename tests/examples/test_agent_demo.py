@@ -12,13 +12,13 @@ import pytest
 from tests.rl.online.helpers import TOKENIZER, arguments, tiny_policy
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online import OnlineSettings
 from treewise.rl.online.collector import GroupRequest, Moment
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.tasks_by_name import task_named
 from treewise.rl.online.trees import tree_collector
 from treewise.rl.success_book import BookSettings, SuccessBook
+from treewise.rl.tasks.agent_task import AgentTask
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PYTHON = os.environ.get("TREEWISE_AGENTS_PYTHON")

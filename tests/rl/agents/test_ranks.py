@@ -14,9 +14,9 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.agents.tasks import AgentTask
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.samplers import TransformersSampler
+from treewise.rl.tasks.agent_task import AgentTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("test_agents_running")]
 
