@@ -109,7 +109,7 @@ class AgentCollector:
             endpoint = Endpoint(self.episodes, host=agent_settings.host)
             url = stack.enter_context(listening(endpoint, agent_settings.port))
             seconds, needs_reward = agent_settings.episode_seconds, task.functions is None
-            given = {"seconds": seconds, "needs_reward": needs_reward, "python": agent_settings.python}
+            given: dict[str, Any] = {"seconds": seconds, "needs_reward": needs_reward, "python": agent_settings.python}
             self.runner = AgentRunner(agent, url, self.episodes, **given)
             stack.callback(self.runner.close)
             stack.callback(self.calls.close)
