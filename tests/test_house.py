@@ -41,6 +41,7 @@ WHOLE_PACKAGE = {
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
     "rl/tasks/of_others/verifiers_env/test_shipped": "environments that the wheel of verifiers ships",
     "rl/agents/test_runs": "online runs with an agent",
+    "rl/agents/test_ranks": "several processes with an agent against one",
     "rl/agents/frameworks/test_frameworks": "agents of frameworks from PyPI",
     "rl/agents/wire/test_sdks": "the official SDKs against the endpoint",
     "rl/online/test_meshes": "runs of policies that no process has whole",

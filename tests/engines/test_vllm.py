@@ -14,14 +14,19 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
-from tests.engines.runs import HEADS, MOST_GAP, assert_the_same, gaps, policy, run, sampler_on
-from tests.rl.online.helpers import TOKENIZER, digest, tiny_policy
+from tests.engines.runs import HEADS, MOST_GAP, SECONDS, assert_the_same, gaps, policy, run, sampled_ids, sampler_on
+from tests.rl.agents.plain_agents import __file__ as PLAIN
+from tests.rl.online.helpers import TOKENIZER, arguments, digest, settings, tiny_policy
 from tests.rl.samplers.stand_in import largest_gap
 from tests.trainer.forked_ranks import free_port, join
 from tests.trainer.helpers import in_child
 from treewise.cli.main import main
+from treewise.rl.agents.collecting import AgentCollector
+from treewise.rl.agents.settings import AgentSettings
+from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.samplers import SampleRequest
+from treewise.rl.tasks.agent_task import AgentTask
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")]
 
@@ -155,6 +160,39 @@ def test_a_run_from_the_command(servers, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out" / "server_weights").exists()
     state = json.loads((Path("out") / "trainer_state.json").read_text())
     assert max(each["logprob_gap"] - 1 for each in state["log_history"] if "logprob_gap" in each) < MOST_GAP
+
+
+@pytest.mark.parametrize("agent", ["rewriting", "right"])
+def test_an_agent_is_sampled_on_servers_by_token_ids(agent, servers, tmp_path):
+    """An agent of one call, and one that rewrites its history, calls side by side and forks: each token is trained
+    once, as it was sampled, with the log-prob of the weights that were handed over; two servers sample what one does.
+    """
+    trainer = agent_run(agent, servers, tmp_path / "two")
+    logs = [each for each in trainer.log_history if "logprob_gap" in each]
+    assert len(logs) == 2
+    assert max(gaps(trainer)) < MOST_GAP
+    for each in logs:
+        assert each["sampled_tokens"] == each["recorded_tokens"] == each["trained_tokens"] > 0
+        assert each["failed_rollouts"] == 0
+        assert each["agent_calls"] == each["num_rollouts"] * (16 if agent == "rewriting" else 1)
+    assert digest(trainer.model) != digest(policy())
+    if agent == "rewriting":
+        assert logs[-1]["agent_forks"] >= 3 * logs[-1]["num_rollouts"]
+    one = agent_run(agent, servers[:1], tmp_path / "one")
+    assert sorted(sampled_ids(one)) == sorted(sampled_ids(trainer))
+
+
+def agent_run(agent, servers, folder):
+    """Two iterations of `plain_agents.py`, on servers."""
+    model = policy()
+    rows = AgentTask([{"question": f"{number}+2?"} for number in range(6)], held_out=0.2)
+    online = settings(branching="none", branching_settings={}, max_new_tokens=6, max_length=250)
+    own = AgentSettings(episodes=2, gather_seconds=0.0, episode_seconds=SECONDS)
+    collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, rows, online, own)
+    given = {"sampler": sampler_on(*servers), "collector": collector}
+    trainer = OnlineTrainer(model, rows, TOKENIZER, online, arguments(folder, max_tokens=None), **given)
+    trainer.train()
+    return trainer
 
 
 @pytest.mark.parametrize("weights", ["reload", "adapter"])  # whole weights first: see `ServedModel.blank`

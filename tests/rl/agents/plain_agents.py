@@ -170,7 +170,7 @@ def post(path, body):
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as answer:
+    with opener.open(request, timeout=600) as answer:
         read = answer.read()
     return read.decode() if body.get("stream") else json.loads(read)
 
@@ -211,6 +211,53 @@ def rewriting(task):
         turn_of([system, user, first, {"role": "user", "content": "from a fork"}])
         os._exit(0)
     os.waitpid(child, 0)
+    return random.random()
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"properties": {}}}}
+
+
+def hostile(task):
+    """Rewrites its history in twelve ways, calls with a key that it guesses, from a fork, and dies in the end where a
+    draw says so."""
+    system, user = {"role": "system", "content": "Count."}, {"role": "user", "content": task["question"]}
+    again, asked = {"role": "user", "content": "And?"}, {"name": "add", "arguments": '{"a": 1}'}
+    uses = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "c1", "function": asked}]}
+
+    def turn_of(*talk, **more):
+        return chat(list(talk), **more)["choices"][0]["message"]
+
+    def said(text):
+        return {"role": "assistant", "content": text}
+
+    def result(text):
+        return {"role": "tool", "tool_call_id": "c1", "content": text}
+
+    first = turn_of(system, user)
+    text = first["content"] or ""
+    second = turn_of(system, user, first, again)
+    turn_of(system, user, uses, result("123456"))
+    turn_of({**system, "content": "Count well."}, user, first, again)  # 1: the system prompt
+    turn_of(system, {**user, "content": "3+4?"}, first, again)  # 2: what the user asked
+    turn_of(system, user, said(text[: len(text) // 2]), again)  # 3: half of a turn
+    turn_of(system, user, said("Something else."), again)  # 4: a whole turn
+    turn_of(system, user, said(text + "!"), again)  # 5: more than the turn was
+    turn_of(system, user, uses, result("123"))  # 6: a result that is cut
+    turn_of(system, user, uses, result("654321"))  # 7: another result
+    turn_of(system, user, again, second, again)  # 8: a turn less
+    turn_of(system, user, first, first, again)  # 9: a turn twice
+    turn_of(system, again, second, user, first, again)  # 10: another order
+    turn_of(system, {"role": "user", "content": "So far: nothing."})  # 11: a summary
+    turn_of(system, user, first, again, tools=[ADD])  # 12: other tools
+    turn_of(system, user, first, again, tools=[ADD])  # the same once more
+    lying(task)
+    child = os.fork()
+    if not child:
+        turn_of(system, user, first, {"role": "user", "content": "from a fork"})
+        os._exit(0)
+    os.waitpid(child, 0)
+    if random.random() < 0.5:
+        os.kill(os.getpid(), signal.SIGKILL)
     return random.random()
 
 

@@ -178,9 +178,10 @@ def test_rewards_of_calls_are_at_their_last_tokens():
 
 
 @pytest.mark.parametrize("normalization", ["token_mean", "rollout_mean"])
-def test_training_on_an_agents_calls_is_a_plain_loop_over_them(normalization):
-    """An agent that rewrites its history in every way: each call's prompt and reply as the sampler saw them, with the
-    advantage of its episode; whole and at a budget."""
+@pytest.mark.parametrize(("agent", "num_episodes", "num_failed"), [("rewriting", 3, 0), ("hostile", 5, 2)])
+def test_training_on_an_agents_calls_is_a_plain_loop_over_them(agent, num_episodes, num_failed, normalization):
+    """An agent that rewrites its history in every way, and one that also lies about its key and dies: each call's
+    prompt and reply as the sampler saw them, with the advantage of its episode; whole and at a budget."""
     model = tiny_policy(max_position_embeddings=4096)
     seen, sampler = [], TransformersSampler(model)
 
@@ -193,19 +194,23 @@ def test_training_on_an_agents_calls_is_a_plain_loop_over_them(normalization):
             )
             return found
 
-    with collector_of("rewriting", online={"max_new_tokens": 9}) as collector:
+    with collector_of(agent, online={"max_new_tokens": 9}, episodes=num_episodes) as collector:
         (group,) = collector.collect(requests(1), moment(Watched())).groups
-    spans = spans_of([group])
-    context = Counter(seen) - spans
-    assert spans + context == Counter(seen)
-    assert context.total() == 3  # of the judge
-    assert group.counts["agent_calls"] == 3 * 16
-    assert group.counts["agent_forks"] >= 3 * 3
-    rewards = np.array(group.rewards)
-    advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    spans = spans_of([group], num_episodes)
+    others = Counter(seen) - spans
+    assert spans + others == Counter(seen)
+    assert group.rewards.count(None) == num_failed
+    num_others = sum(len(ids) * count for (_, ids, _), count in others.items())
+    assert num_others == group.num_failed + group.counts["context_tokens"]
+    assert others.total() == (3 if agent == "rewriting" else num_failed * 18)  # of the judge, or of those that died
+    assert group.counts["agent_calls"] == num_episodes * (16 if agent == "rewriting" else 18)
+    assert group.counts["agent_forks"] >= num_episodes * (3 if agent == "rewriting" else 9)
+    rewards = np.array([np.nan if reward is None else reward for reward in group.rewards])
+    lengths = [length for length, reward in zip(group.lengths, group.rewards, strict=True) if reward is not None]
+    advantages = (rewards - np.nanmean(rewards)) / (np.nanstd(rewards, ddof=1) + 1e-4)
     rollout_of = {tuple(row.token_ids.tolist()[:end]): row.rollout for row in group.rows for end in ends_of(row)}
-    weights = np.array(group.lengths if normalization == "rollout_mean" else [sum(group.lengths)] * 3, dtype=float)
-    weights *= 3 if normalization == "rollout_mean" else 1
+    is_by_rollout = normalization == "rollout_mean"
+    weights = [length * len(lengths) if is_by_rollout else sum(lengths) for length in group.lengths]
     model.zero_grad()
     for prefix, ids, _ in spans.elements():
         logits = model(torch.tensor([[*prefix, *ids]])).logits[0, len(prefix) - 1 : -1].float()
@@ -346,3 +351,26 @@ def test_a_command_is_an_agent_too():
         found = collector.collect(requests(1), moment(Speaker()))
     assert found.groups[0].rewards == [0.5] * 3
     assert "OPENAI_API_KEY" not in os.environ
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_episodes(tmp_path):
+    """What is recalled counts, too; each completion is told, so that whoever watches may end the collecting."""
+    path, told = tmp_path / "journal.jsonl", []
+    with collector_of("right") as collector:
+        assert collector.amount(2, 100, LoopState(SuccessBook(BookSettings()))) == (6, "episode")
+        for _ in range(2):
+            collector.collect(requests(), moment(Speaker(), path, progress=told.append))
+    assert [sum(told[:-6]), told[-6:]] == [6, [1] * 6]
+    assert told.count(0) == 6
+    with collector_of("right", episodes=None) as collector:
+        assert collector.amount(2, 100, LoopState(SuccessBook(BookSettings()))) == (16, "episode")
+
+
+def test_held_out_episodes_that_fail_are_named(caplog):
+    with collector_of("raising") as collector:
+        collector.evaluate([TASK.item("held_out", 0)], moment(Speaker(), where="evaluation"), 9)
+    assert "evaluation: 1 of 1 episodes have no reward and are set aside: 1 raised." in caplog.text
+    assert "ValueError: no idea" in caplog.text

@@ -14,7 +14,7 @@ import pytest
 from tests.rl.agents.helpers import Speaker, assert_rows_are, episodes_on
 from treewise.errors import ConfigError, SamplerError
 from treewise.rl.agents.endpoint import Endpoint, listening
-from treewise.rl.agents.host import is_function
+from treewise.rl.agents.host import is_function, rehearse
 from treewise.rl.agents.running import AgentRunner
 
 PLAIN = Path(__file__).parent / "plain_agents.py"
@@ -218,3 +218,50 @@ def test_agents_end_with_the_run():
                 threading.Event().wait(0.01)
             runner.close()
             assert found.result(60).kind == "stopped"
+
+
+# -- another Python ---------------------------------------------------------------------------------------------------
+
+
+def test_a_function_runs_in_another_python_with_modules_of_its_own(tmp_path):
+    """Of the names that modules of ours have, too; and without treewise's own path."""
+    (tmp_path / "tasks.py").write_text("REWARD = 0.75\n")
+    (tmp_path / "agent.py").write_text(
+        "import sys\nimport settings\nimport tasks\nfrom plain_agents import call\n"
+        "def run(task):\n    call(task['question'])\n    return tasks.REWARD + settings.MORE\n"
+    )
+    (tmp_path / "settings.py").write_text("MORE = 1\n")
+    (tmp_path / "plain_agents.py").write_text(PLAIN.read_text())
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    speaker = Speaker(["Three."])
+    with episodes_on(speaker) as episodes, listening(Endpoint(episodes)) as url:
+        runner = AgentRunner(f"{tmp_path / 'agent.py'}:run", url, episodes, python=str(python))
+        try:
+            episode = episodes.open("first", "task", seed=5)
+            assert runner.run(episode, TASK).reward == 1.75
+            assert_rows_are(speaker, episode)
+        finally:
+            runner.close()
+
+
+@pytest.mark.parametrize(
+    ("agent", "python", "words"),
+    [
+        ("python x.py", sys.executable, "is given with the command 'python x.py'"),
+        (
+            f"{PLAIN}:right",
+            "/nowhere/python",
+            "/nowhere/python: No such file or directory; name a Python 3.10 or later",
+        ),
+    ],
+)
+def test_a_python_that_cannot_be_is_named(agent, python, words):
+    with episodes_on(Speaker()) as episodes, pytest.raises(ConfigError, match=re.escape(words)):
+        AgentRunner(agent, "http://127.0.0.1:9", episodes, python=python)
+
+
+def test_an_sdk_of_another_form_is_left_to_the_forks(monkeypatch):
+    """A rehearsal that fails costs time alone."""
+    monkeypatch.setitem(sys.modules, "openai", object())
+    rehearse()

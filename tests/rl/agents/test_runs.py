@@ -12,6 +12,7 @@ from tests.rl.online.helpers import TOKENIZER, arguments, settings, tiny_policy
 from tests.rl.online.test_routing_replay import mixture
 from treewise.data.load import load_trees
 from treewise.errors import CheckpointError, ConfigError, TaskError
+from treewise.report import read_run
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
 from treewise.rl.online import OnlineTrainer
@@ -27,7 +28,7 @@ def new_trainer(folder, agent="drawn_reward", *, own=None, model=None, **changes
     model = tiny_policy(max_position_embeddings=4096) if model is None else model
     online = settings(**{"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **changes})
     given = AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})})
-    collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, TASK, online, given)
+    collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, TASK, online, given, folder=folder)
     sampler = TransformersSampler(model, isolate_requests=True)
     more = {"sampler": None if online.max_staleness else sampler, "collector": collector}
     return OnlineTrainer(model, TASK, TOKENIZER, online, arguments(folder), **more)
@@ -154,3 +155,26 @@ def test_rewards_of_calls_are_credited_by_turns(tmp_path):
     trainer.train()
     rows = (tmp_path / "rollouts" / "iteration-00001.jsonl").read_text().splitlines()
     assert all(max(json.loads(row)["token_rewards"]) == np.float32(0.25) for row in rows)
+
+
+def test_the_calls_of_each_iteration_are_on_the_page(tmp_path):
+    """From the run to the page: as many as were made, with their text, where each went on from, and what forks cost."""
+    online = {"iterations": 2, "eval_every": 0}
+    trainer = new_trainer(tmp_path, "rewriting", **online)
+    logs = trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "calls" / "iteration-00002.jsonl").read_text().splitlines()]
+    assert len(lines) == 6
+    assert sum(len(line["calls"]) for line in lines) == logs["agent_calls"]
+    assert sum(sum(call["tokens"]) for line in lines for call in line["calls"]) == (
+        logs["sampled_tokens"] + logs["context_tokens"]
+    )
+    assert sum(call["again_tokens"] for line in lines for call in line["calls"]) == logs["written_again_tokens"]
+    first, second = lines[0]["calls"][:2]
+    assert first["text"].startswith("<|im_start|>system\nCount.")
+    assert second["from"] == 0
+    assert second["text"].endswith("And?<|im_end|>\n<|im_start|>assistant\n")
+    agent = read_run(tmp_path).online.agent
+    assert agent.num_calls == logs["agent_calls"]
+    assert sum(count for _, count, _ in agent.forks) == logs["agent_forks"]
+    assert sum(again for _, _, again in agent.forks) == logs["written_again_tokens"]
+    assert agent.share_ratio == pytest.approx(logs["share_ratio"], rel=0.05)  # of trees, not merged with one another

@@ -26,6 +26,9 @@ class Flat:
     def prompt_ids(self, item):
         return PROMPT
 
+    def amount(self, num_groups, budget, state):
+        return num_groups, "group"
+
     def collect(self, requests, moment):
         self.moments.append(moment)
         groups = [self.group(each) for each in requests]

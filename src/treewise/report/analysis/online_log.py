@@ -13,10 +13,11 @@ import numpy as np
 from treewise.advantages import segment_values
 from treewise.base.own_files import damage, read_own, unsealed
 from treewise.errors import DataError
+from treewise.report.analysis.agent_calls import AgentReport, agent_report, parsed_line
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-FOLDER, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"
+FOLDER, EVALUATIONS, DRAWS, CALLS = "rollouts", "evaluations", "curriculum", "calls"
 _NUM_PARTS = 10  # of predictions from 0 to 1, in the calibration
 _OVER_TOKENS = {"reward": "reward, training", "eval_reward": "reward, held out", "eval_pass@1": "pass@1, held out"}
 _MAX_ROWS = 20_000  # of one iteration that is read for its trees
@@ -79,7 +80,9 @@ class HeldOutChange:
 
 @dataclass(frozen=True, slots=True)
 class OnlineReport:
-    """predicted, observed: success by the book and in fact, of each tenth that had trials; trials: their numbers."""
+    """predicted, observed: success by the book and in fact, of each tenth that had trials; trials: their numbers.
+    agent: the calls of the last iteration, where an agent made them.
+    """
 
     over_tokens: tuple[TokenSeries, ...]
     predicted: tuple[float, ...]
@@ -87,6 +90,7 @@ class OnlineReport:
     trials: tuple[float, ...]
     trees: tuple[RewardTree, ...]
     held_out: tuple[HeldOutChange, ...] = ()
+    agent: AgentReport | None = None
 
 
 def read_online(run: Path, history: Sequence[Mapping[str, Any]]) -> OnlineReport | None:
@@ -98,7 +102,8 @@ def read_online(run: Path, history: Sequence[Mapping[str, Any]]) -> OnlineReport
     if not any("sampled_tokens" in entry for entry in history):
         return None
     predicted, observed, trials = _calibration(run)
-    return OnlineReport(_over_tokens(history), predicted, observed, trials, _trees(run), _held_out(run))
+    found = (_over_tokens(history), predicted, observed, trials, _trees(run), _held_out(run), _agent(run))
+    return OnlineReport(*found)
 
 
 def _over_tokens(history: Sequence[Mapping[str, Any]]) -> tuple[TokenSeries, ...]:
@@ -165,6 +170,25 @@ def _trees(run: Path) -> tuple[RewardTree, ...]:
         for which, name in chosen.items() if len(ranked) > 1 else list(chosen.items())[:1]:
             found.append(reward_tree(groups[name], _iteration(path) or 0, which, name, texts.get(name, ())))
     return tuple(found)
+
+
+def _agent(run: Path) -> AgentReport | None:
+    """The last iteration of an agent, with the sharing of its rows; None of another run."""
+    files = _files(run / CALLS)
+    if not files:
+        return None
+    lines = list[dict[str, Any]]()
+
+    def take(line: dict[str, Any]) -> None:
+        lines.append(parsed_line(line))
+
+    read_own(files[-1], partial(_each_line, take), f"calls of an agent: {_ADVICE}", DataError)
+    rows = run / FOLDER / files[-1].name
+    groups = _groups(rows)[0].values() if rows.is_file() else ()
+    forests = [Forest.from_trajectories(own) for own in groups]
+    sizes = np.array([[each.num_flat_tokens, each.num_leaf_tokens, each.num_tokens] for each in forests] or [[1, 1, 1]])
+    flat, leaf, tree = sizes.sum(axis=0).tolist()
+    return agent_report(_iteration(files[-1]) or 0, lines, flat / tree, leaf / tree)
 
 
 def _held_out(run: Path) -> tuple[HeldOutChange, ...]:

@@ -6,6 +6,7 @@ episode share its reward and its number of a rollout, and all rows of a task are
 """
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit
 from treewise.rl.agents.batching import Batcher
+from treewise.rl.agents.calls import calls_of, write_calls
 from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episode, Episodes
@@ -34,12 +36,14 @@ from treewise.rl.agents.settings import AgentSettings, check_online
 from treewise.rl.agents.stop_ids import stop_ids_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
+from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
 from treewise.rl.tasks.agent_task import AgentTask, request_of
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
+logger = logging.getLogger("treewise")
 POLL_SECONDS = 0.2  # between two looks for a signal while episodes run
 MAX_SHOWN = 5  # different failures of an iteration that are named
 
@@ -62,7 +66,7 @@ class AgentCollector:
         model: that is trained.
         task: whose items are the agent's tasks.
         temperature: of trained calls.
-        folder: of the run, for what reward functions log.
+        folder: of the run, for the calls of each iteration and what reward functions log.
 
     Raises:
         ConfigError: the agent cannot be loaded, the endpoint not listen, or a setting has no meaning with an agent.
@@ -81,7 +85,13 @@ class AgentCollector:
         folder: Path | None = None,
     ) -> None:
         check_online(settings)
+        if agent_settings.port and ranks.count() > 1:
+            raise ConfigError(
+                f"agent_settings.port={agent_settings.port} is one port, and each of the {ranks.count()} processes of "
+                "this run has an endpoint of its own; leave it out."
+            )
         self.agent, self.task, self.settings, self.own = agent, task, settings, agent_settings
+        self.folder = folder
         self.extras = (
             None
             if folder is None
@@ -99,7 +109,8 @@ class AgentCollector:
             endpoint = Endpoint(self.episodes, host=agent_settings.host)
             url = stack.enter_context(listening(endpoint, agent_settings.port))
             seconds, needs_reward = agent_settings.episode_seconds, task.functions is None
-            self.runner = AgentRunner(agent, url, self.episodes, seconds=seconds, needs_reward=needs_reward)
+            given: dict[str, Any] = {"seconds": seconds, "needs_reward": needs_reward, "python": agent_settings.python}
+            self.runner = AgentRunner(agent, url, self.episodes, **given)
             stack.callback(self.runner.close)
             stack.callback(self.calls.close)
             self._stack = stack.pop_all()
@@ -114,6 +125,10 @@ class AgentCollector:
         ids: list[int] = self.writer.prompt_ids(written).tolist()
         return ids
 
+    def amount(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
+        """See `Collector`: episodes, whose tokens nobody knows before."""
+        return num_groups * self.own.num_episodes(budget // num_groups, state.expected_tokens), "episode"
+
     def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
         """See `Collector`."""
         expected = moment.state.expected_tokens
@@ -126,13 +141,17 @@ class AgentCollector:
                 name = "/".join(map(str, request.seed))
                 wanted += [Wanted(f"{name}/{n}", request.item, (*request.seed, n)) for n in range(count)]
         seconds, parts = self._run(wanted, moment, self.limits)
-        found = Collected([], seconds=seconds)
+        found, shown = Collected([], seconds=seconds), list[dict[str, Any]]()
         for request, count in zip(requests, sizes, strict=True):
             own = parts[request.number % ranks.count()]
             name = "/".join(map(str, request.seed))
             records = [own[f"{name}/{n}"] for n in range(count)]
             found.groups.append(self._group(request, records, moment))
             _count(found, records)
+            shown += [{**record, "task": request.key} for record in records]
+        if self.folder is not None and moment.trainer_state is not None and ranks.own() == 0:
+            number, is_first = moment.trainer_state.global_step + 1, requests[0].number == 0
+            write_calls(self.folder, number, shown, is_first=is_first)
         found.warnings = _warnings(parts)
         return found
 
@@ -146,6 +165,8 @@ class AgentCollector:
         temperature = self.settings.eval_temperature
         limits = replace(self.limits, temperature=temperature, top_p=1.0, top_k=0, records_experts=False)
         _, parts = self._run(wanted, moment, limits)
+        for line in _warnings(parts) if ranks.own() == 0 else ():
+            logger.warning("%s: %s", moment.where, line)
         records = [parts[number % ranks.count()][f"{seed}/{number}"] for number in range(len(items))]
         found = Collected([])
         held_out = []
@@ -260,9 +281,8 @@ class _InProgress:
     def _run_agents(self, left: Sequence[Wanted]) -> None:
         collector, own = self.collector, self.collector.own
 
-        def on_sampled(num_tokens: int) -> None:
-            if self.moment.progress is not None:
-                self.events.put(lambda: self.moment.progress(num_tokens))  # type: ignore[misc]
+        def on_sampled(_num_tokens: int) -> None:
+            self.events.put(lambda: self._advance(0))  # whoever watches may end the collecting
 
         batcher = Batcher(self.moment.sampler, gather_seconds=own.gather_seconds, on_sampled=on_sampled)
         batcher.num_expected = 0
@@ -292,12 +312,17 @@ class _InProgress:
             threads.shutdown()
             batcher.close()
 
+    def _advance(self, num_episodes: int) -> None:
+        if self.moment.progress is not None:
+            self.moment.progress(num_episodes * ranks.count())  # of all processes, as each does its share
+
     def _recalled(self, wanted: Wanted) -> bool:
         journal = self.moment.journal
         record = journal.recall("episode", wanted.name, self.collector.question(wanted, self.limits))
         if record is None:
             return False
         self._keep(wanted, record)
+        self._advance(1)
         return True
 
     def _one(self, wanted: Wanted, batcher: Batcher) -> tuple[Wanted, dict[str, Any]]:
@@ -329,6 +354,7 @@ class _InProgress:
         journal, question = self.moment.journal, self.collector.question(wanted, self.limits)
         journal.record("episode", [(wanted.name, question, record)])
         self._keep(wanted, record)
+        self._advance(1)
 
     def _keep(self, wanted: Wanted, record: dict[str, Any]) -> None:
         self.found[wanted.name] = record
@@ -393,7 +419,7 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
         "account": asdict(account),
         "reasons": dict(episode.recording.reasons),
         "refused": dict(episode.refused),
-        "calls": _calls_of(episode),
+        "calls": calls_of(episode),
     }
 
 
@@ -413,23 +439,6 @@ def _talk_of(episode: Episode) -> list[dict[str, Any]]:
 
 def _question_of_reward(record: Mapping[str, Any]) -> list[Any]:
     return [record["talk"], record["agent_reward"]]
-
-
-def _calls_of(episode: Episode) -> list[dict[str, Any]]:
-    """The calls as a tree: where each went on from, and what came."""
-    return [
-        {
-            "call": call.id,
-            "from": None if call.start is None else call.start.call.number,
-            "model": call.asked.model,
-            "is_trained": call.is_trained,
-            "prompt_tokens": call.num_prompt,
-            "tokens": [choice.num_sampled for choice in call.choices],
-            "finish": [choice.finish for choice in call.choices],
-            "fork": call.reason,
-        }
-        for call in episode.recording.calls
-    ]
 
 
 def _prompt_of(row: Mapping[str, Any]) -> list[int]:

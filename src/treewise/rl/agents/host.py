@@ -5,12 +5,16 @@ warden, which only waits, and below it the agent, in a session of its own. Whate
 warden is gone, a child of this process (on Linux, where it and the wardens are subreapers), and is killed: also what
 left the agent's group, and where the agent died. Where the run itself is gone, the link to it closes, and all ends.
 
+It runs in this Python or in another one, with the agent's own packages, which need not hold treewise: only the standard
+library is imported here, and what the agent itself imports.
+
 Lines of JSON go over the link: `{"id", "task", "environment", "seconds"}` starts an episode, `{"id", "end": true}` ends
-one; `{"id", "result"}` comes back. Only the standard library is imported here, and what the agent itself imports.
+one; `{"id", "result"}` comes back.
 """
 
 import asyncio
 import ctypes
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -25,6 +29,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +37,47 @@ from typing import Any, NoReturn
 KEPT_BYTES = 16_384  # of an agent's output, its end
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl
 STREAMS = ("stdout", "stderr", "result")
+_USAGE = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
+# An answer of each call that an SDK is made to read before the forks, by what of its path begins.
+ANSWERS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {
+        "id": "r",
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "model": "m",
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {**_USAGE, "input_tokens_details": {}, "output_tokens_details": {}},
+        "output": [
+            {"id": "f", "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+            {
+                "id": "m",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "", "annotations": []}],
+            },
+        ],
+    },
+    "/v1/chat/completions": {
+        "id": "c",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}],
+    },
+    "/v1/messages": {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "stop_reason": "end_turn",
+        "usage": _USAGE,
+        "content": [{"type": "text", "text": ""}],
+    },
+}
 
 
 @dataclass(slots=True)
@@ -340,6 +386,39 @@ def loaded(agent: str) -> Any:
     return function
 
 
+def rehearse() -> None:
+    """Makes each SDK that the agent has imported read an answer, from a transport of its own that has no network: what
+    it puts off until its first call (imports, parsers) is then there in every fork. If an SDK is of another form, each
+    fork does it again, as before; nothing else depends on it.
+    """
+    for name in ("openai", "anthropic"):
+        if name in sys.modules:
+            with suppress(Exception):
+                asyncio.run(_rehearsed(sys.modules[name]))
+
+
+async def _rehearsed(sdk: Any) -> None:
+    http = sys.modules[sdk.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]]
+    transport = http.MockTransport(lambda request: http.Response(200, json=ANSWERS[request.url.path]))
+    talk: list[Any] = [{"role": "user", "content": ""}]
+    given = {"api_key": "none", "http_client": http.AsyncClient(transport=transport)}
+    if sdk.__name__ == "anthropic":
+        async with sdk.AsyncAnthropic(base_url="http://rehearsal", **given) as client:
+            await client.messages.create(model="m", max_tokens=1, messages=talk)
+        return
+    schema = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    call, result = {"call_id": "c", "name": "f", "arguments": "{}"}, {"call_id": "c", "output": ""}
+    async with sdk.AsyncOpenAI(base_url="http://rehearsal/v1", **given) as client:
+        items = [*talk, {"type": "function_call", **call}, {"type": "function_call_output", **result}]
+        await client.responses.create(model="m", input=items, tools=[{"type": "function", **schema, "strict": False}])
+        turn = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]}
+        talk += [turn, {"role": "tool", "tool_call_id": "c", "content": ""}]
+        tools = [{"type": "function", "function": schema}]
+        await client.chat.completions.create(model="m", messages=talk, tools=tools)
+        with suppress(ImportError):  # it finds the machinery of the event loop at its first use
+            await __import__("anyio").sleep(0)
+
+
 def is_function(agent: str) -> bool:
     """Whether it names a Python function; else it is a command."""
     location, colon, name = agent.rpartition(":")
@@ -358,6 +437,9 @@ def main() -> None:
         place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
         link.sendall(json.dumps({"error": f"{place}{type(error).__name__}: {error}"}).encode() + b"\n")
         return
+    rehearse()
+    gc.collect()
+    gc.freeze()  # else the first collection of every fork touches, and so copies, all that was loaded here
     link.sendall(json.dumps({"ready": True}).encode() + b"\n")
     Host(link, agent).serve()
 

@@ -19,11 +19,14 @@ import numpy as np
 
 from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError, SamplerError
+from treewise.rl.agents import host
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.host import is_function
 
 FailureKind = Literal["raised", "exited", "timeout", "flooded", "silent", "no reward", "stopped"]
 START_SECONDS = 120.0  # for the user's module
+# Runs a file of ours in another Python, without its folder among those that modules are looked for in.
+RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 MAX_VARIABLE = 100_000  # characters of a task in an environment variable; the system allows 128 KiB
 WHY = {
     "timeout": "it did not end within {seconds:g} seconds (episode_seconds)",
@@ -54,14 +57,24 @@ class AgentRunner:
         episodes: of the endpoint.
         seconds: of an episode.
         needs_reward: whether an episode without a reward has failed; not where reward functions decide.
+        python: that runs a function, with the packages that it imports; None: this one.
 
     Raises:
         ConfigError: the agent cannot be loaded: with file and line of the error.
     """
 
     def __init__(
-        self, agent: str, url: str, episodes: Episodes, *, seconds: float = 600.0, needs_reward: bool = True
+        self,
+        agent: str,
+        url: str,
+        episodes: Episodes,
+        *,
+        seconds: float = 600.0,
+        needs_reward: bool = True,
+        python: str | None = None,
     ) -> None:
+        if python is not None and not is_function(agent):
+            raise ConfigError(f"agent_settings.python is given with the command {agent!r}; let it name its own Python.")
         self.agent, self.url, self.episodes, self.seconds = agent, url, episodes, seconds
         self.needs_reward = needs_reward
         self.failures: Counter[str] = Counter()
@@ -73,11 +86,18 @@ class AgentRunner:
         self._folder = tempfile.TemporaryDirectory(prefix="treewise-agents-")
         self._number = 0
         self._link, other = socket.socketpair()
-        words = [sys.executable, "-m", "treewise.rl.agents.host", str(other.fileno()), agent]
-        self._process = subprocess.Popen(
-            words, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        other.close()
+        words = [python or sys.executable, "-c", RUN_FILE, host.__file__, str(other.fileno()), agent]
+        try:
+            self._process = subprocess.Popen(
+                words, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            self._link.close()
+            self._folder.cleanup()
+            what = f"{python}: {error.strerror}; name a Python 3.10 or later"
+            raise ConfigError(f"agent_settings.python: {what}.") from None
+        finally:
+            other.close()
         self._lines = self._link.makefile("rb")
         self._reader: threading.Thread | None = None
         self._link.settimeout(START_SECONDS)

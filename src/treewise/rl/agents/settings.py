@@ -38,6 +38,7 @@ class AgentSettings:
         thinking: `keep`: turns stay in front of later ones with the reasoning that the agent or the template drops.
         gather_seconds: for so long a call that is ready waits for those of other episodes, to be sampled as one batch.
         host, port: where the endpoint listens; 0: any port that is free.
+        python: that runs an agent's function, with the packages that it imports; None: the one of the run.
 
     Raises:
         ConfigError: a value beyond its limits.
@@ -56,6 +57,7 @@ class AgentSettings:
     gather_seconds: Annotated[float, Ge(0)] = 0.05
     host: str = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535)] = 0
+    python: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -39,8 +39,8 @@ class Moment:
 
     where: in words, of errors and of the rows' sources: `iteration 3`. state: of the loop between two iterations, to be
     read alone. sampler: with the weights of policy `version`, which goes with every token. trainer_state: transformers'
-    own, as reward functions get it. progress: is called with the generated tokens of each completion, and may raise to
-    end the collecting.
+    own, as reward functions get it. progress: is called with what each completion adds to
+    `Collector.amount`, be it 0, and may raise to end the collecting.
     """
 
     where: str
@@ -134,6 +134,12 @@ class Collector(Protocol):
 
         Raises:
             DataError: no token can follow the prompt.
+        """
+        ...
+
+    def amount(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
+        """How much an iteration of first groups is, as far as that is known, and the unit of it: what its progress is
+        measured by. budget: its generated tokens.
         """
         ...
 

@@ -44,7 +44,7 @@ from treewise.rl.online.drawn import Drawn, num_practised, requests_of
 from treewise.rl.online.first_tree import FirstTree
 from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
-from treewise.rl.online.report import PrintedLine, token_progress
+from treewise.rl.online.report import PrintedLine, sampling_progress
 from treewise.rl.online.settings import OnlineSettings, online_objective
 from treewise.rl.online.trees import tree_collector
 from treewise.rl.samplers import Sampler, TransformersSampler
@@ -283,11 +283,11 @@ class OnlineTrainer:
         Raises:
             TaskError: more rewards failed than may.
         """
-        where, budget = f"iteration {iteration + 1}", self._budget(self.loop)
-        with token_progress(where, budget, hidden=bool(self.args.disable_tqdm)) as advance:
-            recorded = self._journal(iteration + 1)
-            moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
-            drawn = self._collect(iteration, moment)
+        where = f"iteration {iteration + 1}"
+        amount = self.collector.amount(self.settings.trees_per_iteration, self._budget(self.loop), self.loop)
+        with sampling_progress(where, *amount, hidden=bool(self.args.disable_tqdm)) as advance:
+            by = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
+            drawn = self._collect(iteration, Moment(where, self.loop, *by))
         if self.items.curriculum.measures_angles:
             prompts = [group.prompt_ids for group in drawn.groups]
             drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()

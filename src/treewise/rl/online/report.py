@@ -255,9 +255,9 @@ class PrintedLine(TrainerCallback):
 
 
 @contextmanager
-def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Callable[[int], None] | None]:
-    """How much of a budget of tokens is sampled: told to whoever listens, else a bar on terminals; yields what to call
-    with each batch's number of tokens.
+def sampling_progress(what: str, total: int, unit: str, *, hidden: bool) -> Iterator[Callable[[int], None] | None]:
+    """How much is sampled: told to whoever listens, else a bar on terminals; yields what to call with each part. total:
+    what parts add up to; unit: of what.
     """
     if listeners:
         sampled = 0
@@ -265,10 +265,10 @@ def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Call
         def advance(count: int) -> None:
             nonlocal sampled
             sampled += count
-            tell_progress("sampling", sampled, num_tokens)
+            tell_progress("sampling", sampled, total, unit)
 
         with busy_with(what):
-            tell_progress("sampling", 0, num_tokens)
+            tell_progress("sampling", 0, total, unit)
             yield advance
         return
     if hidden or not sys.stderr.isatty():
@@ -277,7 +277,7 @@ def token_progress(what: str, num_tokens: int, *, hidden: bool) -> Iterator[Call
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(f"{{task.completed:,.0f}} {unit}s"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"sampling, {what}", total=num_tokens)
+        bar = progress.add_task(f"sampling, {what}", total=total)
         yield lambda count: progress.advance(bar, count)

@@ -21,6 +21,7 @@ from treewise.rl.node_values import node_values
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.growing import GrowingTree, grow_trees
+from treewise.rl.online.journal import LoopState
 from treewise.rl.online.rollout import Continuation, Conversation, Limits, start
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.samplers import SampleRequest
@@ -68,6 +69,10 @@ class TreeCollector:
     def prompt_ids(self, item: TaskItem) -> list[int]:
         """As `Collector.prompt_ids`. Raises `DataError` also of a prompt that leaves a rollout no room."""
         return self._start([item])[0].token_ids
+
+    def amount(self, _num_groups: int, budget: int, _state: LoopState, /) -> tuple[int, str]:
+        """As `Collector.amount`: tokens."""
+        return budget, "token"
 
     def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
         """A tree for each request: all of them grow side by side. Raises as `Collector.collect`."""

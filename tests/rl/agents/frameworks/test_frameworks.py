@@ -60,6 +60,7 @@ AGENTS = {
     "smolagents": (manages, None, None),
     "pydantic_ai": (talks_on, None, {"system prompt edited": 1}),  # with Anthropic's protocol, once there is a history
     "mini_swe_agent": (uses_a_shell, 2, {}),
+    "autogen": (counts, 6, None),
 }
 HARMLESS = ("new conversation", "same messages again", "other message after the same ones")
 
