@@ -79,8 +79,7 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
 
 def _options(backend: str, mode: str | None) -> dict[str, Any]:
     """The mode, or Inductor's options, of which it takes none beside a mode: halves that are put together (rotary
-    positions) are computed where they are read. Else each is a kernel that writes them; a layer of Qwen3 launches 39
-    with this, 43 without."""
+    positions) are computed where they are read. Else each is a kernel that writes them."""
     if backend == "inductor" and mode in (None, "default"):
         return {"options": {"force_pointwise_cat": True}}
     return {"mode": mode}
