@@ -43,8 +43,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from treewise.distributed.divided_tensors import local_part
 from treewise.distributed.mesh import load_on_mesh
-from treewise.distributed.parts import local_part
 from treewise.nn.wrapped import unwrap_model
 from treewise.report.analysis.mesh_facts import report_mesh
 from treewise.testing import tiny_model

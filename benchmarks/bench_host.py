@@ -6,9 +6,10 @@ A tiny Qwen3 on the CPU, one tree of few tokens, one thread. In turns, in one pr
 
 * `step`: `TreeEngine.step` with the `flex` implementation, whose operator returns empty tensors;
 * `model`: transformers' own forward, loss and backward on as many tokens, attention a function that does the same;
+* `compiled`, `compiled model`: both with compiled layers, whose graphs are replaced by nothing, too;
 * `attention`, `nothing`: one call of each attention function, and its backward, beside the model.
 
-Figures are the least CPU time of several. With `--profile` the functions in which a step spends most.
+Figures are the least CPU time of several. With `--profile NAME` the functions in which a step spends most.
 """
 
 import argparse
@@ -23,11 +24,13 @@ import numpy as np
 import torch
 from common import save
 from count_gpu import Counts, NoKernels
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AttentionInterface
 
 import treewise as tw
 from treewise.nn.attention import TreeContext, TreeMask, flex
 from treewise.nn.attention.interface import tree_attention_forward
+from treewise.nn.compilation import compile_layers, decoder_layers
 from treewise.planning.planner import plan
 from treewise.planning.plans import lay_out
 from treewise.testing import tiny_model
@@ -39,17 +42,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=40)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", choices=("step", "compiled"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     AttentionInterface.register("nothing", _attend_to_nothing)
     with mock.patch.object(flex, "_uncompiled", _no_kernels):
         contestants = _contestants(args.layers)
         if args.profile:
-            _profile(contestants["step"], args.repetitions)
+            _profile(contestants[args.profile], args.repetitions)
             return
         least = _least(contestants, args.repetitions)
-    row = {"layers": args.layers} | {f"{name}_ms": round(1e3 * each, 3) for name, each in least.items()}
+    row = {"layers": args.layers} | {
+        f"{name.replace(' ', '_')}_ms": round(1e3 * each, 3) for name, each in least.items()
+    }
     print(row)
     print("written to", save("host", [row]))
 
@@ -58,15 +63,38 @@ def _no_kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_:
     return NoKernels.apply(Counts(0, 0), query, key, value)
 
 
+def _without_kernels(graph: Any, inputs: Any) -> Any:
+    """A backend whose graphs run once, and from then on return empty tensors of the same shapes."""
+
+    def of_graph(graph: Any, _: object) -> Any:
+        shapes: list[Any] = []
+
+        def run(given: list[Any]) -> Any:
+            if not shapes:
+                shapes.extend(graph(*given))
+            given.clear()
+            return [torch.empty_like(each) if isinstance(each, torch.Tensor) else each for each in shapes]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return aot_autograd(fw_compiler=of_graph, bw_compiler=of_graph)(graph, inputs)
+
+
+@torch.compiler.disable
 def _attend_to_nothing(_: object, query: Any, key: Any, value: Any, *__: object, **___: object) -> Any:
     return _no_kernels(query, key, value)[0].transpose(1, 2), None
 
 
 def _contestants(layers: int) -> dict[str, Callable[[], object]]:
     forest = _forest()
-    model, own = (tiny_model("qwen3", num_hidden_layers=layers, head_dim=64) for _ in range(2))
-    engine = tw.TreeEngine(model, attention="flex", check=False)
-    own.set_attn_implementation("nothing")
+    model, own, fused, own_fused = (tiny_model("qwen3", num_hidden_layers=layers, head_dim=64) for _ in range(4))
+    engine, fused_engine = (tw.TreeEngine(each, attention="flex", check=False) for each in (model, fused))
+    for each in (own, own_fused):
+        each.set_attn_implementation("nothing")
+    compile_layers(fused_engine.lm, "eager")  # its settings of torch; then with a backend that runs nothing
+    for module in (*decoder_layers(fused_engine.lm), *own_fused.model.layers):
+        module.compile(dynamic=True, backend=_without_kernels)
     ids = torch.as_tensor(forest.token_ids, dtype=torch.long)[None]
     whole = plan(forest)
     context = TreeContext(TreeMask.from_layout(lay_out(whole, 0)), "flex")
@@ -86,6 +114,8 @@ def _contestants(layers: int) -> dict[str, Callable[[], object]]:
     return {
         "step": lambda: engine.step(forest),
         "model": lambda: own(input_ids=ids, labels=ids, use_cache=False).loss.backward(),
+        "compiled": lambda: fused_engine.step(forest),
+        "compiled model": lambda: own_fused(input_ids=ids, labels=ids, use_cache=False).loss.backward(),
         "attention": calls(tree_attention_forward, treewise=context),
         "nothing": calls(_attend_to_nothing),
     }

@@ -507,21 +507,38 @@ def of_attention(found: dict[str, Any]) -> Iterator[str]:
 
 
 def of_bench(found: dict[str, Any]) -> Iterator[str]:
-    yield "| model, workload | contestant | s | over flat | of the FLOP bound | peak GiB | first step, s |"
-    yield "|---|---|---:|---:|---:|---:|---:|"
+    columns = "contestant", "s", "over flat", "of the FLOP bound", "MFU", "peak GiB", "first step, s"
+    yield f"| model, workload, layers, flat kernel | {' | '.join(columns)} |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for row in found["rows"]:
-        what = f"{row['model']}, {row.get('workload', '')}"
+        more = (row.get(key, "") for key in ("workload", "layers", "varlen_kernel"))
+        what = ", ".join(filter(None, (row["model"], *more)))
         if "skipped" in row:
-            yield f"| {what} | {row['skipped']} | | | | | |"
+            yield f"| {what} | {row['skipped']} | | | | | | |"
         for name, each in row.get("contestants", {}).items():
             if "skipped" in each:
-                yield f"| {what} | {name}: {each['skipped']} | | | | | |"
+                yield f"| {what} | {name}: {each['skipped']} | | | | | | |"
                 continue
             speed = row["speed_up"].get("flat", {}).get(name)
             of_bound = "" if speed is None else f"{speed / row['flop_bound']:.2f}"
-            cells = (f"{each['seconds']['median']:.3f}", "" if speed is None else f"{speed:.2f}", of_bound)
+            mfu = "" if each.get("mfu") is None else f"{each['mfu']:.0%}"
+            cells = (f"{each['seconds']['median']:.3f}", "" if speed is None else f"{speed:.2f}", of_bound, mfu)
             peak = "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}"
             yield f"| {what} | {name} | {' | '.join(cells)} | {peak} | {each['first_seconds']:.1f} |"
+
+
+def of_layers(found: dict[str, Any]) -> Iterator[str]:
+    yield "| layers, workload | first step, s | s | launches, of a layer | busy | MFU |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for name, of_workloads in found["layers"].items():
+        for workload, each in of_workloads.items():
+            if workload == "skipped":
+                yield f"| {name}: {each} | | | | | |"
+                continue
+            mfu = "" if each["mfu"] is None else f"{each['mfu']:.0%}"
+            launches = f"{each['launches']:,}, {each['launches_per_layer']:.0f}"
+            cells = (f"{each['first_seconds']:.1f}", f"{each['seconds']:.3f}", launches, f"{each['busy']:.0%}", mfu)
+            yield f"| {name}, {workload} | {' | '.join(cells)} |"
 
 
 def of_profile(found: dict[str, Any]) -> Iterator[str]:
@@ -581,17 +598,15 @@ STAGES = (
         *("attention", "Triton's, FlashAttention 4's and cuDNN's kernels on one mask", attention(), 45, 150, CORE),
         of_attention,
     ),
-    Stage("memory", "budgets that are measured or too large", tests("-k", MEMORY), 25, 60, TESTING, of_tests, True),
+    Stage("layers", "plain, compiled and Liger's layers at two lengths", ours("layers"), 40, 120, CORE, of_layers),
     Stage("speed", "steps of Qwen3-1.7B beside packed flat rows", ours("speed"), 40, 150, CORE, of_bench),
+    Stage("large", "steps of Qwen3-8B beside packed flat rows", ours("large"), 60, 180, CORE, of_bench),
     Stage("profile", "where the time of a step goes, by part and kernel", ours("profile"), 25, 60, CORE, of_profile),
+    Stage("memory", "budgets that are measured or too large", tests("-k", MEMORY), 25, 60, TESTING, of_tests, True),
+    Stage("long", "a tree of 83,003 tokens with long paths", ours("long"), 60, 150, CORE, of_bench),
+    Stage("largest", "steps of Qwen3-14B, where the card holds it", ours("largest"), 60, 180, CORE, of_bench),
     Stage(
-        *(
-            "mixture",
-            "as many layers of Qwen3-30B-A3B as fit beside packed flat rows",
-            ours("mixture"),
-            40,
-            120,
-        ),
+        *("mixture", "as many layers of Qwen3-30B-A3B as fit beside packed flat rows", ours("mixture"), 40, 120),
         *(CORE, of_bench),
     ),
     Stage("trl", "TRL's tree rows beside ours on tau2", ours("trl"), 30, 90, (*CORE, "trl"), of_bench),

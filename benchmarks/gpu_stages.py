@@ -5,6 +5,7 @@ python benchmarks/gpu_stages.py kernels --device cuda --seconds 120 --out kernel
 
 import argparse
 import json
+import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,20 +16,31 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treewise.bench import make, random_model
+from treewise.bench.contestants import fuse
 from treewise.cli.commands.doctor import case_line
 from treewise.cli.main import main as treewise
 from treewise.engine.engine import TreeEngine
 from treewise.engine.profiling import profile_step
-from treewise.nn.device import matmul_flops
-from treewise.nn.gradients import zero_gradients
+from treewise.errors import TreewiseError
+from treewise.nn.device import matmul_flops, synchronized_clock
+from treewise.nn.model import split_model
+from treewise.nn.model_flops import flop_model
+from treewise.nn.whole_gradients import zero_gradients
 from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
 from treewise.report.analysis.machine_facts import machine_facts
 from treewise.tree.forest import Forest
 
 MODEL = {"full": "qwen3-1.7b", "tiny": "qwen3-tiny"}
 SMALL_MODEL = {"full": "qwen3-0.6b", "tiny": "qwen3-tiny"}
+LARGE_MODEL = {"full": "qwen3-8b", "tiny": "qwen3-tiny"}
+LARGEST_MODEL = {"full": "qwen3-14b", "tiny": "qwen3-tiny"}
 MIXTURE = {"full": "qwen3-30b-a3b", "tiny": "mixture-tiny"}
 BUDGET = {"full": 5000, "tiny": 20}
+# A third and a tenth of the trees of ratio-6.5 and tau2 (16,920 and 19,820 tokens), and of 164k-83k.
+BUDGETS = {"full": ("6000", "2000"), "tiny": ("20",)}
+LONG_BUDGETS = {"full": ("27700", "8300"), "tiny": ("20",)}
+LAYERS = ("plain", "compiled", "liger")
+NUM_STEPS = 3  # that are timed
 NUM_KERNELS = 20  # that are named, by their time
 
 
@@ -69,28 +81,97 @@ def kernels(args: argparse.Namespace) -> int:
     return 0 if facts["passed"] else 1
 
 
-def bench(args: argparse.Namespace, model: str, workloads: tuple[str, ...], against: tuple[str, ...]) -> int:
+def bench(
+    args: argparse.Namespace,
+    model: str,
+    workloads: tuple[str, ...],
+    against: tuple[str, ...],
+    budgets: tuple[str, ...],
+) -> int:
     """`treewise bench`, which saves after each step."""
     size = ("--size", "tiny") if args.size == "tiny" else ()
     seconds = str(max(1.0, args.seconds / len(workloads)))
     words = ["bench", "--device", args.device, "--model", model, "--workload", *workloads, "--against", *against, *size]
-    words += ["--max_tokens", str(BUDGET[args.size]), "--reference", "flat", "--repetitions", "2"]
+    words += ["--max_tokens", *budgets, "--reference", "flat", "--repetitions", "2"]
     return treewise([*words, "--max_seconds", seconds, "--json", str(args.out)])
 
 
 def speed(args: argparse.Namespace) -> int:
-    """Whole trees and a budget beside packed flat rows."""
-    return bench(args, MODEL[args.size], ("ratio-6.5", "tau2"), ("flat",))
+    """Whole trees, and a third and a tenth of them, beside packed flat rows; layers of both compiled."""
+    return bench(args, MODEL[args.size], ("ratio-6.5", "tau2"), ("flat",), BUDGETS[args.size])
+
+
+def large(args: argparse.Namespace) -> int:
+    """The same with a model of 8B."""
+    return bench(args, LARGE_MODEL[args.size], ("ratio-6.5", "tau2"), ("flat",), BUDGETS[args.size])
+
+
+def largest(args: argparse.Namespace) -> int:
+    """The same with a model of 14B, where the card holds it."""
+    return bench(args, LARGEST_MODEL[args.size], ("tau2",), ("flat",), BUDGETS[args.size])
+
+
+def long(args: argparse.Namespace) -> int:
+    """A tree of long paths."""
+    return bench(args, MODEL[args.size], ("164k-83k",), ("flat",), LONG_BUDGETS[args.size])
 
 
 def mixture(args: argparse.Namespace) -> int:
     """A mixture of experts, as many layers as fit: whole trees and a budget beside packed flat rows."""
-    return bench(args, MIXTURE[args.size], ("ratio-6.5",), ("flat",))
+    return bench(args, MIXTURE[args.size], ("ratio-6.5",), ("flat",), BUDGETS[args.size])
 
 
 def trl(args: argparse.Namespace) -> int:
     """TRL's tree rows."""
-    return bench(args, SMALL_MODEL[args.size], ("tau2",), ("flat", "trl"))
+    return bench(args, SMALL_MODEL[args.size], ("tau2",), ("flat", "trl"), BUDGETS[args.size])
+
+
+def layers(args: argparse.Namespace) -> int:
+    """Whole trees of two lengths through plain, compiled and Liger's layers: seconds, launches, the part of the seconds
+    in which a kernel runs, MFU. The second length is compiled no more."""
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    results: dict[str, Any] = {"model": MODEL[args.size], "dtype": str(dtype), "layers": {}}
+    for name in LAYERS:
+        found: dict[str, Any] = {}
+        results["layers"][name] = found
+        try:
+            model = random_model(MODEL[args.size], dtype, device)
+            fuse(split_model(model), name)
+            for workload in ("ratio-6.5", "tau2"):
+                found[workload] = _steps_of(model, workload, args.size, device)
+                save(args.out, results)
+                print(name, workload, found[workload])
+        except TreewiseError as error:  # liger-kernel is not installed, or not for a CPU
+            found["skipped"] = str(error)
+            save(args.out, results)
+            print(f"{name}: {error}")
+        model = None
+    return 0
+
+
+def _steps_of(model: Any, workload: str, size: str, device: torch.device) -> dict[str, Any]:
+    vocabulary, flops = model.get_input_embeddings().weight.shape[0], flop_model(model)
+    forest = Forest.from_trajectories(make(workload, size, vocabulary).trajectories)
+    engine = TreeEngine(model, None, check=False)
+    seconds = []
+    for _ in range(NUM_STEPS + 1):
+        begin = synchronized_clock(device)
+        engine.step(forest)
+        seconds.append(synchronized_clock(device) - begin)
+        zero_gradients(model)
+    kernels, median = _kernels(engine, forest, device), statistics.median(seconds[1:])
+    zero_gradients(model)
+    rate = matmul_flops(device.type, model.dtype, model.config.hidden_size)
+    return {
+        "tree_tokens": forest.num_tokens,
+        "first_seconds": seconds[0],
+        "seconds": median,
+        "launches": kernels["launches"],
+        "launches_per_layer": kernels["launches"] / model.config.num_hidden_layers,
+        "busy": kernels["kernel_seconds"] / median,
+        "mfu": None if rate is None else flops.tree(forest) / median / rate,
+    }
 
 
 def profiled(args: argparse.Namespace) -> int:
@@ -136,7 +217,10 @@ def _kernels(engine: TreeEngine, forest: Forest, device: torch.device) -> dict[s
     }
 
 
-STAGES = {"found": found, "kernels": kernels, "speed": speed, "profile": profiled, "mixture": mixture, "trl": trl}
+STAGES = {
+    **{"found": found, "kernels": kernels, "layers": layers, "speed": speed, "large": large, "profile": profiled},
+    **{"long": long, "largest": largest, "mixture": mixture, "trl": trl},
+}
 
 
 def main() -> int:

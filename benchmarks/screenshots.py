@@ -25,9 +25,9 @@ from treewise.bench.results import row_view
 from treewise.bench.settings import AGAINST
 from treewise.bench.workloads import FIRST_TOKEN, Fields, text_shape, trained_end
 from treewise.nn.device import synchronized_clock
-from treewise.nn.gradients import zero_gradients
 from treewise.nn.model import split_model
 from treewise.nn.vision import processed_by, vision_model
+from treewise.nn.whole_gradients import zero_gradients
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import Trajectory

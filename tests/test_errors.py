@@ -9,8 +9,9 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from tests.damage import damages
+from treewise.base.given_settings import check_setting_types
 from treewise.base.own_files import read_own, sealed, unsealed
-from treewise.errors import ConfigError, DataError, beyond_limits, check_fields, check_setting_types
+from treewise.errors import ConfigError, DataError, beyond_limits, check_fields
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """`make gpu` where there is no GPU: stages that fail, hang, lack a package or come too late, and what each leaves."""
 
+import argparse
 import json
 import os
 import signal
@@ -246,4 +247,22 @@ def test_wheels_are_unpacked(tmp_path: Path) -> None:
 def test_the_page_shows_committed_results() -> None:
     file = gpu.ROOT / "benchmarks" / "results" / "bench-nvidia-h100-80gb-hbm3.json"
     lines = list(gpu.of_bench(json.loads(file.read_text())))
-    assert "| qwen3-1.7b, tau2 | tree | 1.014 | 8.51 | 1.03 | 65.9 | 3.5 |" in lines
+    assert "| qwen3-1.7b, tau2, torch varlen | tree | 1.014 | 8.51 | 1.03 |  | 65.9 | 3.5 |" in lines
+
+
+def test_the_stage_of_layers_saves_each_row_and_why_others_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_stages, "LAYERS", ("plain", "liger"))
+    out = tmp_path / "layers.json"
+    args = argparse.Namespace(device="cpu", size="tiny", seconds=100.0, out=out)
+    assert gpu_stages.STAGES["layers"](args) == 0
+    found = json.loads(out.read_text())
+    plain, liger = found["layers"].values()
+    assert set(plain) == {"ratio-6.5", "tau2"}
+    assert all(each["launches"] > 0 and each["mfu"] > 0 for each in plain.values())
+    assert "liger" in liger["skipped"]
+    lines = list(gpu.of_layers(found))
+    assert len(lines) == 2 + 3
+    assert lines[2].startswith("| plain, ratio-6.5 |")
+    assert lines[-1].startswith("| liger: ")

@@ -27,6 +27,7 @@ CROSS_CUTTING = {
     "test_count_code": "what `benchmarks/count_code.py` counts",
     "test_gpu_script": "the stages of `make gpu`",
     "test_attention_kernels": "the stage of `make gpu` that compares attention's kernels",
+    "test_layer_kernels": "benchmarks/layer_kernels.py: launches of compiled layers",
     "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
     "test_house": "the layout",
     "test_package": "the package as installed: names, imports, types",

@@ -4,7 +4,6 @@ Messages name the location (file and line, trajectory, layer), the number that i
 at the end write what many of them share.
 """
 
-import dataclasses
 import inspect
 import math
 import numbers
@@ -12,7 +11,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,7 +19,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -150,7 +148,6 @@ _LIMITS = {
     Le: ("le", operator.le, "at most {:,}", "0 or negative"),
     Lt: ("lt", operator.lt, "below {:,}", "negative"),
 }
-_TYPE_NAMES = {float: "a number", int: "an integer", str: "text", bool: "true or false", types.NoneType: "none"}
 
 
 def parts_of(annotation: object) -> Iterator[tuple[Any, tuple[object, ...]]]:
@@ -194,37 +191,3 @@ def beyond_limits(value: Any, declared: Iterable[object]) -> str | None:
             is_within &= isinstance(value, numbers.Real) and holds(value, bound)
             words.append("finite" if bound == math.inf else said.format(bound) if bound else said_of_0)
     return None if is_within else " and ".join(words)
-
-
-def check_setting_types(owner: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Checks settings out of a configuration. owner: whose they are, for messages. known: the type of each setting.
-
-    Raises:
-        ConfigError: an unknown setting, or a value of another type; integers are numbers, booleans are not.
-    """
-    for setting, value in settings.items():
-        if setting not in known:
-            hint = did_you_mean(setting, known)
-            raise ConfigError(f"unknown setting {setting!r} of {owner}.{hint} Known: {', '.join(known)}.")
-        kinds = tuple(str if typing.get_origin(kind) is Literal else kind for kind, _ in parts_of(known[setting]))
-        is_number = float in kinds and isinstance(value, numbers.Real)
-        if bool not in kinds if isinstance(value, bool) else not (isinstance(value, kinds) or is_number):
-            names = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
-            raise ConfigError(f"{owner}: {setting}={value!r} must be {names}.")
-
-
-def settings_named(what: str, name: str, known: Mapping[str, type[S]], given: Mapping[str, Any]) -> S:
-    """The settings of one of several kinds, dataclasses by their names, out of a configuration.
-
-    what: kind of thing, for messages.
-
-    Raises:
-        ConfigError: an unknown name or setting, or a value that is out of range or of another type.
-    """
-    if name not in known:
-        raise ConfigError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-    types_of = {each.name: each.type for each in dataclasses.fields(known[name])}  # type: ignore[arg-type]
-    check_setting_types(f"{what} {name!r}", given, types_of)
-    settings = known[name](**given)
-    check_fields(settings)
-    return settings

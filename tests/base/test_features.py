@@ -118,6 +118,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "adapters": lambda path: treewise.TreeTrainer(
         _llama(), _arguments(path), train_dataset=[TREE], peft_config=peft.LoraConfig(target_modules="all-linear")
     ),
+    "attention_needs": lambda path: treewise.TreeEngine(_llama(), attention="flash").step(TREE),
     "budget": lambda path: treewise.TreeEngine(_llama(), max_tokens="auto").step(TREE),
     "compilation": lambda path: _arguments(path, torch_compile=True),
     "context": lambda path: _arguments(path, context_size=2),
@@ -128,6 +129,10 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "nodes": lambda path: treewise.Forest.from_nodes([-1], [[1, 2]]),
     "objectives": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).step(TREE, "reinforce"),
     "recurrent": lambda path: treewise.TreeEngine(_of("mamba2", num_heads=4, head_dim=16, state_size=8), max_tokens=64),
+    "resume": lambda path: treewise.TreeTrainer(_llama(), _arguments(path), train_dataset=[TREE]).train(
+        resume_from_checkpoint=True
+    ),
+    "routes": lambda path: treewise.Trajectory([5, 6], routed_experts=[[[0]], [[1]]]),
     "router_loss": lambda path: treewise.TreeEngine(
         _of("mixtral", num_key_value_heads=4, num_local_experts=4, output_router_logits=True), max_tokens=64
     ).step(TREE),

@@ -4,13 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from treewise.nn.gradients import (
-    clear_gradients,
-    gradients_restored,
-    gradients_set_aside,
-    take_gradients,
-    zero_gradients,
-)
+from treewise.nn.gradients import clear_gradients, gradients_restored, gradients_set_aside
+from treewise.nn.whole_gradients import take_gradients, zero_gradients
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_logs_tell_throughput_and_ratio(make_trainer, trees):
 def test_the_memory_of_a_gpu_is_what_the_allocator_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 300)
-    assert metrics.Throughput().take(2, 1)["memory_bytes"] == 300
+    assert metrics.Throughput().take(2, 1, 2)["memory_bytes"] == 300
 
 
 def test_logs_tell_the_flop_bound_and_a_lower_bound_of_efficiency(make_trainer, trees):
@@ -39,9 +39,12 @@ def test_logs_tell_the_flop_bound_and_a_lower_bound_of_efficiency(make_trainer, 
     assert entry["flop_bound"] == pytest.approx(sum(costs.flat(each) for each in forests) / needed, rel=1e-3)
     assert trainer.state.total_flos == pytest.approx(needed)
     seconds = entry["tree_tokens"] / entry["tokens_per_second_tree"]
-    fastest = metrics.matmul_flops("cpu", torch.float32)
+    fastest = metrics.matmul_flops("cpu", torch.float32, trainer.model.config.hidden_size)
     assert entry["efficiency_at_least"] == pytest.approx(needed / seconds / fastest, rel=0.1)
     assert 0 < entry["efficiency_at_least"] < 1
+    assert entry["tokens_per_second_computed"] == pytest.approx(
+        entry["tokens_per_second_tree"], rel=1e-3
+    )  # whole trees
 
 
 def test_a_model_of_unknown_shapes_has_no_efficiency(make_trainer, trees, monkeypatch):
@@ -57,7 +60,7 @@ def test_a_model_of_unknown_shapes_has_no_efficiency(make_trainer, trees, monkey
 
 def test_mfu_is_the_speed_over_the_peak_of_the_device(trees, monkeypatch):
     """The vendor's figure where it is known and the run computes in bfloat16, else the measured rate."""
-    monkeypatch.setattr(metrics, "matmul_flops", lambda kind, dtype: 1e6)
+    monkeypatch.setattr(metrics, "matmul_flops", lambda kind, dtype, width: 1e6)
     monkeypatch.setattr(metrics.torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     monkeypatch.setattr(metrics.time, "perf_counter", iter([0.0, 0.5, 2.0] * 3).__next__)
     forests = [Forest.from_trajectories(tree) for tree in trees]
@@ -70,7 +73,7 @@ def test_mfu_is_the_speed_over_the_peak_of_the_device(trees, monkeypatch):
             pass
         assert throughput.add_flops(model, PreparedBatch(tuple(forests), (), None)) == needed
         throughput.end_step()
-        found[name, dtype] = throughput.take(1.0, 1.0)
+        found[name, dtype] = throughput.take(1.0, 1.0, 1.0)
         assert found[name, dtype]["batch_wait_share"] == 0.25
         assert found[name, dtype]["efficiency_at_least"] == pytest.approx(needed / 2 / 1e6, rel=1e-3)
     peaks = {("cpu", torch.bfloat16): 1e6, ("cuda", torch.bfloat16): 756e12, ("cuda", torch.float32): 1e6}

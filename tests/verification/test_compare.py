@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,8 +293,13 @@ def in_a_second_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_the_gradient_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    dots = values._dots
-    monkeypatch.setattr(values, "_dots", lambda *args: [1.05 * each for each in dots(*args)])
+    of_gradients = values._loss_with_gradients
+
+    def wrong(readers: Any, grads_of: Any) -> Any:
+        more = [{name: None if grad is None else 1.05 * grad for name, grad in each.items()} for each in grads_of]
+        return of_gradients(readers, more)
+
+    monkeypatch.setattr(values, "_loss_with_gradients", wrong)
 
 
 FAULTS = [

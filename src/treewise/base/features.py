@@ -66,6 +66,7 @@ FEATURES = {
     "side_copies": ("treewise.nn.attention.side_copies", "gateways of a GPU in host memory (offload)"),
     "softcap": ("treewise.nn.attention.softcap", "layers that cap their scores on a CPU (attn_logit_softcapping)"),
     "tables": ("treewise.data.tables", "data sets, data frames, Arrow tables and Parquet files"),
+    "teachers": ("treewise.tree.teachers", "trajectories with a teacher's candidates (teacher_ids)"),
     "tensor_parallel": ("treewise.nn.tensor_parallel", "layers that are spread over processes"),
     "texts": ("treewise.data.readers.texts", "plain texts, and prompts with their completions"),
     "token_rows": ("treewise.data.readers.token_rows", "rows of token ids"),

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from transformers import PreTrainedModel
 
+from treewise.base.features import feature
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
 from treewise.bench.pace import OnPart
-from treewise.bench.settings import AGAINST, Settings
+from treewise.bench.settings import AGAINST, LAYERS, Settings
 from treewise.bench.trl_rows import TrlRows, packing_module
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
@@ -45,6 +47,7 @@ class Contestant:
     each (`OnPart`). note: what else it costs, in words. host_seconds: what it prepares once per step on the host,
     outside of `step` or in it. key_rows_per_token: key rows that the attention of a layer reads, per computed token.
     bound: tree FLOPs / FLOPs of the plan under a budget, the part of the speed of `tree` that recomputation leaves.
+    flops: of the model on what is computed, each token once; None where they are not known.
     """
 
     step: Callable[..., float]
@@ -55,6 +58,7 @@ class Contestant:
     num_held_tokens: int = 0
     num_recomputed_tokens: int = 0
     bound: float | None = None
+    flops: float | None = None
     note: str | None = None
 
 
@@ -80,7 +84,10 @@ def builders(
     unknown = [name for name in settings.against if name not in AGAINST]
     if unknown:
         raise ConfigError(f"--against {unknown[0]!r} is unknown; choose one of {', '.join(AGAINST)}.")
-    makers = _Makers(model, plain_parts(model), items, settings, processor)
+    plain = plain_parts(model)
+    for lm in (split_model(model), plain):
+        fuse(lm, layers_of(settings.layers, model.device))
+    makers = _Makers(model, plain, items, settings, processor)
     return makers.all(budgets, (False, True) if settings.with_checkpointing else (False,))
 
 
@@ -149,7 +156,15 @@ class _Makers:
             is_checkpointed=is_checkpointed,
             processor=self.processor,
         )
-        return Contestant(rows.step, rows.num_computed_tokens, time.perf_counter() - started, 1.0, len(rows.rows))
+        seconds, flops = time.perf_counter() - started, flop_model(lm.model)
+        return Contestant(
+            rows.step,
+            rows.num_computed_tokens,
+            seconds,
+            1.0,
+            len(rows.rows),
+            flops=flops.flat(Forest.from_trajectories(items)),
+        )
 
     def trl(
         self, max_tokens: int | None = None, *, is_checkpointed: bool = False, follows_states: bool = False
@@ -195,7 +210,29 @@ class _Makers:
             plan.num_held_tokens,
             plan.num_recomputed_tokens,
             None if max_tokens is None else flops.tree(forest) / flops.planned(plan),
+            flops.tree(forest),
         )
+
+
+def layers_of(setting: str, device: torch.device) -> str:
+    """How layers of all contestants run: `auto` resolved."""
+    if setting not in LAYERS:
+        raise ConfigError(f"--layers {setting!r} is unknown; choose one of {', '.join(LAYERS)}.")
+    if setting == "auto":
+        return "compiled" if device.type == "cuda" else "plain"
+    return setting
+
+
+def fuse(lm: DecoderAndHead, layers: str) -> None:
+    """Has the layers of a model run as `layers_of` says.
+
+    Raises:
+        ConfigError: liger-kernel is not installed, or the model is not on a GPU.
+    """
+    if layers == "compiled":
+        feature("compilation").compile_layers(lm)
+    elif layers == "liger":
+        feature("liger").use_liger(lm.model, lm.device)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

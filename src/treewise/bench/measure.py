@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from treewise.bench.contestants import Contestant, builders, plain_parts, prepare, twin
+from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.pace import REFERENCE, Pace, TooSlow
 from treewise.bench.results import is_ours
@@ -27,11 +27,11 @@ from treewise.bench.settings import REFERENCES, Settings
 from treewise.bench.varlen import HALF, kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
-from treewise.nn.device import synchronized_clock
-from treewise.nn.gradients import Gradients, gradient_error, gradients_of, take_gradients, zero_gradients
+from treewise.nn.device import matmul_flops, synchronized_clock
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import is_out_of_memory
+from treewise.nn.whole_gradients import Gradients, gradient_error, gradients_of, take_gradients, zero_gradients
 from treewise.tree.forest import Forest
 
 Contestants = dict[str, Callable[[], float]]
@@ -277,13 +277,15 @@ def measure_workload(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "varlen_kernel": kernel(model.device.type, model.dtype),
+        "layers": layers_of(settings.layers, model.device),
+        "product_flops": matmul_flops(model.device.type, model.dtype, model.config.get_text_config().hidden_size),
         "reference": reference_name,
         **_shape(model, forest),
     }
 
     def row(measured: dict[str, Measured]) -> Row:
         contestants = {
-            name: {"skipped": each} if isinstance(each, str) else _record(each, measured[name], forest)
+            name: {"skipped": each} if isinstance(each, str) else _record(each, measured[name], forest, facts)
             for name, each in made.items()
         }
         return {**facts, "contestants": contestants, "speed_up": speed_ups(measured)}
@@ -380,7 +382,7 @@ def _shape(model: PreTrainedModel, forest: Forest) -> Row:
     }
 
 
-def _record(contestant: Contestant, measured: Measured, forest: Forest) -> Row:
+def _record(contestant: Contestant, measured: Measured, forest: Forest, facts: Row) -> Row:
     note = {} if contestant.note is None else {"note": contestant.note}
     if measured.skipped is not None:
         return {"skipped": measured.skipped, **note}
@@ -392,6 +394,8 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest) -> Row:
         "first_seconds": measured.first_seconds,
         "flat_tokens_per_second": forest.num_flat_tokens / seconds["median"],
         "computed_tokens": contestant.num_computed_tokens,
+        "computed_tokens_per_second": contestant.num_computed_tokens / seconds["median"],
+        "mfu": _mfu(contestant, seconds["median"], facts),
         "micro_batches": contestant.num_micro_batches,
         "held_tokens": contestant.num_held_tokens,
         "recomputed_tokens": contestant.num_recomputed_tokens,
@@ -404,3 +408,10 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest) -> Row:
         **note,
         **({} if measured.seconds else {"is_first_step_alone": True}),
     }
+
+
+def _mfu(contestant: Contestant, seconds: float, facts: Row) -> float | None:
+    """Model FLOPs that the contestant's rows need, each once, per second, over what products of the model's width reach
+    on this device. Recomputation does not count; None for rows whose FLOPs are not known."""
+    rate = facts["product_flops"]
+    return None if rate is None or contestant.flops is None else contestant.flops / seconds / rate

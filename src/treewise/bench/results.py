@@ -116,6 +116,7 @@ LEGEND = """\
 flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
 flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
 efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
+MFU: model FLOPs used per second, over what products of the model's width reach here (recomputation does not count)
 gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
 of tree (bound): speed under a budget / speed of tree, and what the FLOPs of recomputed tokens leave of it
 key rows/token: keys that attention reads per token; host s: seconds in which the CPU prepares
@@ -132,7 +133,16 @@ def row_view(row: dict[str, Any]) -> RenderableType:
     table.add_column("contestant", no_wrap=True)
     for name in ("seconds", "flat tokens/s", *(f"over {name}" for name in (first, second) if name), "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"):
+    for name in (
+        "MFU",
+        "computed tokens/s",
+        "of tree (bound)",
+        "peak MiB",
+        "gradient error",
+        "computed",
+        "key rows/token",
+        "host s",
+    ):
         table.add_column(name, justify="right")
     notes: list[str] = []
     for name, result in row["contestants"].items():
@@ -178,6 +188,8 @@ def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | 
         f"{result['flat_tokens_per_second']:,.0f}",
         *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         "" if of_bound is None else f"{of_bound:.2f}",
+        "" if result.get("mfu") is None else f"{100 * result['mfu']:.0f} %",
+        f"{result['computed_tokens_per_second']:,.0f}" if "computed_tokens_per_second" in result else "",
         " ".join([*([] if speed is None else [f"{speed:.2f}"]), *([] if bound is None else [f"({bound:.2f})"])]),
         "" if peak is None else f"{peak / 2**20:,.0f}",
         "" if error is None else f"{error:.1e}",
@@ -188,8 +200,9 @@ def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | 
 
 
 def _title(row: dict[str, Any]) -> str:
+    kernels = f"{row.get('layers', 'plain')} layers, flat rows by {row.get('varlen_kernel', 'sdpa')}"
     return (
         f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
         f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
-        f"FLOP bound {row['flop_bound']:.2f}, leaf FLOP bound {row['leaf_flop_bound']:.2f}"
+        f"FLOP bound {row['flop_bound']:.2f}, leaf FLOP bound {row['leaf_flop_bound']:.2f}; {kernels}"
     )

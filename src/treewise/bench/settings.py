@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AGAINST = ("flat", "merged", "trl", "tree-recurrence")  # what they are: contestants.py
+LAYERS = ("auto", "plain", "compiled", "liger")
 REFERENCES = ("auto", "flat", "float32", "float64")
 
 
@@ -13,7 +14,8 @@ class Settings:
     """What is compared, and how it is measured.
 
     against: out of `AGAINST`. max_tokens: budgets; None: the workload's own, or a quarter of the tree. row_tokens: of a
-    packed row of flat training; None: by the free memory. repetitions: after one to warm up.
+    packed row of flat training; None: by the free memory. layers: of all contestants alike: `plain`, `compiled`, with
+    kernels of `liger`, or `auto`, which is what training takes: compiled on a GPU. repetitions: after one to warm up.
     reference: of the gradient errors: `flat` is the first contestant, `float32` and `float64` a wide copy of the model
     in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: of each workload; a
     contestant that would take longer than is left of them is left out, and no repetition begins that would.
@@ -24,6 +26,7 @@ class Settings:
     attention: str = "auto"
     with_checkpointing: bool = False
     row_tokens: int | None = None
+    layers: str = "auto"
     repetitions: int = 3
     reference: str = "auto"
     max_seconds: float = math.inf

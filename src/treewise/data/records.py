@@ -121,7 +121,7 @@ class RecordReader:
         if template is None and self.images is not None:
             template = getattr(self.images.processor, "chat_template", None)
         kwargs = dict(options.chat_template_kwargs)
-        placer = None if self.images is None else feature("image_records").Placer(self.images)
+        placer = None if self.images is None else feature("image_records").ImagePlacer(self.images)
         return Template(Encoder(self.tokenizer), template, kwargs, options.on_hidden, placer)
 
     def _fill(self, result: RecordResult, item: Placed) -> None:

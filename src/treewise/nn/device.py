@@ -64,10 +64,11 @@ def synchronized_clock(device: torch.device) -> float:
 
 
 @cache
-def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
+def matmul_flops(kind: str, dtype: torch.dtype, width: int | None = None) -> float | None:
     """FLOPs per second of the fastest of a few products of two large matrices; None without memory or a kernel for it.
 
-    kind: `cpu` or `cuda`. Draws no random number, and takes some milliseconds.
+    kind: `cpu` or `cuda`. width: of a model, whose rows are multiplied by a square weight; None: large square matrices.
+    Draws no random number, takes less than a second, and is measured once in a process.
     """
     size = MATRIX_SIZE.get(kind)
     if size is None:
@@ -75,14 +76,15 @@ def matmul_flops(kind: str, dtype: torch.dtype) -> float | None:
     seconds: list[float] = []
     try:
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            matrix = torch.ones(size, size, dtype=dtype, device=kind)
+            matrix = torch.ones(size, width or size, dtype=dtype, device=kind)
+            weight = torch.ones(width or size, width or size, dtype=dtype, device=kind)
             while len(seconds) < NUM_PRODUCTS and sum(seconds) < MOST_SECONDS:
                 begin = synchronized_clock(matrix.device)
-                torch.mm(matrix, matrix)
+                torch.mm(matrix, weight)
                 seconds.append(synchronized_clock(matrix.device) - begin)
     except (RuntimeError, MemoryError):
         return None
-    return 2.0 * size**3 / max(min(seconds), 1e-9)
+    return 2.0 * size * (width or size) ** 2 / max(min(seconds), 1e-9)
 
 
 @cache

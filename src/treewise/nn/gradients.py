@@ -1,8 +1,7 @@
-"""The `.grad` of parameters as state: zeroed, cleared, taken, set aside and restored. The only owner of these moves,
-and of when hooks on gradients run.
+"""The `.grad` of parameters as state: cleared, set aside and restored. The only owner of these moves, and of when hooks
+on gradients run.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,32 +12,6 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError
-
-Gradients = dict[str, torch.Tensor]  # by the name of the parameter
-
-
-def gradients_of(model: nn.Module, device: torch.device | None = None) -> Gradients:
-    """Copies of the gradients that a model has. device: where to; None: where they are."""
-    found = {name: each.grad.detach() for name, each in model.named_parameters() if each.grad is not None}
-    return {name: grad.to(grad.device if device is None else device, copy=True) for name, grad in found.items()}
-
-
-def gradient_error(computed: Gradients, expected: Gradients) -> float:
-    """Norm of the difference of the whole gradient over the norm of the expected one; a missing one counts as zero.
-
-    On the devices of the computed ones.
-    """
-    difference = norm = 0.0
-    for name in computed.keys() | expected.keys():
-        some = computed.get(name, expected.get(name))
-        assert some is not None
-        left, right = (
-            each[name].to(some.device).double() if name in each else torch.zeros_like(some, dtype=torch.float64)
-            for each in (computed, expected)
-        )
-        difference += float((left - right).square().sum())
-        norm += float(right.square().sum())
-    return float((difference / norm) ** 0.5) if norm else math.nan
 
 
 def sum_in_float32(parameters: Iterable[nn.Parameter]) -> None:
@@ -76,22 +49,6 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sets `.grad` to None; an optimizer then leaves the parameters, and its own state for them, unchanged."""
     for parameter in parameters:
         parameter.grad = None
-
-
-def zero_gradients(model: nn.Module) -> None:
-    """Zeros for trained parameters, allocated and written, so that no timed step touches memory for the first time."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = zeros_of(parameter)
-            parameter.grad.zero_()
-
-
-def take_gradients(model: nn.Module) -> Gradients:
-    """Gradients by parameter name; the parameters keep none."""
-    taken = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    clear_gradients(model.parameters())
-    return taken
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from treewise.errors import ConfigError, check_setting_types, did_you_mean
+from treewise.base.given_settings import check_setting_types
+from treewise.errors import ConfigError, did_you_mean
 from treewise.objectives.distillation import Distillation
 from treewise.objectives.policy_gradient import PolicyGradient
 from treewise.objectives.preference import DPO, IPO, KTO

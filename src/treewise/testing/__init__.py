@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treewise.nn.gradients import gradient_error, gradients_of
+    from treewise.nn.whole_gradients import gradient_error, gradients_of
     from treewise.testing.families import causal_families, tiny_model
     from treewise.testing.oracle import assert_equals_flat, flat_logprobs, flat_loss, flat_sft
     from treewise.testing.strategies import (

@@ -16,7 +16,7 @@ from torch import nn
 
 from treewise.engine.flat import FlatLoss, flat_logits
 from treewise.errors import ConfigError
-from treewise.nn.gradients import Gradients, gradient_error, gradients_of
+from treewise.nn.whole_gradients import Gradients, gradient_error, gradients_of
 from treewise.objectives import SFT, Objective
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory

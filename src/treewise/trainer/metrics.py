@@ -8,7 +8,8 @@ al. 2022, PaLM, appendix B; torchtitan and nanochat do the same).
 Efficiency is speed-up over flat training / FLOP bound, which is (FLOPs that the trees need / seconds) over (flat FLOPs
 / seconds of a flat run). A run trains nothing flat. So it is compared with the fastest flat training that is possible
 on this machine: one that only multiplies matrices, at the measured rate. Real flat training is slower, so what is
-logged is a lower bound: `efficiency_at_least`.
+logged is a lower bound: `efficiency_at_least`. The products are of the model's own width, so the same figure is the use
+of what this device reaches for this model.
 """
 
 import logging
@@ -93,13 +94,13 @@ class Throughput:
         self._peak: float | None = None
 
     @property
-    def tokens(self) -> tuple[float, float]:
-        """Tree tokens and flat tokens of this rank since the last log."""
-        return self._sums["tree_tokens"], self._sums["flat_tokens"]
+    def tokens(self) -> tuple[float, float, float]:
+        """Tree tokens, flat tokens and computed tokens of this rank since the last log."""
+        return self._sums["tree_tokens"], self._sums["flat_tokens"], self._sums["computed_tokens"]
 
-    def begin_run(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Measures the device's rate. dtype: of the matrix products of the run."""
-        self._measured_rate = matmul_flops(device.type, dtype)
+    def begin_run(self, device: torch.device, dtype: torch.dtype, width: int | None = None) -> None:
+        """Measures the device's rate. dtype, width: of the matrix products of the run."""
+        self._measured_rate = matmul_flops(device.type, dtype, width)
         self._peak = peak_flops(device, dtype) or self._measured_rate
 
     @contextmanager
@@ -115,6 +116,7 @@ class Throughput:
     def add(self, out: StepOutput) -> None:
         self._sums["tree_tokens"] += out.num_tree_tokens
         self._sums["flat_tokens"] += out.num_flat_tokens
+        self._sums["computed_tokens"] += out.num_computed_tokens
 
     def flops_of(self, model: nn.Module, forests: Sequence[Forest]) -> tuple[float, float] | None:
         """FLOPs of tree and of flat training; None before `add_flops` read the model, or for unknown shapes."""
@@ -141,7 +143,7 @@ class Throughput:
         self._sums["flat_flops"] += flops[1]
         return flops[0]
 
-    def take(self, tree_tokens: float, flat_tokens: float) -> dict[str, float]:
+    def take(self, tree_tokens: float, flat_tokens: float, computed_tokens: float) -> dict[str, float]:
         """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""
         sums, self._sums = self._sums, defaultdict(float)
         seconds = max(sums["seconds"], 1e-9)
@@ -151,6 +153,7 @@ class Throughput:
         entries = {
             "tokens_per_second_flat": round(flat_tokens / seconds, 1),
             "tokens_per_second_tree": round(tree_tokens / seconds, 1),
+            "tokens_per_second_computed": round(computed_tokens / seconds, 1),
             "share_ratio": round(flat_tokens / max(1.0, tree_tokens), 4),
             "tree_tokens": tree_tokens,
             "memory_bytes": float(memory),

@@ -443,7 +443,8 @@ class TreeTrainer(Trainer):
                 logger.warning("%s is the end of the run: no step is left to train", end)
                 return TrainOutput(self.state.global_step, float("nan"), {})
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-            self._throughput.begin_run(self.args.device, dtype)
+            width = getattr(self.model.config.get_text_config(), "hidden_size", None)
+            self._throughput.begin_run(self.args.device, dtype, width)
             with self._steps.ended():
                 try:
                     result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)

@@ -7,7 +7,6 @@ import math
 import reprlib
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -107,23 +106,6 @@ def loss_weights(weights: np.ndarray, location: str, *, begins: bool = True) -> 
         raise DataError(
             f"{location}: loss weight {weights[bad[0]]:g} at position {bad[0]} is negative; advantages carry the sign."
         )
-
-
-def candidates(values: ArrayLike, name: str, length: int, dtype: Any, location: str) -> np.ndarray:
-    """[length, k] token ids (int32) or numbers (float32), k values for each token; numbers may be infinite or NaN.
-
-    Raises:
-        DataError: another shape or type, or a token id outside 0..2^31 - 1.
-    """
-    array = as_array(values, name, location)
-    if array.ndim != 2 or len(array) != length or array.shape[1] == 0:
-        raise DataError(f"{location}: {name} has shape {array.shape}; give [{length}, k], one row per token.")
-    is_id = np.issubdtype(dtype, np.integer)
-    if array.dtype.kind not in ("iu" if is_id else "fiu"):
-        raise DataError(f"{location}: {name} must be {'integers' if is_id else 'numbers'}, not {array.dtype}.")
-    if is_id and ((array < 0) | (array > MAX_TOKEN_ID)).any():
-        raise DataError(f"{location}: a token id in {name} is outside 0..{MAX_TOKEN_ID}.")
-    return np.ascontiguousarray(array, dtype=dtype)
 
 
 def finite_number(value: object, name: str, location: str) -> float:

@@ -21,8 +21,6 @@ from treewise.errors import DataError, num
 from treewise.tree import checks
 from treewise.tree.images import ImageSpan, check_spans
 
-MAX_TEACHER_LOGPROB = 0.02  # bfloat16 teachers round to a little more than certainty
-
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -55,7 +53,8 @@ class Stream:
             experts: np.ndarray = feature("routes").checked_experts(values, self.name, length, location)
             return experts
         if self.has_candidates:
-            return checks.candidates(values, self.name, length, self.dtype, location)
+            found: np.ndarray = feature("teachers").checked_candidates(values, self.name, length, self.dtype, location)
+            return found
         numbers = checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)
         if self.is_integer:
             checks.whole_numbers(numbers, self.name, location)
@@ -199,7 +198,8 @@ class Trajectory:
             raise DataError(
                 f"{location}: no trained token (all {len(ids)} loss weights are 0); drop it or weight its answers."
             )
-        _check_teacher(self.teacher_ids, self.teacher_logprobs, location)
+        if self.teacher_ids is not None or self.teacher_logprobs is not None:
+            feature("teachers").check_teacher(self.teacher_ids, self.teacher_logprobs, location)
         for name in ("reward", "rollout_weight"):
             if values[name] is not None:
                 values[name] = checks.finite_number(values[name], name, location)
@@ -254,25 +254,3 @@ def update_with_content(digest: Any, trajectories: Sequence[Trajectory]) -> None
         digest.update(json.dumps(labels).encode())
         for array in streams.values():
             digest.update(np.ascontiguousarray(array).data)
-
-
-def _check_teacher(ids: np.ndarray | None, logprobs: np.ndarray | None, location: str) -> None:
-    """Checks that the candidates of a teacher and their log-probs ([n, k] each) fit one another."""
-    if ids is None and logprobs is None:
-        return
-    if ids is None or logprobs is None:
-        missing = "teacher_ids" if ids is None else "teacher_logprobs"
-        raise DataError(f"{location}: {missing} is missing; teacher_ids and teacher_logprobs go together.")
-    if ids.shape != logprobs.shape:
-        raise DataError(f"{location}: teacher_ids {ids.shape} and teacher_logprobs {logprobs.shape} differ in shape.")
-    if np.isnan(logprobs).any() or (logprobs > MAX_TEACHER_LOGPROB).any():
-        raise DataError(
-            f"{location}: a teacher_logprobs value is not a log-prob; they are natural logarithms, at most 0."
-        )
-    total = np.exp(logprobs[1:].astype(np.float64)).sum(1)
-    if (total > 1 + MAX_TEACHER_LOGPROB).any():
-        row = int(np.argmax(total)) + 1
-        raise DataError(
-            f"{location}: the teacher's probabilities at position {row} add up to {total[row - 1]:.4g}; "
-            "are its log-probs natural logarithms of the whole distribution?"
-        )

@@ -30,10 +30,11 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.flat import FlatLoss, Loss
 from treewise.errors import ConfigError, bytes_as_text, num
 from treewise.nn.device import synchronized_clock
-from treewise.nn.gradients import Gradients, gradients_restored, take_gradients, zero_gradients
+from treewise.nn.gradients import gradients_restored
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.router_loss import RouterLossRule
+from treewise.nn.whole_gradients import Gradients, take_gradients, zero_gradients
 from treewise.objectives import SFT, Objective
 from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest, one_forest

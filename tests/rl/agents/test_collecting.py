@@ -15,7 +15,7 @@ from tests.rl.agents.helpers import TOKENIZER, Speaker
 from tests.rl.online.helpers import tiny_policy
 from treewise import Forest, TreeEngine
 from treewise.errors import ConfigError, DataError, SamplerError, TaskError
-from treewise.nn.gradients import gradient_error, gradients_of
+from treewise.nn.whole_gradients import gradient_error, gradients_of
 from treewise.objectives.registry import objective_named
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings

@@ -441,7 +441,7 @@ def test_training_on_the_rows_is_a_plain_loop_over_the_calls():
 
     from tests.rl.online.helpers import tiny_policy
     from treewise import Forest, TreeEngine
-    from treewise.nn.gradients import gradient_error, gradients_of
+    from treewise.nn.whole_gradients import gradient_error, gradients_of
     from treewise.objectives import SFT
     from treewise.rl.samplers import TransformersSampler
     from treewise.tree.trajectory import Trajectory

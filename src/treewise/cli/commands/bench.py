@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from rich.console import Console
 
 from treewise import bench
-from treewise.bench.settings import AGAINST
+from treewise.bench.settings import AGAINST, LAYERS
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.models.load_model import DTYPES, load_tokenizer, load_weights
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
     against.add_argument("--row_tokens", type=int, help="of a packed row of flat training; by memory")
     against.add_argument("--attention", choices=("auto", *IMPLEMENTATIONS))
+    against.add_argument("--layers", choices=LAYERS, default="auto", help="of all contestants; compiled on a GPU")
     how = parser.add_argument_group("how")
     how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--device", help="cuda where there is a GPU, else cpu")
@@ -111,6 +112,7 @@ def _settings(args: argparse.Namespace) -> bench.Settings:
         attention=args.attention,
         with_checkpointing=args.checkpointing,
         row_tokens=args.row_tokens,
+        layers=args.layers,
         repetitions=args.repetitions,
         reference=args.reference,
         max_seconds=math.inf if args.max_seconds is None else args.max_seconds,

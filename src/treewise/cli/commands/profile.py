@@ -137,7 +137,7 @@ def _profiled(
 ) -> "Profile":
     """The mean of so many steps, after one that warms up. trace: of the last one."""
     from treewise.engine.profiling import mean, profile_step
-    from treewise.nn.gradients import zero_gradients
+    from treewise.nn.whole_gradients import zero_gradients
 
     step()
     profiles = []

@@ -119,7 +119,7 @@ def _with_images_read(message: Message, reader: ImageReader | None, data_file: P
     return {**message, IMAGES: read}
 
 
-class Placer:
+class ImagePlacer:
     """Puts the tokens of images into tokenised texts. Equal pieces with equal images stay the same array."""
 
     def __init__(self, reader: ImageReader) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
 from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
-from treewise.data.importers.replies import Call, Ids, pooled, trainable, with_arguments
+from treewise.data.importers.replies import Ids, ImportedCall, pooled, trainable, with_arguments
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
@@ -46,7 +46,7 @@ class _LoggedRun:
     prompt: str  # key of the messages of its first call
     group: Any = None
     reward: float | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ImportedCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Line:
     name: str | int | None
     group: str | int | None
     reward: float | None
-    calls: list[Call]
+    calls: list[ImportedCall]
 
 
 def _read(
@@ -120,7 +120,7 @@ def _rows(run: _LoggedRun, context: Context) -> Iterator[Record]:
     if group is None:  # samples of one prompt are compared with one another
         group = "prompt " + run.prompt[-16:]
     shared = {"group": group, "rollout": run.name, "reward": run.reward}
-    by_tools: dict[str, list[Call]] = {}
+    by_tools: dict[str, list[ImportedCall]] = {}
     for call in run.calls:
         if call.ids is None:
             by_tools.setdefault(json.dumps(call.tools, sort_keys=True), []).append(call)
@@ -167,7 +167,7 @@ class _Standing:
 
 def _replies_shown(
     record: Placed, name: str | int | None, asked: _Standing, context: Context
-) -> tuple[str, list[Call]]:
+) -> tuple[str, list[ImportedCall]]:
     """The run of a request alone, and the calls whose replies it shows: its assistant messages after the longest
     messages that the run has asked with. What the first request of a run holds was given to it.
     """
@@ -185,7 +185,7 @@ def _replies_shown(
         asked.open.pop((run, keys[index - 1]), None)
         if history[index].get("role") == "assistant" and (run, keys[index]) not in asked.known:
             asked.known.add((run, keys[index]))
-            calls.append(Call(location, history[:index], {"content": "", **history[index]}, tools))
+            calls.append(ImportedCall(location, history[:index], {"content": "", **history[index]}, tools))
     if keys:
         asked.add(keys[-1], run, location)
     return run, calls
@@ -204,7 +204,7 @@ def _key(history: list[Record]) -> str:
     return ["", *_prefix_keys(history)][-1]
 
 
-def _calls(record: Placed, context: Context) -> Iterator[Call]:
+def _calls(record: Placed, context: Context) -> Iterator[ImportedCall]:
     """The calls of one line: one, or one per choice."""
     location = record.location
     request, response = (_body(record.value.get(name), f"{location}: {name}") for name in ("request", "response"))
@@ -237,7 +237,7 @@ def _calls(record: Placed, context: Context) -> Iterator[Call]:
         ending = with_reason({}, choice, rest, said, _metadata(record.value))
         if choice["message"].get("refusal") and not choice["message"].get("content"):
             ending = {"finish_reason": "refusal"}
-        yield Call(where, history, reply, tools, _tokens(response, choice, where), ending)
+        yield ImportedCall(where, history, reply, tools, _tokens(response, choice, where), ending)
 
 
 def _why_no_call(request: object, response: Record) -> str:

@@ -18,7 +18,7 @@ BAD_ARGUMENTS = "a tool call whose arguments are no JSON object, so its sampled 
 
 
 @dataclass(slots=True)
-class Call:
+class ImportedCall:
     """A call of a model.
 
     ids: of the prompt and of the reply, with log-probs, where the server gave them; they are trained as they are.
@@ -33,7 +33,7 @@ class Call:
     ending: Record = field(default_factory=dict)
 
 
-def trainable(calls: Iterable[Call], context: Context) -> list[Call]:
+def trainable(calls: Iterable[ImportedCall], context: Context) -> list[ImportedCall]:
     """The calls whose replies can be trained; the others are left out and counted."""
     kept = []
     for call in calls:
@@ -98,7 +98,7 @@ def note_unknown(reason: str | None, context: Context) -> None:
         context.warn(f"replies that ended with {shown(reason)}, which is not known, are trained without an end of turn")
 
 
-def pooled(calls: Sequence[Call], shared: Record) -> Record:
+def pooled(calls: Sequence[ImportedCall], shared: Record) -> Record:
     """One record of logged calls: each message once, each call as indices into them."""
     pool: dict[str, int] = {}
     talk: list[Record] = []

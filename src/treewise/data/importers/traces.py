@@ -21,7 +21,7 @@ from treewise.data.importers.common import (
     text_row,
     token_row,
 )
-from treewise.data.importers.replies import Call, pooled, text_pair, trainable, trainable_talk, with_arguments
+from treewise.data.importers.replies import ImportedCall, pooled, text_pair, trainable, trainable_talk, with_arguments
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
@@ -89,7 +89,7 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
         last = {"is_truncated": trace.get("is_truncated")}  # of the whole rollout
         logged = {call.get("node"): call for call in objects(trace.get("calls") or [], "calls", location)}
         calls = [
-            Call(
+            ImportedCall(
                 f"{location}: nodes[{index}]",
                 [pool[above] for above in _path(nodes, index)[:-1]],
                 pool[index],

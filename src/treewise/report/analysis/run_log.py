@@ -22,6 +22,7 @@ KNOWN = {
     "eval_loss": ("loss", "evaluation", "nats per trained token"),
     "tokens_per_second_flat": ("speed", "flat tokens", "tokens per second"),
     "tokens_per_second_tree": ("speed", "tree tokens", "tokens per second"),
+    "tokens_per_second_computed": ("speed", "computed tokens, recomputed ones included", "tokens per second"),
     "share_ratio": ("share ratio", "share ratio", "flat / tree"),
     "leaf_ratio": ("share ratio", "leaf ratio", "flat / tree"),
     "flop_bound": ("share ratio", "FLOP bound", "flat / tree"),

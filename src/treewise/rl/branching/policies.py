@@ -25,7 +25,8 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge
 
-from treewise.errors import DataError, settings_named
+from treewise.base.given_settings import settings_named
+from treewise.errors import DataError
 from treewise.rl.branching.lcr import LcrBranching
 from treewise.rl.branching.protocol import (
     Branch,

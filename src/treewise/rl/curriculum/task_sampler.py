@@ -28,7 +28,8 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 
-from treewise.errors import ConfigError, DataError, settings_named
+from treewise.base.given_settings import settings_named
+from treewise.errors import ConfigError, DataError
 
 FORMAT = 1
 _CHOICE, _SHUFFLE = 1, 5  # name random streams

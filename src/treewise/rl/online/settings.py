@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from treewise.errors import ConfigError, check_fields, check_setting_types
+from treewise.base.given_settings import check_setting_types
+from treewise.errors import ConfigError, check_fields
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
 from treewise.rl.curriculum import Curriculum, curriculum_named

@@ -40,7 +40,11 @@ class WholeCopy:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, shares_frozen: bool, is_held: bool = True) -> None:
-        frozen = {id(each): each for each in model.parameters() if shares_frozen and not each.requires_grad}
+        frozen = {
+            id(parameter): parameter
+            for parameter in model.parameters()
+            if shares_frozen and not parameter.requires_grad
+        }
         copied = [each for each in _tensors(model).values() if id(each) not in frozen]
         self.num_bytes = sum(each.numel() * each.element_size() for each in copied) if is_held else 0
         free = free_bytes(device)

@@ -261,7 +261,7 @@ class SeenPrompt(CopiedCache):
         """
         del max_new_tokens
         vision, base = vision_model(split_model(self.model)), base_model(self.model)
-        pictures = {each.digest: decoded(each.read(), each.name) for each in self.images}
+        pictures = {image.digest: decoded(image.read(), image.name) for image in self.images}
         ids = torch.tensor(prefixes, device=device_of(self.model))
         is_later = [float(index > 0) for index in range(ids.shape[1])]
         forest = Forest.from_trajectories([Trajectory(prefixes[0], is_later, images=self.images)])
@@ -271,7 +271,7 @@ class SeenPrompt(CopiedCache):
             forest,
             lambda each: pixel_inputs(self.processor, [pictures[each.digest]]),
         )
-        given = row_arguments(base, self.processor, [pictures[each.digest] for each in self.images], ids[0])
+        given = row_arguments(base, self.processor, [pictures[image.digest] for image in self.images], ids[0])
         if given["pixel_values"].is_floating_point():
             given["pixel_values"] = given["pixel_values"].to(next(base.parameters()).dtype)
         if positions is not None:

@@ -44,13 +44,14 @@ def prompt_scores(engine: TreeEngine, requests: Sequence[PromptRequest]) -> list
         return []
     # a trajectory has a token to predict: a prompt of one token, or that ends in an image, is given one
     ids = [
-        np.append(each.token_ids, 0) if len(each.token_ids) < 2 or each.images else each.token_ids for each in requests
+        np.append(request.token_ids, 0) if len(request.token_ids) < 2 or request.images else request.token_ids
+        for request in requests
     ]
-    items = [Trajectory(own, images=each.images) for own, each in zip(ids, requests, strict=True)]
+    items = [Trajectory(own, images=request.images) for own, request in zip(ids, requests, strict=True)]
     with sampling_mode(engine.model):
         hidden = engine.hidden_states(Forest.from_trajectories(items))
         head = engine.lm.head()  # with adapters a sum over all of its weight, which is taken once
-        return [_scored(head, own, each) for own, each in zip(hidden, requests, strict=True)]
+        return [_scored(head, own, request) for own, request in zip(hidden, requests, strict=True)]
 
 
 def _scored(head: Any, hidden: torch.Tensor, asked: PromptRequest) -> dict[str, np.ndarray]:

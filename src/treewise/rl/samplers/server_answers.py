@@ -154,7 +154,7 @@ def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np
     choice = answer["choices"][0]
     values = [answer.get("prompt_routed_experts"), choice.get("routed_experts")]
     decoded = feature("encoded_arrays").decoded
-    parts = [np.asarray(decoded(each, "routed_experts", location)) for each in values if each is not None]
+    parts = [np.asarray(decoded(value, "routed_experts", location)) for value in values if value is not None]
     if not parts or any(part.ndim != 3 for part in parts):
         raise SamplerError(
             f"{location}: the answer holds no experts of its tokens (choices[0].routed_experts); start vLLM with "

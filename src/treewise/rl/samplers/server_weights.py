@@ -235,8 +235,8 @@ def _refuse_tied(base: nn.Module) -> None:
             parts = [getattr(module, part) for part in module.adapter_layer_names]
             is_adapted = any(name in part for part in parts for name in module.active_adapters)
             layer = module.get_base_layer()
-            is_shared = any(owners[id(each)] > 1 for each in layer.parameters())
-            is_parted |= is_adapted and is_shared and not any(layer is each for each in tables)
+            is_shared = any(owners[id(parameter)] > 1 for parameter in layer.parameters())
+            is_parted |= is_adapted and is_shared and not any(layer is table for table in tables)
         if is_parted:
             raise ConfigError(
                 f"{path} has an adapter and shares its weights with another layer, so the adapter cannot be merged "

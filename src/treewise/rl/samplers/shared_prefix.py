@@ -143,7 +143,8 @@ class SharedPrefix:
         routes_of_rest = self._forward(rest, cache, shared)
         if self.heard is not None:
             for row, prefix in enumerate(bucket):
-                own = [each.reshape(-1, *each.shape[-2:]) for each in routes] + [each[row] for each in routes_of_rest]
+                own = [route.reshape(-1, *route.shape[-2:]) for route in routes]
+                own += [route[row] for route in routes_of_rest]
                 self.prefix_routes.append(np.concatenate(own)[: len(prefix) - 1] if own else NO_ROUTES)
         if not cache.layers:  # prefixes of one token: nothing is kept of what shows the sizes
             self._forward(bucket, cache, 0)

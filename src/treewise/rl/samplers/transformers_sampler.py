@@ -34,7 +34,7 @@ MAX_UNPADDED_TOKENS = 1 << 15  # of prefixes of one length that one forward comp
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _SampledRow:
     """One continuation while it grows."""
 
     request_index: int
@@ -105,7 +105,9 @@ class TransformersSampler:
         what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
         refuse_lengths(self.model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
         rows = [
-            _Row(index, request, i) for index, request in enumerate(requests) for i in range(request.num_continuations)
+            _SampledRow(index, request, i)
+            for index, request in enumerate(requests)
+            for i in range(request.num_continuations)
         ]
         with sampling_mode(self.model):
             with self._lock:
@@ -129,16 +131,16 @@ class TransformersSampler:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+    def _batches(self, rows: list[_SampledRow]) -> Iterator[list[_SampledRow]]:
         """Rows in batches, those of one prefix side by side, and prefixes with a common beginning near one another."""
         assert self._decoder is not None
-        shares: dict[tuple[bool, int], list[_Row]] = {}
+        shares: dict[tuple[bool, int], list[_SampledRow]] = {}
         for row in rows:
             length = len(row.request.prefix_ids) if self._decoder.needs_equal_lengths else 0
             is_alone = self.isolate_requests or bool(row.request.images)
             shares.setdefault((is_alone, row.request_index if is_alone else length), []).append(row)
         for share in shares.values():
-            batch: list[_Row] = []
+            batch: list[_SampledRow] = []
             for row in sorted(share, key=lambda row: row.request.prefix_ids):
                 if batch and not self._fits([*batch, row]):
                     yield batch
@@ -146,7 +148,7 @@ class TransformersSampler:
                 batch.append(row)
             yield batch
 
-    def _fits(self, batch: list[_Row]) -> bool:
+    def _fits(self, batch: list[_SampledRow]) -> bool:
         assert self._decoder is not None
         counts = Counter(row.request.prefix_ids for row in batch)
         num_prefix, places = len(counts) * max(map(len, counts)), len(counts) * max(counts.values())
@@ -155,13 +157,13 @@ class TransformersSampler:
         cached = num_prefix + places * max(row.request.max_new_tokens for row in batch)
         return places <= self.max_rows and cached <= self.max_cached_tokens
 
-    def _run(self, rows: list[_Row]) -> None:
+    def _run(self, rows: list[_SampledRow]) -> None:
         wants_routes = any(row.request.want_routes for row in rows)
         listening = partial(feature("routing").heard, split_model(self.model).decoder) if wants_routes else nullcontext
         with listening() as heard:
             self._run_heard(rows, heard)
 
-    def _run_heard(self, rows: list[_Row], heard: Any) -> None:
+    def _run_heard(self, rows: list[_SampledRow], heard: Any) -> None:
         """heard: the experts that routers choose; None: nobody asks."""
         assert self._decoder is not None
         images = rows[0].request.images
@@ -215,7 +217,7 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
-def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
+def _append(rows: list[_SampledRow], logits: torch.Tensor) -> torch.Tensor:
     """Draws a token for each row and writes it down; int64 [R]."""
     rules = [row.request for row in rows]
     keys = [stream_key(row.request.seed, row.continuation, len(row.token_ids)) for row in rows]
@@ -236,10 +238,10 @@ def _append(rows: list[_Row], logits: torch.Tensor) -> torch.Tensor:
     return draw.token_ids
 
 
-def _completion(row: _Row) -> Completion:
+def _completion(row: _SampledRow) -> Completion:
     request, num_top = row.request, row.request.num_top
     asked = ["logprobs", *["entropies"] * request.want_entropy, *["top_ids", "top_logprobs"] * bool(num_top)]
-    routes = [each for each in row.routes if len(each)]
+    routes = [route for route in row.routes if len(route)]
     arrays: dict[str, Any] = {name: np.array(row.streams[name], dtype=_STREAMS[name]) for name in asked}
     return Completion(
         token_ids=np.array(row.token_ids, dtype=np.int32),

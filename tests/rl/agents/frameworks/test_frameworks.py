@@ -14,7 +14,7 @@ from tests.rl.agents.frameworks.helpers import ADDS, TWO, ToolUser, called, runn
 from tests.rl.agents.helpers import assert_rows_are
 from tests.rl.online.helpers import tiny_policy
 from treewise import Forest, TreeEngine
-from treewise.nn.gradients import gradient_error, gradients_of
+from treewise.nn.whole_gradients import gradient_error, gradients_of
 from treewise.objectives import SFT
 from treewise.tree.trajectory import Trajectory
 
