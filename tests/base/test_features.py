@@ -136,6 +136,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "router_loss": lambda path: treewise.TreeEngine(
         _of("mixtral", num_key_value_heads=4, num_local_experts=4, output_router_logits=True), max_tokens=64
     ).step(TREE),
+    "edge_values": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).logprobs(TREE),
     "values": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).logprobs(TREE),
 }
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treewise.nn import edge_values as of_values
 from treewise.nn import lm_head
 from treewise.nn.lm_head import OUTPUTS, Head, edge_loss, edge_values
 from treewise.nn.module_head import ModuleHead
@@ -88,8 +89,8 @@ def test_values_and_gradients(
 
 def test_the_backward_takes_over_the_logits_of_the_latest_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    project = lm_head._logits
-    monkeypatch.setattr(lm_head, "_logits", lambda *args, **options: calls.append(1) or project(*args, **options))
+    project = lm_head.project
+    monkeypatch.setattr(of_values, "project", lambda *args, **options: calls.append(1) or project(*args, **options))
     head = Head(torch.randn(7, 3, requires_grad=True))
 
     def log_probs() -> torch.Tensor:
@@ -118,14 +119,14 @@ def test_kept_logits_are_freed_with_their_graph() -> None:
 
 def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = []
-    project = lm_head._logits
+    project = lm_head.project
 
     def watched(*args, **options):
         found = project(*args, **options)
         largest.append(found[0])
         return found
 
-    monkeypatch.setattr(lm_head, "_logits", watched)
+    monkeypatch.setattr(of_values, "project", watched)
     hidden = torch.randn(100, 4, requires_grad=True)
     weight = torch.randn(50, 4, requires_grad=True)
     source = torch.arange(100)
@@ -139,14 +140,14 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("trains", ["both", "hidden", "weight"])
 def test_a_loss_projects_each_row_once(monkeypatch: pytest.MonkeyPatch, trains: str) -> None:
     largest = []
-    project = lm_head._logits
+    project = lm_head.project
 
     def watched(*args, **options):
         found = project(*args, **options)
         largest.append(found[0].numel())
         return found
 
-    monkeypatch.setattr(lm_head, "_logits", watched)
+    monkeypatch.setattr(lm_head, "project", watched)
     hidden = torch.randn(100, 4, requires_grad=trains != "weight")
     weight = torch.randn(50, 4, requires_grad=trains != "hidden")
     source = torch.arange(100)

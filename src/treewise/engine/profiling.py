@@ -37,7 +37,7 @@ PARTS = (
 # they have a part of their own.
 _NAMES = (
     ("embedding", EMBEDDING),
-    ("_EdgeValues", HEAD),
+    ("EdgeValues", HEAD),
     ("_EdgeLoss", HEAD),
     ("AccumulateGrad", ADDING),
     ("_Extend", GATEWAYS),

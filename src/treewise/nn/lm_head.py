@@ -1,11 +1,10 @@
 """Log-probs of edges from hidden rows, in chunks, never holding the logits of more than one chunk.
 
 A fork has one hidden row and several targets: its row is projected once. Rows without a needed target are not
-projected at all. The backward is written by hand. It takes the logits of the last chunk over from the forward if no
-other call came between (see `LogitsSlot`), and projects the other chunks again, so memory stays at `chunk x
-vocabulary`. Where the loss of an edge depends on that edge's values alone, nothing is projected twice: the gradients of
-a chunk are taken while its logits are there (`edge_loss`), three products with the weight in place of four. A head that
-is more than one weight (most adapters of PEFT) runs its own forward on each chunk instead, again in the backward
+projected at all. Where the loss of an edge depends on that edge's values alone, nothing is projected twice: the
+gradients of a chunk are taken while its logits are there (`edge_loss`), three products with the weight. Values whose
+gradients come later (`edge_values`) need a fourth: their backward projects again (`nn.edge_values`). A head that is
+more than one weight (most adapters of PEFT) runs its own forward on each chunk instead, again in the backward
 (`nn.module_head`).
 
 Letters: R projected rows, E edges, M model width, V vocabulary.
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.base.features import feature
 from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
 from treewise.nn.platform.tensors import autocast_dtype, to_device
@@ -100,15 +100,15 @@ class Head:
         self, hidden: torch.Tensor, edge_row: torch.Tensor, target: torch.Tensor, bounds: list[Bounds], *, entropy: bool
     ) -> dict[str, torch.Tensor]:
         """See `AnyHead`."""
-        how = bounds, entropy
-        log_probs_E, entropy_R = _EdgeValues.apply(hidden, self.weight, self.bias, edge_row, target, self, how)
+        apply = feature("edge_values").EdgeValues.apply
+        log_probs_E, entropy_R = apply(hidden, self.weight, self.bias, edge_row, target, self, (bounds, entropy))
         return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if entropy else {})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[.., V] in float32 or wider, from hidden rows [.., M]."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         rows = hidden.to(self.weight.dtype).reshape(-1, hidden.shape[-1])
-        logits = _logits(rows, self.weight, self.bias, wide, self)[0].unflatten(0, hidden.shape[:-1])
+        logits = project(rows, self.weight, self.bias, wide, self)[0].unflatten(0, hidden.shape[:-1])
         return logits if self.shard is None else self.shard.gathered(logits)
 
 
@@ -255,82 +255,6 @@ def _projected(
     return hidden.index_select(0, to_device(source_E[is_first_E], hidden.device)), edge_row, bounds
 
 
-class _EdgeValues(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        edge_row: torch.Tensor,
-        target: torch.Tensor,
-        head: Head,
-        how: tuple[list[Bounds], bool],  # and whether entropies are wanted
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        bounds, with_entropy = how
-        dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
-        hidden = hidden.to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        target_E = hidden.new_empty(len(target), dtype=wide)  # logits
-        lse_R = hidden.new_empty(len(hidden), dtype=wide)
-        mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
-        cast_weight = weight.to(dtype)
-        column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
-        head.slot.keep(None)
-        for (start, end), (low, high) in bounds:
-            logits, _ = _logits(hidden[start:end], cast_weight, bias, wide, head)
-            lse_R[start:end] = _over_rows(partial(torch.logsumexp, dim=1), logits)
-            target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
-            if with_entropy:
-                mean_R[start:end] = _over_rows(_means, logits, lse_R[start:end, None])
-        if head.shard is not None and is_own_E is not None:
-            target_E = torch.where(is_own_E, target_E, 0)
-            target_E, lse_R, mean_R = head.shard.combined(target_E, lse_R, mean_R)
-        log_probs_E = target_E - lse_R[edge_row]
-        entropy_R = lse_R - mean_R if with_entropy else mean_R
-        ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
-        ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
-        has_backward = head.softcap is None and any(ctx.needs_input_grad)
-        ctx.kept = head.slot.keep(logits) if has_backward else KeptLogits(None)
-        ctx.set_materialize_grads(False)
-        return log_probs_E, entropy_R
-
-    @staticmethod
-    def backward(
-        ctx: Context, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, edge_row, column, is_own, lse, entropy = ctx.saved_tensors
-        wide = lse.dtype
-        if logprob_grad is None:
-            logprob_grad = torch.zeros(len(column), dtype=wide, device=hidden.device)
-        if not ctx.with_entropy:
-            entropy_grad = None
-        row_grad = torch.zeros_like(lse).index_add_(0, edge_row, logprob_grad)
-        if is_own is not None:
-            logprob_grad = torch.where(is_own, logprob_grad, 0)
-        cast_weight = weight.to(hidden.dtype)
-        gradients = _Gradients(ctx.head, hidden, weight, bias, ctx.needs_input_grad, wide)
-        kept, ctx.kept.logits = ctx.kept.logits, None
-        factor = ctx.head.scale / ctx.head.temperature
-        for (start, end), (low, high) in reversed(ctx.bounds):
-            slope: torch.Tensor | float | None
-            if kept is None:
-                logits, slope = _logits(hidden[start:end], cast_weight, bias, wide, ctx.head, with_slope=True)
-            else:  # of a head without a softcap
-                logits, slope, kept = kept, None if factor == 1.0 else factor, None
-            entropies = None
-            if entropy_grad is not None:
-                entropies = entropy[start:end], entropy_grad[start:end]
-            edges = edge_row[low:high] - start, column[low:high], logprob_grad[low:high]
-            grad = _of_logits(logits, slope, lse[start:end], row_grad[start:end], edges, entropies)
-            del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
-            gradients.add(grad, cast_weight, start, end)
-            del grad
-        if ctx.head.shard is not None and gradients.hidden is not None:
-            ctx.head.shard.add_up(gradients.hidden)
-        return gradients.hidden, *gradients.of_head(), None, None, None, None
-
-
 class _EdgeLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -348,15 +272,15 @@ class _EdgeLoss(torch.autograd.Function):
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         cast_weight = weight.to(dtype)
-        gradients = _Gradients(head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        gradients = ChunkGradients(head, hidden, weight, bias, ctx.needs_input_grad, wide)
         values_E = [hidden.new_empty(len(target), dtype=wide) for _ in range(1 + with_entropy)]
         losses = []
         head.slot.keep(None)
         for (start, end), (low, high) in bounds:
-            logits, slope = _logits(hidden[start:end], cast_weight, bias, wide, head, with_slope=True)
+            logits, slope = project(hidden[start:end], cast_weight, bias, wide, head, with_slope=True)
             row, column = edge_row[low:high] - start, target[low:high]
-            lse = _over_rows(partial(torch.logsumexp, dim=1), logits)
-            entropy = lse - _over_rows(_means, logits, lse[:, None]) if with_entropy else None
+            lse = over_rows(partial(torch.logsumexp, dim=1), logits)
+            entropy = lse - over_rows(means, logits, lse[:, None]) if with_entropy else None
             values_E[0][low:high] = logits[row, column] - lse[row]
             if entropy is not None:
                 values_E[1][low:high] = entropy[row]
@@ -366,7 +290,7 @@ class _EdgeLoss(torch.autograd.Function):
             entropies = None
             if entropy is not None:
                 entropies = entropy, torch.zeros_like(lse).index_add_(0, row, grads[1])
-            grad = _of_logits(logits, slope, lse, row_grad, (row, column, grads[0]), entropies)
+            grad = gradient_of_logits(logits, slope, lse, row_grad, (row, column, grads[0]), entropies)
             del logits, slope
             gradients.add(grad, cast_weight, start, end)
             del grad
@@ -395,12 +319,12 @@ def _gradients_of(loss_of: LossOfEdges, values: list[torch.Tensor], edges: slice
     return loss.detach(), list(grads)
 
 
-def _means(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def means(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """[R] mean logits under the softmax, from [R, V] and [R, 1]."""
     return torch.sub(logits, lse).exp_().mul_(logits).sum(1)
 
 
-def _of_logits(
+def gradient_of_logits(
     logits: torch.Tensor,
     slope: torch.Tensor | float | None,
     lse: torch.Tensor,
@@ -427,7 +351,7 @@ def _of_logits(
     return grad
 
 
-class _Gradients:
+class ChunkGradients:
     """Gradients of a head's rows, weight and bias, which its chunks add up; each is None where it is not needed."""
 
     def __init__(
@@ -474,7 +398,7 @@ def padded(rows: torch.Tensor) -> torch.Tensor:
     return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
 
 
-def _over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+def over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """[R] values of the rows of [R, V] and [R, 1] tensors, a slice of the rows at a time."""
     size = -(-len(tensors[0]) // _NUM_SLICES)
     return torch.cat([reduce(*parts) for parts in zip(*(each.split(size) for each in tensors), strict=True)])
@@ -490,7 +414,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
         total[start : start + size] += grad[:, start : start + size].t() @ hidden
 
 
-def _logits(
+def project(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

@@ -1,0 +1,91 @@
+"""Log-probs of edges whose gradients come later, as values of a graph: the backward computes their logits again.
+
+It takes the logits of the last chunk over from the forward if no other call came between (see `lm_head.LogitsSlot`),
+and projects the other chunks again, so memory stays at `chunk x vocabulary`. Letters as in `lm_head`.
+"""
+
+from functools import partial
+
+import torch
+
+from treewise.base.shapes import Context
+from treewise.nn.lm_head import Bounds, ChunkGradients, Head, KeptLogits, gradient_of_logits, means, over_rows, project
+from treewise.nn.platform.tensors import autocast_dtype
+
+
+class EdgeValues(torch.autograd.Function):
+    """The log-prob of each edge, and the entropy of each row, from projected rows; see `lm_head.AnyHead`."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        edge_row: torch.Tensor,
+        target: torch.Tensor,
+        head: Head,
+        how: tuple[list[Bounds], bool],  # and whether entropies are wanted
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bounds, with_entropy = how
+        dtype = autocast_dtype(hidden.device.type) or weight.dtype  # hidden rows may be kept wider (Mamba)
+        hidden = hidden.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        target_E = hidden.new_empty(len(target), dtype=wide)  # logits
+        lse_R = hidden.new_empty(len(hidden), dtype=wide)
+        mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
+        cast_weight = weight.to(dtype)
+        column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
+        head.slot.keep(None)
+        for (start, end), (low, high) in bounds:
+            logits, _ = project(hidden[start:end], cast_weight, bias, wide, head)
+            lse_R[start:end] = over_rows(partial(torch.logsumexp, dim=1), logits)
+            target_E[low:high] = logits[edge_row[low:high] - start, column_E[low:high]]
+            if with_entropy:
+                mean_R[start:end] = over_rows(means, logits, lse_R[start:end, None])
+        if head.shard is not None and is_own_E is not None:
+            target_E = torch.where(is_own_E, target_E, 0)
+            target_E, lse_R, mean_R = head.shard.combined(target_E, lse_R, mean_R)
+        log_probs_E = target_E - lse_R[edge_row]
+        entropy_R = lse_R - mean_R if with_entropy else mean_R
+        ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
+        ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
+        has_backward = head.softcap is None and any(ctx.needs_input_grad)
+        ctx.kept = head.slot.keep(logits) if has_backward else KeptLogits(None)
+        ctx.set_materialize_grads(False)
+        return log_probs_E, entropy_R
+
+    @staticmethod
+    def backward(
+        ctx: Context, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, edge_row, column, is_own, lse, entropy = ctx.saved_tensors
+        wide = lse.dtype
+        if logprob_grad is None:
+            logprob_grad = torch.zeros(len(column), dtype=wide, device=hidden.device)
+        if not ctx.with_entropy:
+            entropy_grad = None
+        row_grad = torch.zeros_like(lse).index_add_(0, edge_row, logprob_grad)
+        if is_own is not None:
+            logprob_grad = torch.where(is_own, logprob_grad, 0)
+        cast_weight = weight.to(hidden.dtype)
+        gradients = ChunkGradients(ctx.head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        kept, ctx.kept.logits = ctx.kept.logits, None
+        factor = ctx.head.scale / ctx.head.temperature
+        for (start, end), (low, high) in reversed(ctx.bounds):
+            slope: torch.Tensor | float | None
+            if kept is None:
+                logits, slope = project(hidden[start:end], cast_weight, bias, wide, ctx.head, with_slope=True)
+            else:  # of a head without a softcap
+                logits, slope, kept = kept, None if factor == 1.0 else factor, None
+            entropies = None
+            if entropy_grad is not None:
+                entropies = entropy[start:end], entropy_grad[start:end]
+            edges = edge_row[low:high] - start, column[low:high], logprob_grad[low:high]
+            grad = gradient_of_logits(logits, slope, lse[start:end], row_grad[start:end], edges, entropies)
+            del logits, slope  # a chunk, which the next turn and products in half precision need not find alive
+            gradients.add(grad, cast_weight, start, end)
+            del grad
+        if ctx.head.shard is not None and gradients.hidden is not None:
+            ctx.head.shard.add_up(gradients.hidden)
+        return gradients.hidden, *gradients.of_head(), None, None, None, None
