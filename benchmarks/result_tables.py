@@ -79,7 +79,7 @@ def _speeds(rows: list[Row]) -> Iterator[str]:
             f"| {row['workload']} | {row['flat_tokens']:,} : {row['tree_tokens']:,} | "
             f"{row['share_ratio']:.2f}, {row['leaf_ratio']:.2f} | {bounds} | "
             f"{_number(over.get(merged))} | {_number(others)} | {_number(over.get('tree'))} | {budgets} | "
-            f"**{_number(share)}** | {_number(row['speed_up'].get(merged, {}).get(best))} |"
+            f"{'' if share is None else f'**{share:.2f}**'} | {_number(row['speed_up'].get(merged, {}).get(best))} |"
         )
 
 

@@ -12,6 +12,7 @@ from tests.damage import NUM_CUTS, NUM_FLIPS, OTHERS, damages
 from treewise.bench import Settings, load, make, measure_workload, random_model, record, run, save
 from treewise.bench.contestants import twin
 from treewise.bench.measure import Measured, check_losses, measure, peak_bytes, speed_ups
+from treewise.bench.results import efficiency
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.testing.oracle import LEAST_ROUNDING, TIMES_FLAT
 
@@ -153,3 +154,19 @@ def test_files_collect_rows(row: dict, tmp_path: Path) -> None:
     for name in ("other.json", "none.json"):
         with pytest.raises(ConfigError, match="no results of treewise bench"):
             load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "dtype", "is_quoted"),
+    [
+        *(("flash_attn 2", [9, 0], "bfloat16", False), ("torch varlen", [10, 0], "float16", False)),
+        *(("flash_attn 3", [9, 0], "bfloat16", True), ("flash_attn 2", [8, 0], "bfloat16", True)),
+        *(("sdpa", [9, 0], "float32", True), ("sdpa", None, "float32", True)),
+    ],
+)
+def test_no_efficiency_over_kernels_of_older_cards(
+    kernel: str, capability: object, dtype: str, is_quoted: bool
+) -> None:
+    facts = {"varlen_kernel": kernel, "capability": capability, "dtype": dtype, "flop_bound": 4.0}
+    found = efficiency({**facts, "speed_up": {"flat": {"tree": 3.0}}}, "tree")
+    assert found == (0.75 if is_quoted else None)

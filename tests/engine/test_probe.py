@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
-from treewise.engine import step
+from treewise.engine import edge_scorer, step
 from treewise.engine.probe import probe
 from treewise.errors import UnsupportedModelError
 from treewise.nn import lm_head
@@ -383,13 +383,13 @@ def multiplicity_is_ignored(patch, model):
 
 @fault()
 def scores_of_a_fork_from_the_row_before(patch, model):
-    own = step.edges_of
+    own = edge_scorer.edges_of
 
     def shifted(*args):
         edges = own(*args)
         return replace(edges, source=np.where(edges.source == 0, 0, edges.source - (edges.target == edges.target[-1])))
 
-    patch.setattr(step, "edges_of", shifted)
+    patch.setattr(edge_scorer, "edges_of", shifted)
 
 
 @fault()

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.bench.varlen import HOPPER, NEWER
 
 OURS = ("tree", "held", "recomputed")
 
@@ -115,7 +116,8 @@ def command_line() -> list[str]:
 LEGEND = """\
 flat: every trajectory a row of its own; merged: those not contained in another; -ckpt: with gradient checkpointing
 flat tokens/s: tokens that flat training would compute, per second; over X: times as fast as X
-efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved)
+efficiency: speed-up over flat / FLOP bound (1: all FLOPs that sharing saves are time saved); none over FlashAttention 2
+on Hopper and newer cards, which have faster kernels
 MFU: model FLOPs used per second, over what products of the model's width reach here (recomputation does not count)
 gradient error: relative, against the reference; computed: forwards of tokens, recomputed ones included
 of tree (bound): speed under a budget / speed of tree, and what the FLOPs of recomputed tokens leave of it
@@ -164,8 +166,12 @@ def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def efficiency(row: dict[str, Any], name: str) -> float | None:
-    """Speed-up over the first flat contestant that ran, over the FLOP bound."""
+    """Speed-up over the first flat contestant that ran, over the FLOP bound; None where its rows ran by a kernel of
+    older cards (`varlen.NEWER`)."""
     flat, _ = baselines_of(row)
+    has_newer = row.get("capability") is not None and row["capability"][0] >= HOPPER and row["dtype"] != "float32"
+    if has_newer and row["varlen_kernel"] not in NEWER:
+        return None
     ratio = None if flat is None else row["speed_up"][flat].get(name)
     return None if ratio is None else ratio / row["flop_bound"]
 

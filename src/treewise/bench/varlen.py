@@ -30,6 +30,8 @@ FLASH = {
     "flash_attn 2": ("flash_attn", (8, 9, 10, 11, 12)),
 }
 OLDEST = 8  # for torch's own copy
+# Kernels for Hopper and newer cards, on which FlashAttention 2 is no baseline that a careful user has.
+NEWER, HOPPER = ("flash_attn 3", "flash_attn 4"), 9
 TORCH, LOOP = "torch varlen", "sdpa"
 
 
@@ -72,6 +74,11 @@ def kernel(device_type: str, dtype: torch.dtype) -> str:
         if major in capabilities and flash_function(name) is not None:
             return name
     return LOOP if _varlen_attn() is None or major < OLDEST else TORCH
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability of the present GPU; None where there is none of NVIDIA's."""
+    return None if torch.version.hip or not torch.cuda.is_available() else torch.cuda.get_device_capability()
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, Budget
 from treewise.engine.step_memory import step_memory
-from treewise.errors import bytes_as_text
+from treewise.errors import UnsupportedModelError, bytes_as_text
 from treewise.nn.gradients import gradient_bytes
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import autocast_dtype
@@ -51,6 +51,9 @@ def choose_recomputation(
 
     The engine's budget is measured then, if it is to be. reserve_bytes: memory that the optimizer is still going to
     take.
+
+    Raises:
+        UnsupportedModelError: a model whose memory cannot be predicted.
     """
     model: Any = engine.model
     set_recomputation(model, wanted=False)
@@ -76,14 +79,17 @@ def choose_recomputation(
 
 def _peak(engine: TreeEngine, plan: Plan, objective: Objective) -> int:
     kind = engine.lm.device.type
-    return step_memory(
-        engine.model,
-        plan,
-        kind,
-        autocast=autocast_dtype(kind),
-        router_loss=engine.router_loss_rule,
-        outputs=objective.outputs,
-    ).total
+    try:
+        return step_memory(
+            engine.model,
+            plan,
+            kind,
+            autocast=autocast_dtype(kind),
+            router_loss=engine.router_loss_rule,
+            outputs=objective.outputs,
+        ).total
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"activation_checkpointing='auto': {error} Give true or false.") from error
 
 
 def _faster(engine: TreeEngine, forest: Forest, settings: Mapping[str, Any] | None) -> bool:

@@ -10,7 +10,7 @@ from tests.rl.agents.plain_agents import __file__ as PLAIN
 from tests.rl.online.helpers import TOKENIZER, arguments, assert_same_rollouts, settings, tiny_policy
 from tests.trainer.forked_ranks import NUM_RANKS, free_port, join
 from tests.trainer.helpers import in_child
-from treewise.distributed import ranks
+from treewise.distributed import ranks, watchdog
 from treewise.errors import ConfigError
 from treewise.rl.agents.collecting import AgentCollector
 from treewise.rl.agents.settings import AgentSettings
@@ -21,12 +21,12 @@ from treewise.rl.tasks.agent_task import AgentTask
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("test_agents_running")]
 
 SECONDS = 400  # on a machine that does other things, too
+# Agents whose calls come one after another: of threads, which call comes first is chance.
 CASES = {
     "drawn_reward": {"trees_per_iteration": 3},
     "half": {"trees_per_iteration": 3, "max_failed": 1.0},
-    "rewriting": {"mini_batches": 2},
     "nothing": {"trees_per_iteration": 3},  # judged by a function
-    "right": {"max_staleness": 1, "advantages": "turns"},
+    "right": {"advantages": "turns", "mini_batches": 2},
 }
 SAME = (
     *("reward", "num_rollouts", "failed_rollouts", "sampled_tokens", "recorded_tokens", "trained_tokens"),
@@ -69,6 +69,7 @@ def on_two(work):
     def joined(rank):
         try:
             join(rank, port)
+            watchdog.start_group(SECONDS)
             work(rank)
             torch.distributed.barrier()
         except BaseException:
@@ -95,7 +96,9 @@ def test_two_processes_are_one(agent, tmp_path):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for name, value in trainer.model.state_dict().items():
             torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-6)
-        assert {name: found["logs"][name] for name in SAME} == pytest.approx({name: logs[name] for name in SAME})
+        assert {name: found["logs"][name] for name in SAME} == pytest.approx(
+            {name: logs[name] for name in SAME}, nan_ok=True
+        )
     assert not list((tmp_path / "two" / "journal").iterdir())
 
 
@@ -103,7 +106,8 @@ def test_one_port_is_not_that_of_several_processes(tmp_path):
     def work(rank):
         model = tiny_policy()
         own = AgentSettings(port=free_port())
+        online = settings(branching="none", branching_settings={})
         with pytest.raises(ConfigError, match=r"agent_settings\.port=\d+ is one port, and each of the 2 processes"):
-            AgentCollector(f"{PLAIN}:right", TOKENIZER, model, AgentTask([{}] * 10), settings(branching="none"), own)
+            AgentCollector(f"{PLAIN}:right", TOKENIZER, model, AgentTask([{}] * 10), online, own)
 
     on_two(work)

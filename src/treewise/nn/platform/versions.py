@@ -1,4 +1,6 @@
-"""Which releases are installed, which of torch the tests of a release run with, and its parts that are not public."""
+"""Which releases are installed, which of torch the tests of a release run with, and its parts that are not public.
+
+Imports no torch by itself: commands ask for versions before they need it."""
 
 import logging
 from collections.abc import Iterator
@@ -8,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import Any
 
-import torch
 from packaging.specifiers import SpecifierSet
 
 from treewise.errors import ConfigError
@@ -40,6 +41,8 @@ def part_of_torch(path: str) -> Any:
     Raises:
         ConfigError: this torch lacks it; names what the tests run with.
     """
+    import torch
+
     try:
         return attrgetter(path)(torch)
     except AttributeError as error:
@@ -54,6 +57,8 @@ def untested_torch_named() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        import torch
+
         if untested := untested_torch(torch.__version__):
             error.add_note(f"torch {untested}")
         raise
@@ -62,5 +67,7 @@ def untested_torch_named() -> Iterator[None]:
 @cache
 def warn_of_untested_torch() -> None:
     """A warning, once, where no test ran with this torch."""
+    import torch
+
     if untested := untested_torch(torch.__version__):
         logger.warning("torch %s; compare gradients by `treewise verify`, and see `treewise doctor`.", untested)
