@@ -219,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=("agent", "environment"), default="agent")
     parser.add_argument("--start", type=Path, help="the folder of a model that has warmed up")
     parser.add_argument("--warm_up_alone", action="store_true", help="ends when the model has warmed up")
-    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=6, help="of an iteration")
     parser.add_argument("--episodes", type=int, default=6, help="of a task")
     parser.add_argument("--learning_rate", type=float, default=2e-5)
