@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from treewise.engine.edge_scorer import EdgeScorer
 from treewise.engine.step import LossOf, Walk
+from treewise.errors import UnsupportedModelError
 from treewise.nn.flops import FlopModel, gateway_bytes
 from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import sized_as
@@ -117,6 +118,9 @@ def step_memory(
     model: a transformers causal language model, PEFT-wrapped or not, with or without data. device_type: where it will
     run. autocast: the dtype of the autocast around the step. outputs: what the objective reads of each token
     (`Objective.outputs`). measured: those that its loss has no gradient for.
+
+    Raises:
+        UnsupportedModelError: layers whose shapes depend on values, as loops over the experts that were chosen.
     """
     costs = flop_model(model)
     dtype = autocast or next(model.parameters()).dtype
@@ -140,7 +144,14 @@ def step_memory(
                 kept[0] = live.now
                 return loss_of(output)
 
-            walk.train(of_micro_batch)
+            try:
+                walk.train(of_micro_batch)
+            except NotImplementedError as error:  # of torch, on `meta`
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: what a step takes cannot be predicted, because shapes of its layers "
+                    "depend on values, as those of a loop over the experts that were chosen do; transformers' "
+                    f"experts_implementation=grouped_mm has no such loop. {str(error).partition('. ')[0]}"
+                ) from error
     peak = round(INSIDE_KERNELS * live.peak)
     gateways = gateway_bytes(costs.gateway_values, dtype.itemsize) * fullest.timeline[-1][0]
     activations = max(0, kept[0] - gateways)

@@ -12,7 +12,7 @@ from typing import Any
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, Budget
 from treewise.engine.step_memory import step_memory
-from treewise.errors import bytes_as_text
+from treewise.errors import UnsupportedModelError, bytes_as_text
 from treewise.nn.gradients import gradient_bytes
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import autocast_dtype
@@ -62,7 +62,12 @@ def choose_recomputation(
     else:
         plan = engine.plan(forest)
         free = free_bytes(engine.lm.device) - gradient_bytes(parameters) - reserve_bytes
-        peak = _peak(engine, plan, objective)
+        try:
+            peak = _peak(engine, plan, objective)
+        except UnsupportedModelError as error:
+            logger.warning("activation_checkpointing=auto: layers are computed again, which takes least. %s", error)
+            set_recomputation(model, wanted=True, settings=settings)
+            return True
         wanted = peak > USABLE * free
         logger.info(
             "activation_checkpointing=auto: %s; a step is predicted to take %s, and %s are free",
