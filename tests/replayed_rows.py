@@ -183,6 +183,8 @@ def replaced(module: nn.Module, table: torch.Tensor, output: Any) -> Any:
         return llama4(output, table)
     if type(module).__name__ == "JetMoeTopKGating":
         return jetmoe(output, table, int(module.num_experts))  # type: ignore[arg-type]
+    if type(module).__name__ == "Gemma4TextRouter":
+        return gemma4(module, output, table)
     logits, weights, chosen, *rest = output
     experts = torch.where(table >= 0, table, chosen.reshape(table.shape))
     flat = logits.reshape(len(table), -1)
@@ -231,6 +233,15 @@ def llama4(output: Any, table: torch.Tensor) -> Any:
     experts = table.clamp(min=0)
     kept = torch.full_like(logits, float("-inf")).scatter(1, experts, logits.gather(1, experts))
     return torch.where(table[:, :1] >= 0, wide(kept).sigmoid().to(scores.dtype), scores), logits
+
+
+def gemma4(module: nn.Module, output: Any, table: torch.Tensor) -> Any:
+    """Shares of the chosen probabilities, each times a scale of its expert."""
+    probabilities, _, own = output
+    experts = torch.where(table >= 0, table, own)
+    kept = probabilities.gather(1, experts)
+    scales: torch.Tensor = module.per_expert_scale  # type: ignore[assignment]
+    return probabilities, kept / kept.sum(1, keepdim=True) * scales[experts], experts
 
 
 def jetmoe(output: Any, table: torch.Tensor, num_experts: int) -> Any:

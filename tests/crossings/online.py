@@ -3,6 +3,7 @@
 The plain loop reads the rows of each iteration, credits them (`plain_credit`), computes the other policies' log-probs
 and the loss of every trajectory alone, and takes the same optimizer steps. Weights must agree after the last one. What
 the sampler gave is counted by a wrapper around it, and each recorded log-prob is held to the model's own distribution.
+Of a mixture, the plain loop replaces the outputs of routers by those of the recorded experts.
 """
 
 import copy
@@ -10,6 +11,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import treewise as tw
+from tests.crossings.case import wide
 from tests.crossings.drawing import Draw, ImpossibleError, Rule, WrongError
 from tests.crossings.plain_credit import CREDIT, advantages_of
 from tests.crossings.sides import differences, moves_of, quiet, weights_of
-from tests.flat_objectives import loss_of_rows, run_alone
+from tests.flat_objectives import Rows, loss_of_rows, run_alone
+from tests.replayed_rows import filled, replayed
+from treewise.data.io.encoded_arrays import decoded
 from treewise.errors import check_choice
+from treewise.nn.model import split_model
+from treewise.nn.routing import routers_of
 from treewise.objectives import Objective
 from treewise.rl.tasks import TaskItem
 from treewise.testing.families import tiny_model
@@ -78,7 +85,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "drop_flat_groups": (False, True),
     "budget": (None, 12),
     "clip": (0.0, MAX_NORM),
+    "replay": ("none", "exact", "by_tokens", "off"),  # of recorded experts; none: the model is no mixture
 }
+RECORDED = ("exact", "by_tokens")
 RULES = (Rule(("objective", "credit"), lambda objective, credit: (objective, credit) != ("ppo", "usual")),)
 
 
@@ -123,12 +132,14 @@ def check(draw: Draw) -> None:
     """Raises `WrongError` where the loop and the plain loop differ, and what treewise raises."""
     check_choice("branching", draw["branching"], BRANCHINGS)
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        begun = policy(draw["seed"] % 1000)
+        begun = policy(draw["seed"] % 1000, is_mixture=draw["replay"] != "none")
         trained = copy.deepcopy(begun)
         logs, counted = run_loop(draw, trained, Path(folder))
         rows = [recorded(Path(folder), number) for number in range(1, ITERATIONS + 1)]
+        if any((row.routed_experts is None) == (draw["replay"] in RECORDED) for own in rows for row in own):
+            raise WrongError("rows hold experts where none are to be recorded, or lack them.")
         check_counts(logs, counted, rows)
-        sides = [plain_loop(draw, copy.deepcopy(begun).to(dtype), rows) for dtype in (torch.float32, torch.float64)]
+        sides = [plain_loop(draw, each, rows) for each in (copy.deepcopy(begun), wide(begun))]
     flat, exact = sides
     if not all(each.isfinite().all() for each in exact.values()):
         raise ImpossibleError("training alone diverges")
@@ -138,10 +149,13 @@ def check(draw: Draw) -> None:
         raise WrongError("\n".join(wrong[:6]))
 
 
-def policy(seed: int) -> PreTrainedModel:
-    """A model of 32 tokens that is sure of some: draws repeat one another."""
-    model = tiny_model(seed=seed, vocab_size=32, num_hidden_layers=2, tie_word_embeddings=False, eos_token_id=31)
+def policy(seed: int, *, is_mixture: bool) -> PreTrainedModel:
+    """A model of 32 tokens that is sure of some: draws repeat one another. Its routers are sure, too."""
+    family, changes = "qwen3_moe" if is_mixture else "llama", {"tie_word_embeddings": False, "eos_token_id": 31}
+    model = tiny_model(family, seed=seed, vocab_size=32, num_hidden_layers=2, **changes)
     model.get_output_embeddings().weight.data *= 12.0
+    for router in routers_of(split_model(model).decoder):
+        torch.nn.init.normal_(router.module.weight, std=0.5)
     return model
 
 
@@ -184,6 +198,7 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
         update_epochs=draw["epochs"],
         num_candidates=draw["candidates"],
         **{name: draw[name] for name in ("drop_flat_groups", "mini_batches", "old_logprobs", "top_p", "top_k")},
+        routing_replay="off" if draw["replay"] == "none" else draw["replay"],
         curriculum=curriculum,
         curriculum_settings=curriculum_settings,
         check_items=0,
@@ -232,8 +247,14 @@ def recorded(folder: Path, iteration: int) -> list[Trajectory]:
     for line in lines:
         values = json.loads(line)
         values["sampler_logprobs"] = [value or 0.0 for value in values["sampler_logprobs"]]
+        if "routed_experts" in values:
+            values["routed_experts"] = decoded(values["routed_experts"], "routed_experts", "a row")
         rows.append(Trajectory(**{name: value for name, value in values.items() if name not in BESIDE}))
-    return rows
+    trees = defaultdict(list)
+    for row in rows:
+        trees[row.group].append(row)
+    with_experts = {group: iter(filled(tree)) for group, tree in trees.items()}
+    return [next(with_experts[row.group]) for row in rows]
 
 
 def check_counts(logs: Sequence[dict[str, float]], counted: Sequence[int], rows: Sequence[list[Trajectory]]) -> None:
@@ -257,6 +278,12 @@ def check_counts(logs: Sequence[dict[str, float]], counted: Sequence[int], rows:
 # -- the plain loop ---------------------------------------------------------------------------------------------------
 
 
+def run_rows(draw: Draw, model: torch.nn.Module, rows: Sequence[Trajectory]) -> Rows:
+    """Each row by itself, through the experts that it recorded."""
+    with replayed(model) if draw["replay"] in RECORDED else nullcontext() as replayer:
+        return run_alone(model, rows, temperature=draw["temperature"], replayer=replayer)
+
+
 def plain_loop(draw: Draw, model: torch.nn.Module, rows: Sequence[list[Trajectory]]) -> dict[str, torch.Tensor]:
     """Trains on the rows of each iteration; how far each weight has moved."""
     before, reference = weights_of(model), copy.deepcopy(model)
@@ -270,7 +297,7 @@ def plain_loop(draw: Draw, model: torch.nn.Module, rows: Sequence[list[Trajector
             for part in np.array_split(order, min(draw["mini_batches"], len(trees))):
                 items = [row for index in sorted(part.tolist()) for row in trees[index]]
                 optimizer.zero_grad()
-                loss = loss_of_rows(run_alone(model, items, temperature=draw["temperature"]), items, objective_of(draw))
+                loss = loss_of_rows(run_rows(draw, model, items), items, objective_of(draw))
                 loss.backward()
                 if draw["clip"]:
                     torch.nn.utils.clip_grad_norm_(parameters, draw["clip"])
@@ -303,7 +330,7 @@ def prepared(
     streams |= {"ref_logprobs": reference} if draw["beta"] else {}
     for name, scorer in streams.items():
         with torch.no_grad():
-            logprobs = [run_alone(scorer, [row], temperature=draw["temperature"]).logprobs[0].numpy() for row in rows]
+            logprobs = [run_rows(draw, scorer, [row]).logprobs[0].numpy() for row in rows]
         changes: list[dict[str, Any]] = [{name: values} for values in logprobs]
         rows = [replace(row, **each) for row, each in zip(rows, changes, strict=True)]
     trees = defaultdict(list)
@@ -324,7 +351,7 @@ def check_draws(draw: Draw, model: torch.nn.Module, rows: list[Trajectory], iter
         assert row.draws is not None
         assert row.sampler_logprobs is not None
         with torch.no_grad():
-            every = run_alone(model, [row], temperature=draw["temperature"]).everything[0].double()
+            every = run_rows(draw, model, [row]).everything[0].double()
         for at in np.flatnonzero(row.loss_weights).tolist():
             token, logprobs = int(row.token_ids[at]), every[at]
             kept = possible(logprobs, draw)

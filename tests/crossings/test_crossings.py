@@ -109,6 +109,7 @@ ONLINE = {"branching": "lcr", "candidates": 6, "top_k": 4, "objective": "reinfor
         ONLINE,
         {"branching": "segments", "credit": "tree_path_mean", "beta": 0.1, "epochs": 2, "seed": 3},
         {"branching": "random", "objective": "gspo", "mini_batches": 3, "drop_flat_groups": True, "seed": 4},
+        {"branching": "random", "replay": "exact", "epochs": 2, "mini_batches": 3, "budget": 12, "seed": 6},
     ],
 )
 def test_the_online_loop_is_the_plain_loop_on_its_rollouts(draw):

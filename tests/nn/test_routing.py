@@ -105,6 +105,31 @@ def test_every_family_replays_as_flat_training_does(family):
     assert output.replay.num_otherwise > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}),
+        (
+            "step3p7",
+            {
+                "text_config": {
+                    "mlp_layer_types": ["dense", "sparse", "sparse"],
+                    "share_expert_dim": 24,
+                    "moe_router_scaling_factor": 2.5,
+                    "swiglu_limits": [None, 0.5, None],
+                }
+            },
+        ),
+    ],
+)
+def test_families_whose_smallest_model_is_dense_replay_too(family, changes):
+    """Their experts are a setting, which the table of models was made without."""
+    model = mixture(family, **changes)
+    assert len(router_sizes(model)) == (3 if family == "gemma4_text" else 2)
+    output = assert_replays(model, random_routes(model, TREE), budgets=(None, 5, 3))
+    assert output.replay.num_otherwise > 0
+
+
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_every_product_of_experts_is_exact(way, is_recorded):

@@ -13,11 +13,12 @@ from treewise.errors import DataError
 from treewise.serve.adapter_slots import Shape
 from treewise.serve.settings import ServeSettings
 from treewise.serve.weights import ServedModel
-from treewise.serve.wire import read_rows
+from treewise.serve.wire import call_answer, read_rows
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
 from tinker import types  # isort: skip
+from tinker.proto import tinker_public_pb2 as pb  # isort: skip
 from tinker.proto.request_conv import forward_backward_request_to_proto  # isort: skip
 
 LOSSES = {
@@ -163,6 +164,43 @@ def test_recorded_experts_are_taken():
         assert np.abs(found.logprobs[found.bounds[2] : found.bounds[3]] - own).max() < 1e-5
         for name, each in weights.parameters.items():
             assert relative(each.grad, alone.parameters[name].grad) < 1e-5, name
+
+
+def test_the_gap_to_the_sampler_with_recorded_experts_and_without_is_answered():
+    """Of the first datum that has experts and trained targets, against plain forwards of it; in every answer."""
+    model, data, rng = served("qwen3_moe"), tree_of_data("ppo"), np.random.default_rng(2)
+    for number in (1, 3, 4):
+        inputs, length = data[number].loss_fn_inputs, data[number].model_input.length
+        experts = rng.permuted(np.tile(np.arange(4), (length, 3, 1)), axis=-1)[..., :2].copy()
+        changes = {"routed_experts": torch.from_numpy(experts)}
+        if number == 1:  # a prompt alone: nothing is trained
+            changes["advantages"] = torch.zeros(length)
+        if number == 3:
+            changes["advantages"] = inputs["advantages"].to_torch() * (torch.arange(length) > 2)
+        data[number] = types.Datum(model_input=data[number].model_input, loss_fn_inputs={**inputs, **changes})
+    weights = noisy(model)
+    rows = rows_of(data, "ppo", {}, model)
+    found, facts = model.compute(weights, rows, gradients=True)
+    gaps, row = [], rows[3]
+    with model.using(weights), torch.no_grad(), replayed(model.model) as replayer:
+        for trajectory in (
+            Trajectory(row.token_ids, routed_experts=row.routed_experts),
+            Trajectory(row.token_ids),
+        ):
+            with replayer.row(trajectory):
+                logits = model.model(input_ids=torch.from_numpy(row.token_ids).long()[None]).logits[0, :-1]
+            own = logits.log_softmax(-1).gather(1, torch.from_numpy(row.targets))[3:, 0].double().numpy()
+            gaps.append(np.exp(np.abs(own - row.inputs["logprobs"][3:, 0])).mean())
+    assert abs(gaps[0] - gaps[1]) > 5e-5
+    for low in (0, 5):
+        metrics = pb.ForwardBackwardOutput.FromString(call_answer(found, low, low + 5, facts)).metrics
+        assert metrics["replayed_gap:mean"] == pytest.approx(gaps[0], rel=1e-5)
+        assert metrics["live_gap:mean"] == pytest.approx(gaps[1], rel=1e-5)
+        assert 0 < metrics["routed_otherwise:mean"] <= 1
+    without, facts = model.compute(weights, rows_of(tree_of_data("ppo"), "ppo", {}, model), gradients=True)
+    assert "routed_otherwise:mean" not in pb.ForwardBackwardOutput.FromString(call_answer(without, 0, 5, facts)).metrics
+    plain, _ = model.compute(weights, rows_of(data[3:4], "ppo", {}, model), gradients=False)
+    assert plain.replay.keys() == {"routed_otherwise"}  # a forward costs no second one
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from tests.trainer.helpers import losses, tiny_model
 from treewise.engine import budget
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import step_memory
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.objectives import SFT
 from treewise.planning.planner import plan
+from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainingArguments, recomputation
 from treewise.trainer.recomputation import choose_recomputation, set_recomputation
 from treewise.tree.forest import Forest
@@ -49,6 +50,18 @@ def test_layers_run_once_while_the_predicted_peak_fits(monkeypatch, forest, max_
         has_free(monkeypatch, share * peak / 0.9 + gradients + 1000)
         assert choose_recomputation(engine, forest, SFT(), reserve_bytes=1000) is expected
         assert is_on(model) is expected
+
+
+def test_where_memory_cannot_be_predicted_layers_are_computed_again(caplog, forest):
+    """A loop over the experts that were chosen has no shapes without data."""
+    model = family_model("qwen3_moe")
+    engine = TreeEngine(model, check=False)
+    assert choose_recomputation(engine, forest, SFT()) is is_on(model) is False
+    model.set_experts_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match=r"cannot be predicted, because shapes of its layers depend on"):
+        step_memory(model, plan(forest))
+    assert choose_recomputation(engine, forest, SFT()) is is_on(model) is True
+    assert "layers are computed again, which takes least. Qwen3MoeForCausalLM: what a step takes" in caplog.text
 
 
 def test_with_a_measured_budget_the_faster_way_is_taken(monkeypatch, forest, caplog):

@@ -120,7 +120,7 @@ def step_memory(
     (`Objective.outputs`). measured: those that its loss has no gradient for.
 
     Raises:
-        UnsupportedModelError: a layer whose shapes depend on values, such as experts that are taken one after another.
+        UnsupportedModelError: layers whose shapes depend on values, as loops over the experts that were chosen.
     """
     costs = flop_model(model)
     dtype = autocast or next(model.parameters()).dtype
@@ -146,13 +146,13 @@ def step_memory(
 
             try:
                 walk.train(of_micro_batch)
-            except NotImplementedError as error:
-                if isinstance(error, UnsupportedModelError):
-                    raise
+            except UnsupportedModelError:
+                raise
+            except NotImplementedError as error:  # of torch, on `meta`
                 raise UnsupportedModelError(
-                    f"the memory of a step of {type(lm.decoder).__name__} cannot be predicted: shapes depend on "
-                    f"values, as in experts that are taken one after another (experts_implementation='eager'; torch: "
-                    f"{str(error).partition('.')[0]})."
+                    f"{type(model).__name__}: what a step takes cannot be predicted, because shapes of its layers "
+                    "depend on values, as those of a loop over the experts that were chosen do; transformers' "
+                    f"experts_implementation=grouped_mm has no such loop. {str(error).partition('. ')[0]}"
                 ) from error
     peak = round(INSIDE_KERNELS * live.peak)
     gateways = gateway_bytes(costs.gateway_values, dtype.itemsize) * fullest.timeline[-1][0]

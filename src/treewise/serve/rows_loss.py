@@ -101,7 +101,7 @@ class RowsLoss:
     """An objective: the sum of the losses of rows, in the order of a forest's trajectories.
 
     logprobs, losses: float64 [F], by row, once a step or an evaluation ran. num_new: tree tokens that each row is the
-    first to hold.
+    first to hold. replay: metrics of recorded experts, where rows have any.
     """
 
     outputs = ("log_probs",)
@@ -119,6 +119,7 @@ class RowsLoss:
         }
         self.logprobs, self.losses = np.zeros(self.bounds[-1]), np.zeros(self.bounds[-1])
         self.num_new = np.zeros(len(self.rows), dtype=np.int64)
+        self.replay: dict[str, float] = {}
         self._order = self._start = self._count = np.zeros(0, dtype=np.int64)
 
     def is_separable(self, forest: Forest) -> bool:
@@ -166,6 +167,17 @@ class RowsLoss:
         self.logprobs[flat] = logprobs_F.detach().cpu().numpy()
         self.losses[flat] = losses_F.detach().cpu().numpy()
         return torch.zeros_like(logprobs_P).index_add(0, owner, losses_F)
+
+    def sampler_gap(self, index: int) -> float | None:
+        """Mean of `exp(|p - q|)` over the targets of a row that have an advantage (1: no gap); None: there are none."""
+        row = self.rows[index]
+        if INPUTS[row.loss][:2] != _RATIO:
+            return None
+        is_trained = ((row.targets >= 0) & (row.inputs["advantages"] != 0)).ravel()
+        own = self.logprobs[self.bounds[index] : self.bounds[index + 1]][is_trained]
+        with np.errstate(over="ignore"):
+            gaps = np.exp(np.abs(own - row.inputs["logprobs"].ravel()[is_trained]))
+        return float(gaps.mean()) if len(gaps) else None
 
     def token_metrics(self, values: Values, streams: Streams) -> dict[str, Float[Tensor, " P"]]:
         """No metrics: answers hold log-probs and losses of each row."""

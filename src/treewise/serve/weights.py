@@ -6,6 +6,7 @@ Every client has parameters, gradients and an optimizer of its own, which stand 
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,23 @@ class ServedModel:
                     raise WeightsError("log-probs are not numbers.")
                 is_wrong = ~np.isfinite(np.add.reduceat(loss.losses, loss.bounds[:-1]))
                 raise NonFiniteError(f"the loss is not a number, first at datum {is_wrong.argmax()} of the forest.")
+            if out.replay is not None and out.replay.num_recorded:
+                loss.replay["routed_otherwise"] = out.replay.num_otherwise / out.replay.num_recorded
+                loss.replay |= self._gaps(loss, items) if gradients else {}
         return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
+
+    def _gaps(self, loss: RowsLoss, items: Sequence[Trajectory]) -> dict[str, float]:
+        """The gap to the sampler of one row, with the experts that it recorded and with those that routers choose now;
+        the latter takes a forward of this row more."""
+        for index, (row, item) in enumerate(zip(loss.rows, items, strict=True)):
+            gap = None if row.routed_experts is None else loss.sampler_gap(index)
+            if gap is not None:
+                live = RowsLoss([row])
+                self.engine.evaluate([replace(item, routed_experts=None)], live)
+                live_gap = live.sampler_gap(0)
+                assert live_gap is not None
+                return {"replayed_gap": gap, "live_gap": live_gap}
+        return {}
 
     def optimize(self, weights: OwnedWeights, adam: types.AdamParams) -> float:
         """One step of AdamW by the gradients that were added up; returns their norm before clipping (0: there are

@@ -142,7 +142,8 @@ def call_answer(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float])
     """Of a forward or forward_backward with the rows low..high. Clients add up the metrics that end in `:sum` over the
     parts of a call.
 
-    facts: `tree_tokens`, `computed_tokens` and `flat_tokens` of the forest that the rows were computed in.
+    facts: `tree_tokens`, `computed_tokens` and `flat_tokens` of the forest that the rows were computed in; metrics
+    of recorded experts are of this forest, too.
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     new = int(loss.num_new[low:high].sum())
@@ -151,6 +152,8 @@ def call_answer(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float])
     message.metrics["tree_tokens:sum"] = new
     message.metrics["computed_tokens:sum"] = facts["computed_tokens"] * new / facts["tree_tokens"]
     message.metrics["share_ratio:mean"] = facts["flat_tokens"] / facts["tree_tokens"]
+    for name, value in loss.replay.items():
+        message.metrics[f"{name}:mean"] = value
     for index in range(low, high):
         found = loss.logprobs[loss.bounds[index] : loss.bounds[index + 1]].astype(np.float32).tobytes()
         array = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1).fields["logprobs"]

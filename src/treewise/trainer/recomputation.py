@@ -50,10 +50,7 @@ def choose_recomputation(
     """Whether layers are computed again, for steps on forests like this one; they are switched so.
 
     The engine's budget is measured then, if it is to be. reserve_bytes: memory that the optimizer is still going to
-    take.
-
-    Raises:
-        UnsupportedModelError: a model whose memory cannot be predicted.
+    take. A model whose memory cannot be predicted computes them again, with a warning.
     """
     model: Any = engine.model
     set_recomputation(model, wanted=False)
@@ -65,7 +62,12 @@ def choose_recomputation(
     else:
         plan = engine.plan(forest)
         free = free_bytes(engine.lm.device) - gradient_bytes(parameters) - reserve_bytes
-        peak = _peak(engine, plan, objective)
+        try:
+            peak = _peak(engine, plan, objective)
+        except UnsupportedModelError as error:
+            logger.warning("activation_checkpointing=auto: layers are computed again, which takes least. %s", error)
+            set_recomputation(model, wanted=True, settings=settings)
+            return True
         wanted = peak > USABLE * free
         logger.info(
             "activation_checkpointing=auto: %s; a step is predicted to take %s, and %s are free",
@@ -79,17 +81,14 @@ def choose_recomputation(
 
 def _peak(engine: TreeEngine, plan: Plan, objective: Objective) -> int:
     kind = engine.lm.device.type
-    try:
-        return step_memory(
-            engine.model,
-            plan,
-            kind,
-            autocast=autocast_dtype(kind),
-            router_loss=engine.router_loss_rule,
-            outputs=objective.outputs,
-        ).total
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"activation_checkpointing='auto': {error} Give true or false.") from error
+    return step_memory(
+        engine.model,
+        plan,
+        kind,
+        autocast=autocast_dtype(kind),
+        router_loss=engine.router_loss_rule,
+        outputs=objective.outputs,
+    ).total
 
 
 def _faster(engine: TreeEngine, forest: Forest, settings: Mapping[str, Any] | None) -> bool:
