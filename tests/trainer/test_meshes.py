@@ -85,6 +85,8 @@ def run_all(cases, folder):
     """Each run, and the same resumed from its second step; what its ends have."""
     found = {}
     for name, (family, settings) in cases.items():
+        torch.compiler.reset()  # what this process compiled before it was forked
+        counters.clear()
         trainer = trainer_of(folder, family, name, settings)
         trainer.train()
         weights = whole_weights(trainer.model)
