@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from online_rl import free_folder
+from online_rl import free_folder, show_bars
 from transformers import PrinterCallback, ProgressCallback
 
 import treewise as tw
@@ -289,15 +289,8 @@ def figures(run: Path) -> dict[str, Any]:
 
 def show(result: dict[str, Any], run: Path, page: Path) -> None:
     """Success of each iteration as bars, and where everything lies."""
-    held_out, width = result["held_out_success"], 50
-    print("\niteration  success of what was sampled for training, | of held-out tasks")
-    for iteration, value in enumerate([None, *result["success"]]):
-        bar = list("█" * round((value or 0.0) * width) + " " * (width + 1 - round((value or 0.0) * width)))
-        if iteration in held_out:
-            bar[round(held_out[iteration] * width)] = "|"
-        shown = "     " if value is None else f"{value:.3f}"
-        after = f"{held_out[iteration]:.3f}" if iteration in held_out else ""
-        print(f"{iteration:>9}  {shown} {''.join(bar)} {after}")
+    held_out = result["held_out_success"]
+    show_bars(result["success"], held_out, "tasks")
     if held_out:
         first, last = held_out[min(held_out)], held_out[max(held_out)]
         print(f"\nheld-out success {first:.3f} after the warm-up, {last:.3f} after RL")

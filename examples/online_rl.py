@@ -222,17 +222,23 @@ def write_report(trainer: Any, tokenizer: Any, output: Path) -> Path:
     return write_page(output / "report.html", data, read_run(output), tw.__version__)[0]
 
 
-def show(result: dict[str, Any], trainer: Any, page: Path) -> None:
-    """Success of each iteration as bars, and where everything lies."""
-    held_out, width = result["held_out_success"], 50
-    print("\niteration  success of what was sampled for training, | of held-out questions")
-    for iteration, value in enumerate([None, *result["training_success"]]):
+def show_bars(success: list[float | None], held_out: dict[int, float], what: str) -> None:
+    """Success of each iteration, and of held-out questions or tasks by the iteration after which they were tried."""
+    width = 50
+    print(f"\niteration  success of what was sampled for training, | of held-out {what}")
+    for iteration, value in enumerate([None, *success]):
         bar = list("█" * round((value or 0.0) * width) + " " * (width + 1 - round((value or 0.0) * width)))
         if iteration in held_out:
             bar[round(held_out[iteration] * width)] = "|"
         shown = "     " if value is None else f"{value:.3f}"
         after = f"{held_out[iteration]:.3f}" if iteration in held_out else ""
         print(f"{iteration:>9}  {shown} {''.join(bar)} {after}")
+
+
+def show(result: dict[str, Any], trainer: Any, page: Path) -> None:
+    """Success of each iteration as bars, and where everything lies."""
+    held_out = result["held_out_success"]
+    show_bars(result["training_success"], held_out, "questions")
     first, last = held_out[min(held_out)], held_out[max(held_out)]
     print(
         f"\nheld-out success {first:.3f} after the warm-up, {last:.3f} after RL; the best constant answer "

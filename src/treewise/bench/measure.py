@@ -24,9 +24,10 @@ from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.pace import REFERENCE, Pace, TooSlow
 from treewise.bench.results import is_ours
 from treewise.bench.settings import REFERENCES, Settings
-from treewise.bench.varlen import HALF, capability, kernel
+from treewise.bench.varlen import HALF, kernel
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
+from treewise.nn.attention.needs import place_of
 from treewise.nn.device import matmul_flops, synchronized_clock
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
@@ -277,7 +278,7 @@ def measure_workload(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "varlen_kernel": kernel(model.device.type, model.dtype),
-        "capability": capability() if model.device.type == "cuda" else None,
+        "capability": place_of(model.device.type, None).capability,
         "layers": layers_of(settings.layers, model.device),
         "product_flops": matmul_flops(model.device.type, model.dtype, model.config.get_text_config().hidden_size),
         "reference": reference_name,

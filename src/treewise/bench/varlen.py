@@ -76,11 +76,6 @@ def kernel(device_type: str, dtype: torch.dtype) -> str:
     return LOOP if _varlen_attn() is None or major < OLDEST else TORCH
 
 
-def capability() -> tuple[int, int] | None:
-    """The compute capability of the present GPU; None where there is none of NVIDIA's."""
-    return None if torch.version.hip or not torch.cuda.is_available() else torch.cuda.get_device_capability()
-
-
 @cache
 def flash_function(name: str) -> Callable[..., Any] | None:
     """`flash_attn_varlen_func` of a name of `FLASH`; None where it is not installed, or broken, which is a warning."""

@@ -24,7 +24,7 @@ from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.gradients import refuse_hooks
-from treewise.nn.guest import Guest, MeetsImages
+from treewise.nn.guest import Guest, MeetsImages, replay_of
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
 from treewise.nn.platform.tensors import autocast_dtype
@@ -385,8 +385,7 @@ class TreeEngine:
         guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
         walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
         values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
-        add_up = (lambda tensor: tensor) if self._context is None else self._context.add_up
-        self.replay = next((found for guest in guests if (found := guest.replayed(add_up)) is not None), None)
+        self.replay = replay_of(guests)
         return values
 
     # -- walks --------------------------------------------------------------------------------------------------------

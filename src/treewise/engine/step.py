@@ -41,7 +41,7 @@ from treewise.errors import DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
-from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch
+from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch, add_up, replay_of
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.objectives.protocol import Objective, Terms
@@ -307,9 +307,7 @@ class Walk:
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that compute parts of one micro-batch; all of them call this."""
-        for guest in self.guests:
-            tensor = guest.add_up(tensor)
-        return tensor
+        return add_up(self.guests, tensor)
 
 
 # -- the loss: losses of tokens, from the log-probs of edges, and their sum ------------------------------------------
@@ -426,5 +424,5 @@ def step_output(
         metrics=metrics or {},
         weight=weight,
         routing=next((report for guest in walk.guests if (report := guest.report()) is not None), None),
-        replay=next((found for guest in walk.guests if (found := guest.replayed(walk.add_up)) is not None), None),
+        replay=replay_of(walk.guests),
     )

@@ -7,9 +7,10 @@ what happens around the forward of a held micro-batch and around a whole trainin
 Letters: T tokens of a micro-batch, M model width, E experts.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ class Guest:
         return None
 
     def replayed(self, _add_up: Callable[[Tensor], Tensor]) -> object | None:
-        """What became of recorded experts, after a walk (`StepOutput.replay`). add_up: see `Walk.add_up`."""
+        """What became of recorded experts, after a walk (`StepOutput.replay`). add_up: see the function below."""
         return None
 
     def holding(self, _lm: DecoderAndHead) -> AbstractContextManager[object]:
@@ -131,3 +132,15 @@ class MeetsImages(Guest):
     """A walk without images that stands for one with some: gradients go as far as there."""
 
     may_meet_images = True
+
+
+def add_up(guests: Sequence[Guest], tensor: Tensor) -> Tensor:
+    """The sum over the ranks that compute parts of one micro-batch; all of them call this."""
+    for guest in guests:
+        tensor = guest.add_up(tensor)
+    return tensor
+
+
+def replay_of(guests: Sequence[Guest]) -> Any:
+    """What became of recorded experts in a walk with these guests (`StepOutput.replay`); None without any."""
+    return next((found for guest in guests if (found := guest.replayed(partial(add_up, guests))) is not None), None)

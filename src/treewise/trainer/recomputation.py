@@ -30,9 +30,10 @@ def set_recomputation(model: Any, wanted: bool, settings: Mapping[str, Any] | No
     """Switches layers that are computed again on or off. settings: transformers' `activation_checkpointing_kwargs`."""
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # before transformers 5.23
     is_on = any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules())
-    if not wanted or is_on:
-        if not wanted and is_on:
-            getattr(model, f"{name}_checkpointing_disable")()
+    if wanted == is_on:
+        return
+    if not wanted:
+        getattr(model, f"{name}_checkpointing_disable")()
         return
     given = dict(settings or {})
     beside = {key: given.pop(key) for key in ("every_n_layers", "offload") if key in given}
