@@ -42,6 +42,7 @@ PRIVATE_NAMES = {
     "_compiled_call_impl": MODULE,  # detects layers that are compiled in place
     "_version": TENSOR,  # detects tensors changed in place: weights before a backward, what autograd saves twice
     "_base": TENSOR,  # detects views of weights among what autograd saves
+    "_modules": "torch.nn.modules.module",  # the modules inside of one
     "_parameters": "torch.nn.modules.module",  # replaces parameters of a module in place
     "_non_persistent_buffers_set": "torch.nn.modules.module",  # buffers that no checkpoint and no server gets
     "_buffers": "torch.nn.modules.module",  # replaces buffers of a module in place

@@ -21,7 +21,7 @@ from treewise.nn import model_checks
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.device import warn_of_slow_precision
 from treewise.nn.platform.tensors import autocast_dtype
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import all_modules, all_parameters, base_model
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step
@@ -188,6 +188,7 @@ class StepChecks:
 
 def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
     # Hooks are numbered by torch, each number once; functions and modules are compared by identity.
+    all_of_model = all_modules(lm.model)
     modules = tuple(
         (
             id(module),
@@ -204,7 +205,7 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
                 if type(value) is float and (name == "p" or "dropout" in name or name.endswith(model_checks.NOISE))
             ],
         )
-        for module in lm.model.modules()
+        for module in all_of_model
     )
     base: Any = lm.base
     outside = {id(part): part for part in (lm.model, base, *base.children(), lm.output) if part is not lm.decoder}
@@ -217,4 +218,4 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
         # `save_pretrained` makes a text of `dtype`, on the one rank that writes; no module reads it again.
         if type(value) in (int, float, str, bool) and name != "dtype"
     )
-    return _State(modules, outer, tuple(parameter.requires_grad for parameter in lm.model.parameters()))
+    return _State(modules, outer, tuple(each.requires_grad for each in all_parameters(all_of_model)))

@@ -44,6 +44,7 @@ from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_ru
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch, add_up, replay_of
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
+from treewise.nn.wrapped import all_modules, all_parameters
 from treewise.objectives.protocol import Objective, Terms
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, lay_out
 from treewise.tree.forest import Forest
@@ -80,7 +81,8 @@ def take_step(
         walk = loss.backward(new_walks(plan))
         return loss.output(walk)
 
-    has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in model.parameters())  # noqa: SLF001
+    parameters = all_parameters(all_modules(model))
+    has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)  # noqa: SLF001
     with hooks_run_once(model) if has_hooks else nullcontext():
         return with_less_memory(attempt, budget, ready.joined.num_tokens, model)
 

@@ -48,9 +48,9 @@ TRITON, FLASH = "TRITON", "FLASH"  # torch's names of backends
 
 Modifier = Callable[..., torch.Tensor]
 MaybeTensor = torch.Tensor | None
-# What was called in a micro-batch, and the options of its kernel. Only the first call of a kind may compile, so only it
-# sets torch's configuration and marks lengths, which takes the host 60 microseconds.
-Kinds = dict[Hashable, FlexKernelOptions]
+# What layers of one kind called in a micro-batch, and the options of its kernel. Only the first call may compile, so
+# only it sets torch's configuration and marks lengths, which takes the host 60 microseconds.
+Calls = dict[Hashable, FlexKernelOptions]
 Captured = tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]
 
 
@@ -89,20 +89,14 @@ def flex_attention_tree(
         PlanError: more rows than the kernels can address.
     """
     num_queries, width = query.shape[2], value.shape[3]
-    _check_offsets(query, key, value, blocks)
+    sizes = query.shape, key.shape, value.shape
+    kind = mask.derived(_kind, rule, *sizes, query.dtype, query.device, blocks, backend)
     # The heads of a token stay side by side, as the model has them, so neither outputs nor their gradients are copied.
-    query = _filled_up(query.transpose(1, 2), 1, blocks[0], mask).transpose(1, 2)
-    key, value = (_filled_up(each, 2, blocks[1], mask) for each in (key, value))
+    query = _filled_up(query.transpose(1, 2), 1, kind.after_queries).transpose(1, 2)
+    key, value = _filled_up(key, 2, kind.after_keys), _filled_up(value, 2, kind.after_values)
     attend = _compiled if query.is_cuda else _uncompiled
-    per_head = query.shape[1] if backend == FLASH else None
-    softcap = None
-    if rule.softcap is not None:
-        softcap = mask.derived(_softcap, rule.softcap, query.dtype, query.device, per_head)
-    table = block_mask(mask, rule, query.device, blocks)
-    kinds, needs_lse = mask.derived(_no_kinds), sinks is not None
-    out, lse = attend(
-        query, key, value, table, softcap, rule.scaling, needs_lse=needs_lse, kinds=kinds, backend=backend
-    )
+    options: Any = {"needs_lse": sinks is not None, "calls": kind.calls, "backend": backend}
+    out, lse = attend(query, key, value, kind.table, kind.softcap, rule.scaling, **options)
     if out.shape[2:] != (num_queries, width):  # a part's backward writes zeros and a copy
         out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
@@ -112,38 +106,78 @@ def flex_attention_tree(
     return (out * without_sink[..., None]).to(value.dtype)
 
 
-def _check_offsets(query: Tensor, key: Tensor, value: Tensor, blocks: tuple[int, int]) -> None:
+class Kind(NamedTuple):
+    """What the layers of one kind share in a micro-batch. after_queries, after_keys, after_values: rows of zeros up to
+    whole blocks; None where none are missing. calls: what was called, with the options of its kernel."""
+
+    table: BlockMask
+    softcap: MaybeTensor
+    after_queries: MaybeTensor
+    after_keys: MaybeTensor
+    after_values: MaybeTensor
+    calls: Calls
+
+
+def _kind(
+    mask: TreeMask,
+    rule: LayerRule,
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: tuple[int, int],
+    backend: str,
+) -> Kind:
+    """query, key, value: shapes of what such layers attend with."""
+    _check_offsets(query, key, value, blocks)
+
+    def zeros(*shape: int, width: int) -> MaybeTensor:
+        if 0 in shape:
+            return None
+        return torch.zeros(1, *shape, max(width, MIN_HEAD_SIZE), dtype=dtype, device=device)
+
+    missing_queries = _num_blocks(query[2], blocks[0]) * blocks[0] - query[2]
+    missing_keys = _num_blocks(key[2], blocks[1]) * blocks[1] - key[2]
+    after_keys = zeros(key[1], missing_keys, width=key[3])
+    softcap = None
+    if rule.softcap is not None:  # [] tensor, [H] for FLASH, which reads tensors by an index: numbers are compiled in
+        shape = (query[1],) if backend == FLASH else ()
+        softcap = torch.full(shape, rule.softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    return Kind(
+        block_mask(mask, rule, device, blocks),
+        softcap,
+        zeros(missing_queries, query[1], width=query[3]),
+        after_keys,
+        after_keys if key == value else zeros(value[1], missing_keys, width=value[3]),
+        {},
+    )
+
+
+def _check_offsets(query: torch.Size, key: torch.Size, value: torch.Size, blocks: tuple[int, int]) -> None:
     """Raises `PlanError` where a kernel would address rows beyond 32 bits, silently others than it should (pytorch
     #190857, #160955). Whole tensors may be larger: for these torch takes 64 bits, but for rows within a head."""
-    widest = max(query.shape[3], value.shape[3], MIN_HEAD_SIZE)
-    most = MAX_OFFSET // (query.shape[1] * widest) - blocks[0]
-    if query.shape[2] > most:
+    widest = max(query[3], value[3], MIN_HEAD_SIZE)
+    most = MAX_OFFSET // (query[1] * widest) - blocks[0]
+    if query[2] > most:
         raise PlanError(
-            f"a micro-batch of {query.shape[2]:,} tokens has more numbers in the {query.shape[1]} heads of a layer "
+            f"a micro-batch of {query[2]:,} tokens has more numbers in the {query[1]} heads of a layer "
             f"than FlexAttention's kernels can address (2^31); set max_tokens to at most {most:,}."
         )
     most = MAX_OFFSET // widest - blocks[1]
-    if key.shape[2] > most:
+    if key[2] > most:
         raise PlanError(
-            f"a path of {key.shape[2]:,} keys has more numbers in one head of {widest} than FlexAttention's kernels "
+            f"a path of {key[2]:,} keys has more numbers in one head of {widest} than FlexAttention's kernels "
             f"can address (2^31); at most {most:,} keys can be attended to."
         )
 
 
-def _filled_up(tensor: torch.Tensor, axis: int, block_size: int, mask: TreeMask) -> torch.Tensor:
+def _filled_up(tensor: torch.Tensor, axis: int, zeros: MaybeTensor) -> torch.Tensor:
     """Contiguous, with rows of zeros up to whole blocks, and zeros behind heads too small for the kernels: they
     add nothing to scores or results."""
     if tensor.shape[3] < MIN_HEAD_SIZE:
         tensor = functional.pad(tensor, (0, MIN_HEAD_SIZE - tensor.shape[3]))
-    shape = list(tensor.shape)
-    shape[axis] = _num_blocks(shape[axis], block_size) * block_size - shape[axis]
-    if shape[axis] == 0:
-        return tensor.contiguous()
-    return torch.cat([tensor, mask.derived(_zeros, tuple(shape), tensor.dtype, tensor.device)], dim=axis)
-
-
-def _zeros(_: TreeMask, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return tensor.contiguous() if zeros is None else torch.cat((tensor, zeros), axis)
 
 
 def _num_blocks(length: int, block_size: int) -> int:
@@ -281,14 +315,6 @@ def _mask_mod(
     return tree_mask
 
 
-def _softcap(
-    _: TreeMask, softcap: float, dtype: torch.dtype, device: torch.device, num_heads: int | None
-) -> torch.Tensor:
-    """[] tensor, [H] for FLASH, which reads tensors by an index: a Python number would be compiled in."""
-    shape = () if num_heads is None else (num_heads,)
-    return torch.full(shape, softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
-
-
 @no_type_check
 def _score_mod(softcap: MaybeTensor) -> Modifier | None:
     if softcap is None:
@@ -304,10 +330,6 @@ def _score_mod(softcap: MaybeTensor) -> Modifier | None:
 
 
 # -- compiled or not ------------------------------------------------------------------------------------------------
-
-
-def _no_kinds(_: TreeMask) -> Kinds:
-    return {}
 
 
 def _uncompiled(
@@ -334,15 +356,11 @@ def _compiled(
     scaling: float,
     *,
     needs_lse: bool,
-    kinds: Kinds,
+    calls: Calls,
     backend: str,
 ) -> tuple[torch.Tensor, MaybeTensor]:
-    kind = (
-        *(id(blocks), backend, softcap is None, scaling, needs_lse, torch.is_grad_enabled()),
-        *(query.dtype, query.shape[1], query.shape[3], key.shape[1], value.shape[3]),
-        *(query.requires_grad, key.requires_grad, value.requires_grad),
-    )
-    options, inputs = kinds.get(kind), (query, key, value, blocks, softcap, scaling, needs_lse)
+    call = needs_lse, torch.is_grad_enabled(), query.requires_grad, key.requires_grad, value.requires_grad
+    options, inputs = calls.get(call), (query, key, value, blocks, softcap, scaling, needs_lse)
     if options is not None:
         return _called(*inputs, options)
     # Lengths and block counts are symbols of their own from the first call; all else is constant. `dynamic=True` would
@@ -356,7 +374,7 @@ def _compiled(
     chosen: dict[str, Any] = {"BACKEND": backend}
     if backend == TRITON:
         chosen |= {"IS_DIVISIBLE": True, **tiles(query.dtype, (query.shape[3], value.shape[3]), card(query.device))}
-    kinds[kind] = options = cast(FlexKernelOptions, chosen)
+    calls[call] = options = cast(FlexKernelOptions, chosen)
     settings = {"recompile_limit": RECOMPILE_LIMIT, "specialize_float": True, "automatic_dynamic_shapes": False}
     with torch._dynamo.config.patch(settings), warnings.catch_warnings():  # noqa: SLF001
         # torch's compiler looks whether an input has a gradient, and hides its own warning only where none is an error.

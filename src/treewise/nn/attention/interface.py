@@ -30,6 +30,7 @@ from treewise.nn.platform.tensors import autocast_dtype, to_device
 NAME = "treewise"
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache", "cu_seq_lens_q"}
+_KNOWN = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 
 
 class AttentionName(str):
@@ -176,7 +177,7 @@ def attend(
     sinks = kwargs.get("s_aux")
     call = context.next_call(module)
     dtype = autocast_dtype(query.device.type)  # which kernels that are called directly bypass
-    if getattr(module, "attn_temperature_tuning", False):
+    if vars(module).get("attn_temperature_tuning"):
         query = _rescaled_for_depth(module, query, context.mask)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -230,9 +231,8 @@ def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -
         raise UnsupportedModelError(f"{name} has active attention dropout ({kwargs['dropout']}); set it to 0.")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} is not causal, so it cannot follow a tree.")
-    known = _HARMLESS | {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
     for argument, passed in kwargs.items():
-        if argument not in known and isinstance(passed, torch.Tensor):
+        if argument not in _KNOWN and isinstance(passed, torch.Tensor):
             raise UnsupportedModelError(f"{name} passes the tensor {argument!r} to attention, which is unknown here.")
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)

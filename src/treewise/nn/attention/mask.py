@@ -32,6 +32,7 @@ MAX_TILE_ROWS = 256
 MAX_JOINED_ROWS = 96
 
 Ranges = tuple[tuple[int, int], ...]
+_MISSING: Any = object()
 
 
 @dataclass(eq=False)
@@ -87,9 +88,10 @@ class TreeMask:
     def derived(self, make: "Callable[[TreeMask, *_Arguments], _Result]", *arguments: *_Arguments) -> _Result:
         """`make(self, *arguments)`, computed once per micro-batch and shared by all layers; arguments are hashable."""
         key = (make, *arguments)
-        if key not in self._derived:
-            self._derived[key] = make(self, *arguments)
-        return self._derived[key]
+        result: _Result = self._derived.get(key, _MISSING)
+        if result is _MISSING:
+            result = self._derived[key] = make(self, *arguments)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
