@@ -46,7 +46,7 @@ _LONGEST_LIFE = 10**10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointName:
     """A checkpoint's name: `tinker://RUN/KIND/NAME`."""
 
     run: str
@@ -57,7 +57,7 @@ class Place:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     @classmethod
-    def parsed(cls, path: Any) -> "Place":
+    def parsed(cls, path: Any) -> "CheckpointName":
         """Raises `DataError` for anything that is no such name; so no path leads out of the folder."""
         if (found := _PATH.fullmatch(str(path))) is None:
             raise DataError(f"{path!r} is no path of a checkpoint, as tinker://RUN/weights/NAME: plain names alone.")
@@ -69,7 +69,7 @@ class NoCheckpointError(DataError):
 
     status_code = 404
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckpointName) -> None:
         super().__init__(f"{place}: no such checkpoint.")
 
 
@@ -123,11 +123,11 @@ class Store:
     def _snapshots(self, run: str) -> Path:
         return self.runs / run.replace(":", ".") / "snapshots"
 
-    def folder(self, place: Place) -> Path:
+    def folder(self, place: CheckpointName) -> Path:
         """The folder of a checkpoint, there or not."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
-    def facts(self, place: Place, key: str | None = None) -> dict[str, Any]:
+    def facts(self, place: CheckpointName, key: str | None = None) -> dict[str, Any]:
         """What was written down with a checkpoint, its `folder`, and when it `expires`, in seconds since 1970 or None.
         key: the digest of that which asks; None: the server does. Raises `NoCheckpointError` where it is not there, has
         expired, or belongs to another key.
@@ -138,11 +138,11 @@ class Store:
             raise NoCheckpointError(place)
         return {**_facts(folder), "folder": folder, "expires": expires}
 
-    def set_life(self, place: Place, seconds: Any) -> None:
+    def set_life(self, place: CheckpointName, seconds: Any) -> None:
         """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
         self.journal.put("expires", str(place), place.run, _end_of(seconds))
 
-    def save(self, place: Place, weights: OwnedWeights, facts: dict[str, Any], life: Any = None) -> None:
+    def save(self, place: CheckpointName, weights: OwnedWeights, facts: dict[str, Any], life: Any = None) -> None:
         """Writes a checkpoint; the optimizer's state, too, where it is one of training.
 
         Raises:
@@ -157,20 +157,20 @@ class Store:
         for name in self.journal.names("expires"):
             expires = self.journal.get("expires", name)
             if expires is not None and expires < time.time():
-                self.delete(Place.parsed(name))
+                self.delete(CheckpointName.parsed(name))
 
-    def delete(self, place: Place) -> None:
+    def delete(self, place: CheckpointName) -> None:
         """Removes a checkpoint, if it is there."""
         shutil.rmtree(self.folder(place), ignore_errors=True)  # two may do so at once
         self.journal.remove("expires", str(place))
 
-    def places(self, run: str | None = None) -> dict[Place, dict[str, Any]]:
+    def places(self, run: str | None = None) -> dict[CheckpointName, dict[str, Any]]:
         """All checkpoints, or those of a run, the oldest first, with their facts; files that a killed server left are
         none."""
         found = {}
         for each in self.runs.glob(f"{'*' if run is None else run.replace(':', '.')}/*/*/checkpoint-1/{MANIFEST}"):
             run_folder, kind, name, _, _ = each.relative_to(self.runs).parts
-            place = Place(run_folder.replace(".", ":"), kind, name)
+            place = CheckpointName(run_folder.replace(".", ":"), kind, name)
             with suppress(DataError, OSError):  # it has expired, or goes at this moment
                 found[place] = self.facts(place)
         return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
@@ -214,7 +214,7 @@ class Store:
             store.publish(aside, {"serve": facts})
 
     def load(
-        self, place: Place, weights: OwnedWeights, *, with_optimizer: bool = False, key: str | None = None
+        self, place: CheckpointName, weights: OwnedWeights, *, with_optimizer: bool = False, key: str | None = None
     ) -> None:
         """Puts the values of a checkpoint into weights of its shape. key: as in `facts`.
 
@@ -226,17 +226,17 @@ class Store:
             raise DataError(f"{place} holds no optimizer's state; load a checkpoint of save_state, or weights alone.")
         self._read(folder, weights, with_optimizer=with_optimizer)
 
-    def weights_of(self, place: Place) -> OwnedWeights:
+    def weights_of(self, place: CheckpointName) -> OwnedWeights:
         """Those of a checkpoint, to sample from. Raises as `load`."""
         return self._loaded(place, self.facts(place)["request"])
 
-    def _load_sampler(self, place: Place, _request: str) -> OwnedWeights:
+    def _load_sampler(self, place: CheckpointName, _request: str) -> OwnedWeights:
         weights = self.model.new_weights(self.shape(place), 0)
         weights.optimizer = None
         self.load(place, weights)
         return weights
 
-    def shape(self, place: Place, key: str | None = None) -> Shape:
+    def shape(self, place: CheckpointName, key: str | None = None) -> Shape:
         """What the checkpoint's weights are. key: as in `facts`."""
         return Shape(**self.facts(place, key)["shape"])
 

@@ -24,7 +24,7 @@ from treewise.serve.journal import FAILED, GAP, REFUSED, QueuedRequest
 from treewise.serve.request_queue import RequestQueue
 from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request
-from treewise.serve.store import KINDS, Place, Store, size_of
+from treewise.serve.store import KINDS, CheckpointName, Store, size_of
 from treewise.serve.weights import COUNTS, WeightsError
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
@@ -331,7 +331,7 @@ class Worker(threading.Thread):
                 saved = self.store.restore(name, seq, weights)
                 run.steps, run.moved = int(saved["steps"]), saved.get("moved", "")
             elif facts["path"]:
-                self.store.load(Place.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
+                self.store.load(CheckpointName.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
             self._runs[name] = run
         self._runs[name].used = time.monotonic()
         return self._runs[name]
@@ -422,7 +422,7 @@ class Worker(threading.Thread):
         if is_unnamed:
             overwrite = asked.get("kind") == "inflight"
             name = "inflight" if overwrite else f"unnamed-{work.seq:08d}"
-        place = Place.parsed(f"tinker://{work.owner}/{kind}/" + (name or f"{work.seq:08d}"))
+        place = CheckpointName.parsed(f"tinker://{work.owner}/{kind}/" + (name or f"{work.seq:08d}"))
         there, life = self.store.places(work.owner), asked.get("ttl_seconds")
         if place in there and there[place]["request"] == work.id:  # saved before the server was killed
             self.store.set_life(place, life)
@@ -444,7 +444,7 @@ class Worker(threading.Thread):
     _save_weights = _save_weights_external = _save_weights_for_sampler = _save
 
     def _load_weights(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
-        place = Place.parsed(asked["path"])
+        place = CheckpointName.parsed(asked["path"])
         key = self.journal.key_of(work.owner)
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"], key=key)
         run.weights.forget(with_moments=not asked["optimizer"])
@@ -462,7 +462,7 @@ class Worker(threading.Thread):
         if not requests:
             return
         path = self._path_of(works[0].owner)
-        weights = None if path is None else self.store.weights_of(Place.parsed(path))
+        weights = None if path is None else self.store.weights_of(CheckpointName.parsed(path))
         decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
         try:
             found = answers(self.model, weights, list(requests.values()))

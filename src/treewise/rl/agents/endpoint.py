@@ -26,7 +26,7 @@ from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
 from treewise.rl.agents.passing_on import passed_on
 from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
 from treewise.rl.agents.wire import chat, completions, messages, responses
-from treewise.rl.agents.wire.asked import Asked, RefusedError
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, openai_error
 
 logger = logging.getLogger("treewise")
@@ -167,24 +167,24 @@ class Endpoint:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        return await self._call(request, chat.read, chat.Stream, chat.answer)
+        return await self._call(request, chat.read, chat.ReplyStream, chat.answer)
 
     async def _messages(self, request: Request) -> Response:
-        return await self._call(request, messages.read, messages.Stream, messages.answer)
+        return await self._call(request, messages.read, messages.ReplyStream, messages.answer)
 
     async def _responses(self, request: Request) -> Response:
         def answer(found: Any, text_of_ids: Any, *, shows_ids: bool = False) -> Any:
             del shows_ids
             return responses.answer(found, self._json(request), text_of_ids)
 
-        return await self._call(request, responses.read, responses.Stream, answer)
+        return await self._call(request, responses.read, responses.ReplyStream, answer)
 
     async def _call(self, request: Request, read: Any, stream: Any, answer: Any) -> Response:
         episode, body = self._episode(request), self._json(request)
         use = self.episodes.settings.use_of(str(body.get("model") or ""))
         if use not in (TRAIN, CONTEXT):
             return await self._passed_on(request, episode, body, use)
-        asked: Asked = read(body, self.episodes.writer.source)
+        asked: AgentRequest = read(body, self.episodes.writer.source)
         opened = await self._begun(episode, asked, is_trained=use == TRAIN)
         decode, shows_ids = self.episodes.writer.decode, bool(body.get("return_token_ids"))
         if asked.is_streamed:
@@ -202,7 +202,7 @@ class Endpoint:
         if asked[0].is_streamed:
             firsts = [index * each.num_choices for index, each in enumerate(asked)]
             streams = [
-                completions.Stream(each.answer, body, decode, at) for each, at in zip(opened, firsts, strict=True)
+                completions.ReplyStream(each.answer, body, decode, at) for each, at in zip(opened, firsts, strict=True)
             ]
             return self._streamed(request, episode, opened, streams)
         for each in opened:
@@ -222,7 +222,7 @@ class Endpoint:
         ids = await run_in_threadpool(lambda: writer.prompt_ids(writer.written(asked).text))
         return JSONResponse({"input_tokens": len(ids)})
 
-    async def _begun(self, episode: Episode, asked: Asked, *, is_trained: bool) -> OpenCall:
+    async def _begun(self, episode: Episode, asked: AgentRequest, *, is_trained: bool) -> OpenCall:
         most = self.episodes.settings.max_waiting
         if episode.batcher.num_waiting >= most:
             raise RefusedError(f"{most} calls wait already (max_waiting).", status=429, is_final=False)

@@ -48,7 +48,7 @@ class Parts:
     end: int | None = None
 
 
-class Reader:
+class ReplyReader:
     """Reads the turns of one chat template. with_own: whether the tokenizer's response template is that template's."""
 
     def __init__(self, template: Template, *, with_own: bool) -> None:
@@ -135,7 +135,7 @@ class Reader:
         reasoning, content, _ = self._thought(text, prompt)
         if self.family is None or not reads_calls:
             return Parts(reasoning.strip(), content)
-        pieces, calls, last, at = list[str](), list[Found](), 0, 0
+        texts, calls, last, at = list[str](), list[Found](), 0, 0
         while True:
             starts = [content.find(each, at) for each in self.family.opens]
             if self.family.is_whole:
@@ -148,12 +148,12 @@ class Reader:
             if len(found) == 1 and not is_parallel:
                 return Parts(reasoning.strip(), content[:start].rstrip(), tuple(found), len(text) - len(content) + end)
             if found:
-                pieces.append(content[last:start])
+                texts.append(content[last:start])
                 calls, last = calls + found, end
             at = max(end, start + 1)
         if not calls:
             return Parts(reasoning.strip(), content)
-        first, *others = [*pieces, content[last:]]
+        first, *others = [*texts, content[last:]]
         kept = [first.rstrip(), *(each.strip() for each in others)]
         return Parts(reasoning.strip(), "\n".join(each for each in kept if each), tuple(calls))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.errors import did_you_mean
-from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= {408: "timeout_error", 410: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -134,7 +134,7 @@ class Answer:
 
     id: str
     created: int
-    asked: Asked
+    asked: AgentRequest
     usage: Usage
     replies: tuple[Reply, ...] = ()
     prompt_ids: tuple[int, ...] = ()

@@ -3,14 +3,14 @@
 from typing import Any
 
 from treewise.data.io.field_checks import shown
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, top_k_of, usage_of
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def read(body: object) -> list[Asked]:
+def read(body: object) -> list[AgentRequest]:
     """A call for each prompt. Raises `RefusedError`."""
     fields = Fields(body)
     prompts = _prompts(fields.need("prompt", str, list))
@@ -36,7 +36,7 @@ def read(body: object) -> list[Asked]:
         "is_streamed": fields.take("stream", bool, default=False),
     }
     fields.done()
-    return [Asked(prompt=prompt, **common) for prompt in prompts]
+    return [AgentRequest(prompt=prompt, **common) for prompt in prompts]
 
 
 def _prompts(value: str | list[Any]) -> list[str | tuple[int, ...]]:
@@ -84,7 +84,7 @@ def _logprobs(reply: Reply, text_of_ids: TextOf) -> dict[str, Any]:
     }
 
 
-class Stream:
+class ReplyStream:
     """The events of one prompt's answer. first: the index of its first choice."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf, first: int = 0) -> None:

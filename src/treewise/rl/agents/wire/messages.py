@@ -5,14 +5,14 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.chat import TextOf, tool_choice
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of, template_variables, text_of
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read(body: object, template: str = "", *, counts: bool = False) -> Asked:
+def read(body: object, template: str = "", *, counts: bool = False) -> AgentRequest:
     """A call. template: the text of the chat template, which may read `enable_thinking`. counts: whether only tokens
     are counted. Raises `RefusedError`."""
     fields = Fields(body)
@@ -43,7 +43,7 @@ def read(body: object, template: str = "", *, counts: bool = False) -> Asked:
     fields.only("output_format")
     fields.ignore("metadata", "service_tier", "cache_control", "inference_geo", "context_management")
     most = fields.take("max_tokens", int) if counts else fields.need("max_tokens", int)
-    asked = Asked(
+    asked = AgentRequest(
         model=fields.take("model", str, default=""),
         messages=tuple(messages),
         tools=tools,
@@ -168,7 +168,7 @@ def _stop(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": reply.stop_text}
 
 
-class Stream:
+class ReplyStream:
     """The events of one answer."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:

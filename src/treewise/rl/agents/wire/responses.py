@@ -4,7 +4,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.chat import IGNORED, TextOf, effort, logprobs_of, tool_choice
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, named_tools, sse, template_variables, text_of
 
@@ -22,7 +22,7 @@ SHOWN = (
 )
 
 
-def read(body: object, template: str = "") -> Asked:
+def read(body: object, template: str = "") -> AgentRequest:
     """A call. template: the text of the chat template, which may read `reasoning_effort`. Raises `RefusedError`."""
     fields = Fields(body)
     items = fields.need("input", str, list)
@@ -53,7 +53,7 @@ def read(body: object, template: str = "") -> Asked:
     messages = [*head, *_messages(items)]
     if not messages:
         raise RefusedError("input is empty.", param="input")
-    asked = Asked(
+    asked = AgentRequest(
         model=fields.take("model", str, default=""),
         messages=tuple(messages),
         tools=tools,
@@ -195,7 +195,7 @@ def answer(found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> dict[str
     return _response(found, body, _output(found, reply, text_of_ids), status, found.usage)
 
 
-class Stream:
+class ReplyStream:
     """The events of one answer."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:
