@@ -137,7 +137,7 @@ class Api(Catalog):
             ("GET", f"{one}/files/{{file}}", self.file),
             ("GET", "status", self.status),
         ]
-        table = [("POST", *each) for each in posted] + [(*each, None) for each in others]
+        table = [("POST", *route) for route in posted] + [(*route, None) for route in others]
         return [
             Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=[way]) for way, path, handler, kind in table
         ]
@@ -363,8 +363,10 @@ def _said(error: Exception) -> tuple[int, str]:
     status = 429 if isinstance(error, QueueFullError) else getattr(error, "status_code", 400)
     text = str(getattr(error, "detail", error))
     if isinstance(error, ValidationError):
-        found = [each for each in error.errors() if each["type"] != "missing"] or error.errors()
-        text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}{_given(each)}" for each in found[:5])
+        found = [problem for problem in error.errors() if problem["type"] != "missing"] or error.errors()
+        text = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{_given(problem)}" for problem in found[:5]
+        )
     return status, " ".join(text.split()) or type(error).__name__
 
 

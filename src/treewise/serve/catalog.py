@@ -115,7 +115,7 @@ class Catalog:
         base, now = str(request.url.replace(query="")).removesuffix("external_weights_urls"), time.time()
         return {
             "urls": {
-                each: f"{base}files/{each}?{self.links.made(_named(place, facts, each), now)}" for each in _files(facts)
+                file: f"{base}files/{file}?{self.links.made(_named(place, facts, file), now)}" for file in _files(facts)
             },
             "expires": datetime.fromtimestamp(int(now) + LIFE_SECONDS, UTC),
         }

@@ -82,8 +82,8 @@ class Store:
     def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: RequestJournal) -> None:
         self.runs, self.model, self.base_name, self.journal = folder / "runs", model, base_name, journal
         self._loaded = lru_cache(_KEPT)(self._load_sampler)
-        for each in self.runs.glob("*/*"):  # what a killed server left
-            for inner in [each] if each.name == "snapshots" else each.iterdir():
+        for kind in self.runs.glob("*/*"):  # what a killed server left
+            for inner in [kind] if kind.name == "snapshots" else kind.iterdir():
                 store.recover(inner)
         self.lost = self._compared()
 
@@ -95,7 +95,9 @@ class Store:
         for folder in sorted(path for path in self.runs.glob("*") if path.is_dir()):
             name = folder.name.replace(".", ":")
             if name not in names or self.journal.key_of(name) is None:
-                found = ", ".join(str(each.parent.relative_to(folder)) for each in sorted(folder.rglob(MANIFEST)))
+                found = ", ".join(
+                    str(manifest.parent.relative_to(folder)) for manifest in sorted(folder.rglob(MANIFEST))
+                )
                 logger.warning(
                     "%s: the journal has no such run, so no client finds it. Put back a copy of the journal that has "
                     "it; or read its checkpoints (%s), folders of PEFT, with treewise, PEFT or vLLM.",
@@ -103,7 +105,9 @@ class Store:
                 )
         for name in names:
             parent, seq = self._snapshots(name), self.journal.snapshot_seq(name)
-            steps = [store.step_of(each) for each in store.checkpoints(parent) if (each / MANIFEST).is_file()]
+            steps = [
+                store.step_of(snapshot) for snapshot in store.checkpoints(parent) if (snapshot / MANIFEST).is_file()
+            ]
             saved = {step: parent / f"checkpoint-{step}" for step in steps}
             for place, facts in self.places(name).items():
                 saved.setdefault(int(str(facts["request"]).rpartition(":")[2]), self.folder(place))
@@ -168,8 +172,8 @@ class Store:
         """All checkpoints, or those of a run, the oldest first, with their facts; files that a killed server left are
         none."""
         found = {}
-        for each in self.runs.glob(f"{'*' if run is None else run.replace(':', '.')}/*/*/checkpoint-1/{MANIFEST}"):
-            run_folder, kind, name, _, _ = each.relative_to(self.runs).parts
+        for manifest in self.runs.glob(f"{'*' if run is None else run.replace(':', '.')}/*/*/checkpoint-1/{MANIFEST}"):
+            run_folder, kind, name, _, _ = manifest.relative_to(self.runs).parts
             place = CheckpointName(run_folder.replace(".", ":"), kind, name)
             with suppress(DataError, OSError):  # it has expired, or goes at this moment
                 found[place] = self.facts(place)
@@ -187,9 +191,9 @@ class Store:
         """The weights after request `seq`; returns what was written down with them. Newer snapshots, which the journal
         of a killed server does not have, go: else they would count when old ones are removed."""
         parent = self._snapshots(run)
-        for each in store.checkpoints(parent):
-            if store.step_of(each) > seq:
-                shutil.rmtree(each)
+        for snapshot in store.checkpoints(parent):
+            if store.step_of(snapshot) > seq:
+                shutil.rmtree(snapshot)
         return self._read(parent / f"checkpoint-{seq}", weights, with_optimizer=True)
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -198,7 +202,7 @@ class Store:
         self, folder: Path, step: int, weights: OwnedWeights, facts: dict[str, Any], *, with_optimizer: bool
     ) -> None:
         aside = store.aside(folder, step)
-        size = sum(each.numel() * each.element_size() for each in weights.parameters.values())
+        size = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters.values())
         facts = {"time": time.time(), "base_model": self.base_name, "shape": asdict(weights.shape), **facts}
         with store.explained(aside, size * (3 if with_optimizer else 1)), self.model.using(weights):
             store.new_folder(folder, step)

@@ -339,7 +339,7 @@ class Worker(threading.Thread):
     def _evict(self) -> None:
         """Puts the model that waited longest on the disk; where all hold gradients, it is forgotten, and its requests
         since the last snapshot run again when it has its turn."""
-        name = min(self._runs, key=lambda each: (self._runs[each].has_gradients, self._runs[each].used))
+        name = min(self._runs, key=lambda held: (self._runs[held].has_gradients, self._runs[held].used))
         run = self._runs.pop(name)
         if run.has_gradients:
             self._run_again(name)
@@ -390,7 +390,7 @@ class Worker(threading.Thread):
             counts[name] += value
         if trains:
             new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
-            run.sums = [before + each for before, each in zip(run.sums, new, strict=True)]
+            run.sums = [before + added for before, added in zip(run.sums, new, strict=True)]
         low = 0
         for work, own in calls.items():
             self.journal.answer(work.id, PROTOBUF, call_answer(loss, low, low + len(own), counted))
@@ -436,9 +436,9 @@ class Worker(threading.Thread):
         session = work.owner.split(":")[0]
         sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
         self.journal.put("sampler", sampler, session, {"base_model": self.store.base_name, "model_path": str(place)})
-        unnamed = [each for each in self.store.places(work.owner) if each.name.startswith("unnamed-")]
-        for each in sorted(unnamed, key=lambda each: each.name)[: -self.settings.keep_samplers]:
-            self.store.delete(each)
+        unnamed = [checkpoint for checkpoint in self.store.places(work.owner) if checkpoint.name.startswith("unnamed-")]
+        for checkpoint in sorted(unnamed, key=lambda checkpoint: checkpoint.name)[: -self.settings.keep_samplers]:
+            self.store.delete(checkpoint)
         return {"sampling_session_id": sampler}
 
     _save_weights = _save_weights_external = _save_weights_for_sampler = _save
@@ -474,7 +474,7 @@ class Worker(threading.Thread):
                 continue
             self.journal.answer(work.id, PROTOBUF, content)
             counts = self._counts_of(work)
-            counts["sampled_tokens"] += sum(each.num_tokens for each in drawn)
+            counts["sampled_tokens"] += sum(completion.num_tokens for completion in drawn)
             shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
             counts["samples"].append({**shown, "tokens": drawn[0].num_tokens})
             del counts["samples"][:-_KEPT_SAMPLES]

@@ -198,17 +198,17 @@ class Endpoint:
         if use not in (TRAIN, CONTEXT):
             return await self._passed_on(request, episode, body, use)
         asked, decode = completions.read(body), self.episodes.writer.decode
-        opened = [await self._begun(episode, each, is_trained=use == TRAIN) for each in asked]
+        opened = [await self._begun(episode, prompt, is_trained=use == TRAIN) for prompt in asked]
         if asked[0].is_streamed:
-            firsts = [index * each.num_choices for index, each in enumerate(asked)]
+            firsts = [index * prompt.num_choices for index, prompt in enumerate(asked)]
             streams = [
-                completions.ReplyStream(each.answer, body, decode, at) for each, at in zip(opened, firsts, strict=True)
+                completions.ReplyStream(call.answer, body, decode, at) for call, at in zip(opened, firsts, strict=True)
             ]
             return self._streamed(request, episode, opened, streams)
-        for each in opened:
-            await self._ended(request, episode, each)
+        for call in opened:
+            await self._ended(request, episode, call)
         found = completions.answer(
-            [each.answer for each in opened], decode, shows_ids=bool(body.get("return_token_ids"))
+            [call.answer for call in opened], decode, shows_ids=bool(body.get("return_token_ids"))
         )
         return JSONResponse(found)
 
@@ -253,9 +253,9 @@ class Endpoint:
         self, request: Request, episode: Episode, opened: list[OpenCall], streams: list[Any]
     ) -> StreamingResponse:
         def gone() -> None:
-            for each in opened:
-                if not each.done.done():
-                    episode.cancel(each)
+            for call in opened:
+                if not call.done.done():
+                    episode.cancel(call)
 
         return _Events(self._events(request, opened, streams), gone)
 
@@ -263,10 +263,10 @@ class Endpoint:
         """The events of one stream."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         end = loop.time() + self.episodes.settings.call_seconds
-        spoken = [[Spoken() for _ in each.tokens] for each in opened]
-        for each in opened:
-            each.on_progress = lambda: _wake(loop, event)
-            each.done.add_done_callback(lambda _: _wake(loop, event))
+        spoken = [[Spoken() for _ in call.tokens] for call in opened]
+        for call in opened:
+            call.on_progress = lambda: _wake(loop, event)
+            call.done.add_done_callback(lambda _: _wake(loop, event))
         left = list(range(len(opened)))
         try:
             for index in left:
@@ -291,8 +291,8 @@ class Endpoint:
                         raise RefusedError("no reply in time (call_seconds).", status=504, code="timeout") from None
                     yield b": ping\n\n"
                 event.clear()
-            parts = [each.answer.usage for each in opened]
-            usage = Usage(*(sum(getattr(each, name) for each in parts) for name in ("prompt", "completion", "cached")))
+            parts = [call.answer.usage for call in opened]
+            usage = Usage(*(sum(getattr(part, name) for part in parts) for name in ("prompt", "completion", "cached")))
             for part in streams[-1].end(usage):
                 yield part
         except RefusedError as error:

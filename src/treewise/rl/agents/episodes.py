@@ -185,10 +185,10 @@ class Episode:
                 opened.on_progress()
 
     def _record(self, opened: OpenCall, completions: Sequence[Completion]) -> tuple[Reply, ...]:
-        choices = [self._choice(opened, index, each) for index, each in enumerate(completions)]
+        choices = [self._choice(opened, index, completion) for index, completion in enumerate(completions)]
         self.recording.end(opened.call, choices)
         replies = tuple(choice.reply for choice in choices)
-        usage = replace(opened.answer.usage, completion=sum(each.num_tokens for each in completions))
+        usage = replace(opened.answer.usage, completion=sum(completion.num_tokens for completion in completions))
         ids = tuple(self.recording.prompt_ids(opened.call).tolist())
         opened.answer = replace(opened.answer, replies=replies, usage=usage, prompt_ids=ids)
         return replies
@@ -257,8 +257,8 @@ class Episode:
         """No further call is taken; those under way are cancelled, and recorded."""
         with self._lock:
             self._is_open = False
-            for each in self._under_way:
-                each.is_cancelled = True
+            for opened in self._under_way:
+                opened.is_cancelled = True
             self._lock.wait_for(lambda: not self._under_way, seconds)
 
     def rows(self) -> tuple[list[dict[str, Any]], Account]:

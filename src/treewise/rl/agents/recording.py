@@ -197,7 +197,7 @@ class Recording:
         has_gone_on = start is not None and reason != "template" and size == _last_turn(items)
         nearest = None if has_gone_on else self._nearest(items)
         if has_gone_on:
-            others = [each.new_text == text for each in self.calls if each.start is start]
+            others = [call.new_text == text for call in self.calls if call.start is start]
             reason = reason or ((AGAIN if any(others) else BRANCHED) if others else None)
         else:
             reason = reason or self._reason(nearest, items, keys[0])
@@ -223,16 +223,18 @@ class Recording:
         others = [choice for call in self.calls if call.asked.prompt is not None for choice in call.choices]
         if isinstance(asked.prompt, str):
             text = asked.prompt
-            start, num_kept, text = self._longest([each for each in others if each.call.start is None], text, None)
+            start, num_kept, text = self._longest(
+                [choice for choice in others if choice.call.start is None], text, None
+            )
             ids = self._new_ids(start, text) if start is not None else self.writer.text_ids(text)
         else:
             ids = np.array(asked.prompt, dtype=np.int32)
             best = 0
-            for each in others:
-                path = np.concatenate([part.token_ids for part in self._parts(each)])
-                own, same = len(path) - len(each.turn.token_ids), _same(path, ids)
+            for choice in others:
+                path = np.concatenate([part.token_ids for part in self._parts(choice)])
+                own, same = len(path) - len(choice.turn.token_ids), _same(path, ids)
                 if same > max(own, best):
-                    start, num_kept, best = each, same - own, same
+                    start, num_kept, best = choice, same - own, same
             ids = ids[best:]
         if not len(ids) and start is None:
             raise RefusedError("the prompt has no tokens.", param="prompt")
@@ -261,9 +263,9 @@ class Recording:
         while True:
             on = [choice for call in self.calls for choice in call.choices if call.asked.prompt is None]
             if start is None:
-                behind = [each for each in on if each.call.start is None and each.call.keys[0] == root]
+                behind = [choice for choice in on if choice.call.start is None and choice.call.keys[0] == root]
             else:
-                behind = [each for each in on if each.call.start is start and each.call.num_kept == num_kept]
+                behind = [choice for choice in on if choice.call.start is start and choice.call.num_kept == num_kept]
             found, kept, rest = self._longest(behind, text, start)
             if found is start:
                 return start, num_kept, text
@@ -275,20 +277,20 @@ class Recording:
         """The turn with which a text agrees longest behind what was written before it, how many of its ids, and what is
         left of the text; `start` where there is none."""
         found, num_kept, most = start, 0, 0
-        for each in choices:
-            before = len(each.call.new_text)
-            if len(each.call.forced_ids) or not text.startswith(each.call.new_text):
+        for choice in choices:
+            before = len(choice.call.new_text)
+            if len(choice.call.forced_ids) or not text.startswith(choice.call.new_text):
                 continue
-            kept = self.writer.num_within(each.turn.token_ids, text[before:])
-            size = before + len(self.writer.decode(each.turn.token_ids[:kept]))
+            kept = self.writer.num_within(choice.turn.token_ids, text[before:])
+            size = before + len(self.writer.decode(choice.turn.token_ids[:kept]))
             if kept and size > most:
-                found, num_kept, most = each, kept, size
+                found, num_kept, most = choice, kept, size
         return found, num_kept, text[most:]
 
     def _nearest(self, items: list[tuple[Any, ...]]) -> RecordedTurn | None:
         """The turn whose conversation has most messages in common with a call's; the latest of several."""
         others = [choice for call in self.calls if call.asked.prompt is None for choice in call.choices]
-        return max(others, key=lambda each: (num_equal(items, each.items), each.number), default=None)
+        return max(others, key=lambda choice: (num_equal(items, choice.items), choice.number), default=None)
 
     def _reason(self, nearest: RecordedTurn | None, items: list[tuple[Any, ...]], root: str) -> str:
         if nearest is None:

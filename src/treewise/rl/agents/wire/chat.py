@@ -58,7 +58,7 @@ def read(body: object, template: str = "") -> AgentRequest:
     fields.ignore(*IGNORED, "return_token_ids")
     asked = AgentRequest(
         model=fields.take("model", str, default=""),
-        messages=tuple(_message(each, f"messages[{index}]") for index, each in enumerate(messages)),
+        messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages)),
         tools=tools,
         reads_calls=reads_calls,
         must_call=must_call,
@@ -154,7 +154,7 @@ def answer(found: Answer, text_of_ids: TextOf, *, shows_ids: bool = False) -> di
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
-            message["tool_calls"] = [_call(each) for each in reply.calls]
+            message["tool_calls"] = [_call(call) for call in reply.calls]
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reply.finish}
         choice["logprobs"] = logprobs_of(reply, text_of_ids) if found.asked.num_top is not None else None
         choices.append({**choice, **({"token_ids": list(reply.token_ids)} if shows_ids else {})})

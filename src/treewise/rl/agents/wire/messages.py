@@ -18,7 +18,7 @@ def read(body: object, template: str = "", *, counts: bool = False) -> AgentRequ
     fields = Fields(body)
     given = fields.need("messages", list)
     tools = [
-        _tool(each, f"tools[{index}]") for index, each in enumerate(fields.take("tools", list, default=[]))
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.take("tools", list, default=[]))
     ] or None
     choice = fields.take("tool_choice", dict, default={"type": "auto"})
     kind = choice.get("type")
@@ -30,8 +30,8 @@ def read(body: object, template: str = "", *, counts: bool = False) -> AgentRequ
     if thinking and "enable_thinking" in template:
         variables = {"enable_thinking": thinking["type"] != "disabled", **variables}
     messages = _system(fields.take("system", str, list))
-    for index, each in enumerate(given):
-        messages += _messages(each, f"messages[{index}]")
+    for index, message in enumerate(given):
+        messages += _messages(message, f"messages[{index}]")
     if not given or not any(message["role"] != "system" for message in messages):
         raise RefusedError("messages is empty.", param="messages")
     prefill = (
@@ -94,7 +94,7 @@ def _messages(value: object, location: str) -> list[Message]:
         )
     role, content = value["role"], value.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(each, dict) for each in blocks):
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise RefusedError(f"{location}.content must be text or blocks, found {shown(content)}.", param=location)
     found: list[Message] = []
     texts, calls, reasoning = [], [], []
@@ -149,12 +149,12 @@ def answer(found: Answer, text_of_ids: TextOf, *, shows_ids: bool = False) -> di
     blocks += [
         {
             "type": "tool_use",
-            "id": each.id,
-            "name": each.name,
-            "input": json.loads(each.arguments),
+            "id": call.id,
+            "name": call.name,
+            "input": json.loads(call.arguments),
             "caller": {"type": "direct"},
         }
-        for each in reply.calls
+        for call in reply.calls
     ]
     return {**_head(found), "content": blocks, **_stop(reply), "usage": usage_of(found.usage)}
 

@@ -33,7 +33,7 @@ def read(body: object, template: str = "") -> AgentRequest:
     reasoning = fields.take("reasoning", dict, default={})
     variables |= effort(reasoning.get("effort"), template, "reasoning.effort")
     included = fields.take("include", list, default=[])
-    if unknown := [each for each in included if each not in INCLUDED]:
+    if unknown := [name for name in included if name not in INCLUDED]:
         raise RefusedError(f"include={shown(unknown)} is not served.", param="include")
     wants = "message.output_text.logprobs" in included
     num_top = fields.take("top_logprobs", int)
@@ -181,7 +181,7 @@ def _output(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[dict[str, 
     items = [_reasoning(found, reply.reasoning)] if reply.reasoning else []
     if reply.content or not reply.calls:
         items.append(_message(found, reply.content, status, _logprobs(found, reply, text_of_ids)))
-    return [*items, *(_call(each, each.arguments, "completed") for each in reply.calls)]
+    return [*items, *(_call(call, call.arguments, "completed") for call in reply.calls)]
 
 
 def _logprobs(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[Any]:
