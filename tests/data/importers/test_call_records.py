@@ -122,7 +122,9 @@ def test_a_reply_with_a_call_that_langchain_could_not_read_is_left_out(write):
 def test_an_id_that_a_batch_holds_twice_is_an_error(write, half):
     twice = [*FLAT["batch"], FLAT["batch"][half]]
     path = write(twice[half], *twice)
-    with pytest.raises(DataError, match=r"data.jsonl:\d: a second batch .* with custom_id 'r1', after .*data.jsonl:\d;"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl:\d: a second batch .* with custom_id 'r1', after .*data.jsonl:\d;"
+    ):
         list(import_rollouts(path))
 
 
