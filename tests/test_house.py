@@ -198,6 +198,15 @@ def test_no_module_bears_the_name_of_a_public_function_of_its_package() -> None:
     assert not shadowed
 
 
+def test_a_public_class_bears_a_name_of_its_own() -> None:
+    """Of all folders, but for parts of one protocol that stand side by side (`ReplyStream`)."""
+    folders: dict[str, set[Path]] = {}
+    for path in MODULES:
+        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(encoding="utf-8"), re.M):
+            folders.setdefault(name, set()).add(path.parent)
+    assert {name for name, found in folders.items() if len(found) > 1} == set()
+
+
 def test_tests_mirror_the_source() -> None:
     """tests/a/b/test_c.py tests src/treewise/a/b/c.py, or a package c; tests/a/b/test_b.py the package b."""
     strangers = []

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward (gradient checkpointing): switched on or off, or chosen for a run.
+"""Whether a run computes layers again in the backward (gradient checkpointing).
 
 `auto` leaves them alone while the predicted peak of the first step fits into the free memory. With a measured budget it
 measures both ways, and takes the faster one by the planner's costs: larger micro-batches whose layers run twice, or
@@ -17,6 +17,7 @@ from treewise.errors import UnsupportedModelError, bytes_as_text
 from treewise.nn.gradients import gradient_bytes
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.recomputation import set_recomputation
 from treewise.objectives.protocol import Objective
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.plans import Plan
@@ -26,20 +27,6 @@ from treewise.tree.forest import Forest
 logger = logging.getLogger("treewise")
 
 USABLE = 0.9  # of the free memory; the rest is for workspaces and fragmentation
-
-
-def set_recomputation(model: Any, wanted: bool, settings: Mapping[str, Any] | None = None) -> None:
-    """Switches layers that are computed again on or off. settings: transformers' `activation_checkpointing_kwargs`."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # before transformers 5.23
-    is_on = any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules())
-    if wanted == is_on:
-        return
-    if not wanted:
-        getattr(model, f"{name}_checkpointing_disable")()
-        return
-    given = dict(settings or {})
-    beside = {key: given.pop(key) for key in ("every_n_layers", "offload") if key in given}
-    getattr(model, f"{name}_checkpointing_enable")(given or None, **beside)
 
 
 def recompute_as_set(

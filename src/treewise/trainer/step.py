@@ -76,7 +76,7 @@ class StepRunner:
     ) -> None:
         self.model, self.objective, self.args = model, objective, args
         self._first_tree, self._autocast = first_tree, autocast
-        self._max_tokens = args.max_tokens
+        self._resumed_tokens: int | None = None  # what the run that is resumed had measured
         self._reserve_bytes, self._processor = reserve_bytes, processor
         rows_file = f"nonfinite.rank{args.process_index}.jsonl" if args.world_size > 1 else "nonfinite.jsonl"
         limits = (args.nonfinite, args.max_skipped_steps, args.spike_factor)
@@ -106,7 +106,7 @@ class StepRunner:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
         engine = TreeEngine(
             self.model,
-            self._max_tokens,
+            self.args.max_tokens,
             self.args.attention,
             temperature=self.args.temperature,
             offload=self.args.offload,
@@ -117,6 +117,8 @@ class StepRunner:
             processor=self._processor,
             context=None if self.ranks is None else self.ranks.context,
         )
+        if self._resumed_tokens is not None:
+            engine.budget.take(self._resumed_tokens)
         if is_in_lockstep:
             engine.enable_lockstep(ranks.gather_texts)
         return engine
@@ -124,7 +126,7 @@ class StepRunner:
     def resume_budget(self, max_tokens: int | None) -> None:
         """Uses the budget of the run that is resumed in place of a measurement: another one would round differently."""
         if max_tokens and self.args.max_tokens == AUTO:
-            self._max_tokens = max_tokens
+            self._resumed_tokens = max_tokens
             self.engine = self._new_engine()
 
     # -- before the first step --------------------------------------------------------------------------------------
