@@ -38,16 +38,6 @@ class Drawn:
     angles: list[float] = field(default_factory=list)
     state: LoopState | None = None
 
-    def figures(self) -> dict[str, float]:
-        """What is logged: groups that were drawn, trained, and refilled, where there were any; what reward functions
-        logged.
-        """
-        num_refilled = float(sum(wave > 0 for wave in self.waves))
-        shown = {"refilled_trees": num_refilled} if num_refilled else {}
-        if len(self.kept) < len(self.groups):
-            shown |= {"drawn_trees": float(len(self.groups)), "kept_trees": float(len(self.kept))}
-        return shown | {name: float(np.mean(values)) for name, values in self.tally.metrics.items()}
-
     def outcomes(self, book: SuccessBook) -> list[PractisedItem]:
         """What came of all groups. book: before it observes them."""
         return [

@@ -120,7 +120,8 @@ class OnlineTrainer:
         self.trainer = TreeTrainer(
             model, args, train_dataset=first, objective=objective, processing_class=tokenizer, callbacks=[*callbacks]
         )
-        self.model, self.processing_class, self.control = self.trainer.model, tokenizer, self.trainer.control
+        self.model, self.processing_class = self.trainer.model, tokenizer
+        self.state, self.control = self.trainer.state, self.trainer.control
         self.runner = self.trainer.runner  # of the optimizer's steps
         for callback in (PrinterCallback, ProgressCallback):
             self.trainer.remove_callback(callback)
@@ -142,11 +143,6 @@ class OnlineTrainer:
         self._draw = partial(draw_groups, self.items, self.collector, task, self.settings)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
-
-    @property
-    def state(self) -> TrainerState:
-        """Transformers' state of the run; a step of it is an iteration."""
-        return self.trainer.state
 
     @property
     def engine(self) -> TreeEngine:
@@ -257,8 +253,7 @@ class OnlineTrainer:
         self.loop.num_updates, self.state.global_step = num_updates, self.loop.iteration
         # Log.
         logs = {"iteration": float(number)}
-        logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
-        logs |= trained | drawn.figures()
+        logs |= report.figures(drawn, account, self.loop.book, settings.success_at) | trained
         if self._ahead is not None:
             logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
@@ -498,7 +493,7 @@ class OnlineTrainer:
             raise ConfigError(f"{self.folder} holds an online run: --resume or --overwrite it, or choose another.")
         if found is not None:
             self.runner.resume_budget(found.max_tokens)
-            trainer.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
+            trainer.state = self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
             load_weights(self.model, found.folder)
             resume.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)

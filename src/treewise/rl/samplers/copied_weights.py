@@ -118,6 +118,8 @@ def begin_hand_over(sampler: Sampler, model: nn.Module, whole: WholeCopy | None)
     """Takes the model's weights, which may change then; what is returned gives them to the sampler of each process;
     servers get those of the first. whole: as of `samplers_of`.
     """
+    if type(sampler) is TransformersSampler and sampler.model is model:
+        return lambda: None  # it samples from these weights themselves
     if whole is not None:
         whole.take(model)
     give = begin_update(sampler, model if whole is None else whole.model)
