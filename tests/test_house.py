@@ -45,7 +45,6 @@ WHOLE_PACKAGE = {
     "rl/agents/frameworks/test_frameworks": "agents of frameworks from PyPI",
     "rl/agents/wire/test_sdks": "the official SDKs against the endpoint",
     "rl/online/test_meshes": "runs of policies that no process has whole",
-    "planning/test_fastest": "the fastest of several plans",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",
     "engine/test_inputs": "what the engine takes",
     "grow/test_families": "copied width and identity layers in every family",

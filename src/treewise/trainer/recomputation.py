@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, Budget
 from treewise.engine.step_memory import step_memory
@@ -20,11 +21,29 @@ from treewise.nn.recomputation import set_recomputation
 from treewise.objectives.protocol import Objective
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.plans import Plan
+from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
 USABLE = 0.9  # of the free memory; the rest is for workspaces and fragmentation
+
+
+def recompute_as_set(
+    engine: TreeEngine, forest: Forest, objective: Objective, args: TreeTrainingArguments, *, reserve_bytes: int = 0
+) -> None:
+    """Switches layers of a run that are computed again on, as its settings say; every rank calls this.
+
+    forest: what steps are like. Where one rank needs it, all compute again. reserve_bytes: see `choose_recomputation`.
+    """
+    given = [getattr(args, f"{name}_checkpointing_kwargs", None) for name in ("activation", "gradient")]
+    settings = next((each for each in given if each), None)
+    if args.recomputation is True:
+        set_recomputation(engine.model, wanted=True, settings=settings)
+        return
+    wanted = choose_recomputation(engine, forest, objective, settings, reserve_bytes=reserve_bytes)
+    if any(ranks.on_every_rank(lambda: wanted)):
+        set_recomputation(engine.model, wanted=True, settings=settings)
 
 
 def choose_recomputation(
