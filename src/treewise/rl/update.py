@@ -324,7 +324,7 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
     trees, old = update.trees, update.old
     if old == "sampler":
         trees = [[replace(item, old_logprobs=item.sampler_logprobs) for item in tree] for tree in trees]
-    elif old is None:
+    elif old is None and any(item.old_logprobs is not None for tree in trees for item in tree):
         trees = [[replace(item, old_logprobs=None) for item in tree] for tree in trees]
     elif old == "policy":
         trees = with_logprobs(engine, trees, "old_logprobs", batch_size)

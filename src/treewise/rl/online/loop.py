@@ -142,6 +142,7 @@ class OnlineTrainer:
         self.items = TaskSampler(self.settings.chosen_curriculum(), num_practised(task, self.settings), args.seed)
         self._draw = partial(draw_groups, self.items, self.collector, task, self.settings)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
+        self._own_trees = slice(args.data_index, None, args.data_size)  # of a step's, where nobody places them
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
 
     @property
@@ -370,8 +371,7 @@ class OnlineTrainer:
         merges = self.args.merge_across_trees and getattr(self.objective, "weighting", "once") != "once"
         for batch in self.settings.batches(len(trees), (self.args.seed, iteration, _BATCHES)):
             of_step = [trees[index] for index in batch]
-            own = of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size]
-            forests = collate(own, merges)
+            forests = collate(of_step if placer is not None else of_step[self._own_trees], merges)
             clear_gradients(self.model.parameters())
             prepared = runner.prepare(forests if placer is None else placer.own_part(forests))
             runner.measure_budget(lambda: forest_of(trees[0]))
