@@ -159,9 +159,10 @@ class _SideBySide:
         def done(number: int, completions: Sequence[Completion]) -> None:
             continuation, request, question = missing[number]
             answer = completion_to_json(replace(completions[0], version=moment.version))
-            found.append((str(request.seed), question, answer))
             if self.servers.at_once:  # the others of the batch may come much later
-                moment.journal.record("sample", found[-1:])
+                moment.journal.record("sample", [(str(request.seed), question, answer)])
+            else:
+                found.append((str(request.seed), question, answer))
             self._take(continuation, answer)
 
         if self.servers.at_once:

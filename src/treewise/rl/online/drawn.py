@@ -2,11 +2,13 @@
 groups, in the order of their items, and what they leave in the loop's state.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from treewise.distributed import ranks
 from treewise.errors import ConfigError, TaskError, num
 from treewise.rl.curriculum import PractisedItem, TaskSampler
 from treewise.rl.online.collector import Collector, Group, GroupRequest, Moment
@@ -16,6 +18,8 @@ from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally, too_many_failed
 
+logger = logging.getLogger("treewise")
+
 
 @dataclass(slots=True)
 class Drawn:
@@ -23,8 +27,8 @@ class Drawn:
 
     groups: all, in the order of their draw. indices: their items. waves: in which each was drawn. kept: positions in
     `groups` of those that are trained. extra_budget: generated tokens that refills may spend beyond the iteration's.
-    tally: of their rewards. seconds: by name. warnings: of the collector. angles: concentration of each prompt, where
-    the curriculum measures it. state: of the loop once it has trained; None where that is still to be observed.
+    tally: of their rewards. seconds: by name. angles: concentration of each prompt, where the curriculum measures it.
+    state: of the loop once it has trained; None where that is still to be observed.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -34,7 +38,6 @@ class Drawn:
     extra_budget: int = 0
     tally: RewardTally = field(default_factory=RewardTally)
     seconds: dict[str, float] = field(default_factory=lambda: {"sampling": 0.0})
-    warnings: list[str] = field(default_factory=list)
     angles: list[float] = field(default_factory=list)
     state: LoopState | None = None
 
@@ -92,9 +95,10 @@ def draw_groups(
         drawn.waves += [wave] * len(indices)
         drawn.extra_budget += sum(budgets) if wave else 0
         drawn.tally.add(collected.tally)
-        drawn.warnings += collected.warnings
         for name, seconds in collected.seconds.items():
             drawn.seconds[name] = drawn.seconds.get(name, 0.0) + seconds
+        for line in collected.warnings if ranks.own() == 0 else ():
+            logger.warning("%s: %s", moment.where, line)
         is_kept = [items.is_kept(group.known_rewards) for group in collected.groups]
         drawn.kept += (first + np.flatnonzero(is_kept)).tolist()
         missing, wave = count - len(drawn.kept), wave + 1

@@ -238,8 +238,6 @@ class OnlineTrainer:
             self._ahead = self._start_ahead(iteration)
         drawn = self._collected_now(iteration) if self._ahead is None else self._ahead.take(iteration)
         groups, rows = drawn.groups, [group.rows for group in drawn.groups]
-        for line in drawn.warnings if self.args.should_log else ():
-            logger.warning("iteration %d: %s", number, line)
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.
