@@ -116,7 +116,7 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
 
 
 def test_an_online_run_loads_nothing_that_it_does_not_ask_for(take_out: Callable[[str], None], tmp_path: Path):
-    for name in ("ahead", "angles", "servers"):
+    for name in ("ahead", "angles", "servers", "seen_prompts", "images", "image_records", "fsdp", "mesh"):
         take_out(name)
     trainer = new_trainer(tmp_path, model=tiny_policy(), iterations=1)
     trainer.train()

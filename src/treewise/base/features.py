@@ -72,6 +72,7 @@ FEATURES = {
         "treewise.trainer.checkpoint.weights",
         "weights of checkpoints, whole, sharded or of adapters",
     ),
+    "seen_prompts": ("treewise.rl.samplers.seen_prompt", "prompts with images, which are sampled from"),
     "servers": ("treewise.rl.samplers.servers", "samplers on servers (vllm, openai)"),
     "side_copies": ("treewise.nn.attention.side_copies", "gateways of a GPU in host memory (offload)"),
     "softcap": ("treewise.nn.attention.softcap", "layers that cap their scores on a CPU (attn_logit_softcapping)"),

@@ -97,8 +97,9 @@ def draw_groups(
         drawn.tally.add(collected.tally)
         for name, seconds in collected.seconds.items():
             drawn.seconds[name] = drawn.seconds.get(name, 0.0) + seconds
-        for line in collected.warnings if ranks.own() == 0 else ():
-            logger.warning("%s: %s", moment.where, line)
+        for line in collected.warnings:
+            if ranks.own() == 0:
+                logger.warning("%s: %s", moment.where, line)
         is_kept = [items.is_kept(group.known_rewards) for group in collected.groups]
         drawn.kept += (first + np.flatnonzero(is_kept)).tolist()
         missing, wave = count - len(drawn.kept), wave + 1

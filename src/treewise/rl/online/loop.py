@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from treewise.base.features import feature
 from treewise.base.progress import busy_with
 from treewise.distributed import groups, ranks
-from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import StepOutput
@@ -481,7 +480,8 @@ class OnlineTrainer:
     def _begin(self, wanted: str | bool | None) -> None:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
         trainer = self.trainer
-        copy_first(self.model, self.args.device)
+        if self.args.world_size > 1:
+            feature("mesh").copy_first(self.model, self.args.device)
         _ = self._first_tree[0]  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None

@@ -23,9 +23,10 @@ from treewise.errors import ConfigError, NonFiniteError, num
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.nn.wrapped import uncompiled
-from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
+from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
+from treewise.tree.images import ImageSpan
 
 METHODS = ("auto", *DECODERS)
 _STREAMS = {"logprobs": np.float32, "entropies": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
@@ -159,11 +160,15 @@ class TransformersSampler:
         cached = num_prefix + places * max(row.request.max_new_tokens for row in batch)
         return places <= self.max_rows and cached <= self.max_cached_tokens
 
+    def _seen(self, images: Sequence[ImageSpan]) -> Decoder:
+        found: Decoder = feature("seen_prompts").SeenPrompt(self.model, self.processor, images)
+        return found
+
     def _run(self, rows: list[_SampledRow]) -> None:
         """Samples the rows of a batch to their ends, token by token."""
         assert self._decoder is not None
         images = rows[0].request.images
-        decoder: Decoder = SeenPrompt(self.model, self.processor, images) if images else self._decoder(self.model)
+        decoder: Decoder = self._decoder(self.model) if not images else self._seen(images)
         counts = Counter(row.request.prefix_ids for row in rows)
         limit = max(row.request.max_new_tokens for row in rows)
         wants_routes = any(row.request.want_routes for row in rows)
