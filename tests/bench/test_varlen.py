@@ -179,6 +179,15 @@ def test_the_function_is_looked_for_and_not_the_package(installed, capability, m
     assert kernel("cuda", torch.float32) == kernel("cpu", torch.bfloat16) == "sdpa"
 
 
+def test_on_rocm_what_is_installed_is_taken(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of its chips are no compute capabilities: gfx7 is as good as any."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    installed((7, 0), flash_attn=True)
+    assert kernel("cuda", torch.bfloat16) == "flash_attn 2"
+    installed((7, 0))
+    assert kernel("cuda", torch.bfloat16) == "torch varlen"
+
+
 @pytest.mark.parametrize(
     "error",
     [
