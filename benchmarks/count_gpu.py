@@ -8,9 +8,10 @@ launch a kernel, one each; copies of arrays to the device and back; times at whi
 storages that are allocated. FlexAttention, compiled, is one kernel in the forward and two in the backward. Under a
 budget both with gateways and held graphs on the device and with `offload`, sums of gradients on the device.
 
-With `--layers compiled` layers are compiled, as they are on a GPU where nothing else is asked for: what is in their graphs
-counts as the kernels that Inductor makes of it (`layer_kernels.py`), for Triton and sm_90 where the package `triton` is
-installed, else for a CPU, whose loops are some six fewer in a layer; storages within graphs are not counted.
+With `--layers compiled` layers are compiled, as they are on a GPU where nothing else is asked for: what is in their
+graphs counts as the kernels that Inductor makes of it (`layer_kernels.py`), for Triton and sm_90 where the package
+`triton` is installed, else for a CPU, whose loops are some six fewer in a layer. Storages within graphs are not
+counted.
 """
 
 import argparse

@@ -37,8 +37,8 @@ class _Scheduled(Exception):
 def counting_backend(
     add: Callable[[list[str]], object], around: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Callable[..., Any]:
-    """A backend whose graphs give the names of their kernels to `add` whenever they run. They are made and run inside of
-    `around()`."""
+    """A backend whose graphs give the names of their kernels to `add` whenever they run. They are made and run inside
+    of `around()`."""
 
     def of_graph(graph: Any, inputs: Any, **settings: Any) -> Callable[[list[Any]], Any]:
         with around():
@@ -84,7 +84,7 @@ def kernels_of(graph: Any, inputs: Any, **settings: Any) -> list[str]:
 @contextmanager
 def _lowered_for_cpu() -> Iterator[None]:
     """Inside, Inductor sees a graph of tensors without data, of which it makes no code, as one of a CPU."""
-    passes = compile_fx._recursive_joint_graph_passes  # noqa: SLF001
+    passes = compile_fx._recursive_joint_graph_passes
 
     def of_cpu(graph: torch.fx.GraphModule, *given: Any, **more: Any) -> Any:
         for node in graph.graph.nodes:
