@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from treewise.errors import ConfigError
 from treewise.nn.device import synchronized_clock
+from treewise.nn.platform.card import capability_of
 
 logger = logging.getLogger("treewise")
 
@@ -183,11 +184,14 @@ def kernels(device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
     """Those at hand: FlashAttention 3, 4 and 2, cuDNN's, torch's own copy of 2; else one call of SDPA a sequence."""
     if device_type != "cuda" or dtype not in HALF:
         return (LOOP,)
-    major, _ = torch.cuda.get_device_capability()
-    names = [name for name, (_, cards) in FLASH.items() if major in cards and flash_function(name) is not None]
-    if major >= OLDEST:
-        names += [CUDNN] if not torch.version.hip and torch.backends.cudnn.is_available() else []
-        names += [TORCH] if _varlen_attn() is not None else []
+    capability = capability_of(torch.device(device_type))
+    major = None if capability is None else capability[0]  # on ROCm what is installed counts
+    cards = {name: majors for name, (_, majors) in FLASH.items() if major is None or major in majors}
+    names = [name for name in cards if flash_function(name) is not None]
+    if major is not None and major >= OLDEST and torch.backends.cudnn.is_available():
+        names.append(CUDNN)
+    if (major is None or major >= OLDEST) and _varlen_attn() is not None:
+        names.append(TORCH)
     return tuple(names) or (LOOP,)
 
 

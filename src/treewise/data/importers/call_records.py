@@ -114,6 +114,11 @@ def _batch_call(record: Placed, context: Context) -> Iterator[Placed]:
     other = "response" if half == "request" else "request"
     key = f"{other} {name}"
     if key not in context.halves:
+        if (twice := context.halves.get(f"{half} {name}")) is not None:
+            raise DataError(
+                f"{record.location}: a second batch {half} with custom_id {shown(name)}, after {twice[0]}; which reply "
+                "belongs to it is not known. Import each batch with its own output."
+            )
         context.halves[f"{half} {name}"] = (record.location, body)
         return
     location, known = context.halves.pop(key)
@@ -152,20 +157,26 @@ def _reply(output: Any, location: str) -> Record:
         return {"choices": []}
     if "choices" in output or "body" in output:
         return output
-    holders = [output]  # of why it ended, the innermost first
     generations = output.get("generations")
     if isinstance(generations, list) and generations:
-        first = generations[0][0] if isinstance(generations[0], list) and generations[0] else generations[0]
-        output = first.get("message") or {"role": "assistant", "content": first.get("text")}
-        holders = [output, first, *holders]
-    elif isinstance(output.get("message"), dict):
+        choices = generations[0] if isinstance(generations[0], list) else generations
+        return {"choices": [_choice(each, output, location) for each in choices]}
+    holder = output  # of why it ended
+    if isinstance(output.get("message"), dict):
         output = output["message"]
     elif isinstance(output.get("messages"), list) and output["messages"]:
         output = output["messages"][-1]
     elif "output" in output and len(output) == 1:
         return _reply(output["output"], location)
     message = _openai_message(output, location)
-    return {"choices": [with_reason({"message": message}, message, output, *holders)]}
+    return {"choices": [with_reason({"message": message}, message, output, holder)]}
+
+
+def _choice(generation: Record, holder: Record, location: str) -> Record:
+    """One of LangChain's generations; `holder` has what holds for all of them."""
+    given = generation.get("message") or {"role": "assistant", "content": generation.get("text")}
+    message = _openai_message(given, location)
+    return with_reason({"message": message}, message, given, generation, holder)
 
 
 def _openai_message(message: Record, location: str) -> Record:
@@ -181,6 +192,9 @@ def _openai_message(message: Record, location: str) -> Record:
             raise DataError(f"{location}: a message without a role: {shown(message)}.")
         message = {**message, "role": LANGCHAIN_ROLES.get(kind, kind)}
     result = {name: item for name, item in message.items() if name not in ("type", "id", "additional_kwargs")}
+    invalid = result.pop("invalid_tool_calls", None)  # LangChain's, whose arguments could not be read
+    if isinstance(invalid, list) and invalid:
+        result["tool_calls"] = [*(result.get("tool_calls") or []), *invalid]
     extra = message.get("additional_kwargs")
     if isinstance(extra, dict):
         for name in ("tool_calls", "function_call", "reasoning_content"):
