@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from treewise.bench.workloads import make
-from treewise.planning.planner import fastest_plan, plan, smaller_budgets
+from treewise.planning.fastest import fastest_plan, smaller_budgets
+from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

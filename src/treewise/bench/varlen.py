@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treewise.errors import ConfigError
+from treewise.nn.platform.card import capability_of
 
 logger = logging.getLogger("treewise")
 
@@ -69,11 +70,12 @@ def kernel(device_type: str, dtype: torch.dtype) -> str:
     """Which kernel is taken: FlashAttention 3, 4 or 2, torch's own copy of 2, or one SDPA a sequence."""
     if device_type != "cuda" or dtype not in HALF:
         return LOOP
-    major, _ = torch.cuda.get_device_capability()
-    for name, (_, capabilities) in FLASH.items():
-        if major in capabilities and flash_function(name) is not None:
+    capability = capability_of(torch.device(device_type))
+    major = None if capability is None else capability[0]  # on ROCm what is installed counts
+    for name, (_, majors) in FLASH.items():
+        if (major is None or major in majors) and flash_function(name) is not None:
             return name
-    return LOOP if _varlen_attn() is None or major < OLDEST else TORCH
+    return LOOP if _varlen_attn() is None or (major is not None and major < OLDEST) else TORCH
 
 
 @cache

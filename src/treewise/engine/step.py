@@ -424,5 +424,5 @@ def step_output(
         metrics=metrics or {},
         weight=weight,
         routing=next((report for guest in walk.guests if (report := guest.report()) is not None), None),
-        replay=replay_of(walk.guests),
+        replay=replay_of(walk.guests) if walk.guests else None,
     )

@@ -1,8 +1,8 @@
 """A plan: micro-batches of a forest and the order in which they run; and the arrays of each of them.
 
-The arrays are tokens, positions, the two interval vectors of its mask, and its edges.
+The arrays are tokens, positions, and the two interval vectors of its mask.
 
-Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first), E edges.
+Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -324,18 +324,6 @@ class Layout:
         return len(self.positions)
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """Edges `source -> target` that leave a micro-batch's tokens, ordered by source.
-
-    source: [E] int64 own row whose hidden state predicts. target: [E] int64 tree position of the predicted token,
-    which at a cut belongs to another micro-batch.
-    """
-
-    source: np.ndarray
-    target: np.ndarray
-
-
 def lay_out(plan: Plan, micro_batch: int) -> Layout:
     """The arrays of micro-batch `micro_batch` of a plan.
 
@@ -369,30 +357,6 @@ def lay_out(plan: Plan, micro_batch: int) -> Layout:
         gateway_rows=concatenated_ranges(runs.row[above], length),
         gateway_bounds=np.append((np.cumsum(length) - length)[begins], length.sum()),
     )
-
-
-def edges_of(forest: Forest, positions: np.ndarray, is_needed: np.ndarray) -> Edges:
-    """The edges from a micro-batch's tokens to the targets marked in `is_needed`.
-
-    positions: [T] int64 tree positions of the micro-batch, ascending. is_needed: [tree tokens] bool.
-
-    A token's first child is the token after it; every further child of a fork begins a segment elsewhere.
-    """
-    following = positions + 1
-    has_next = following < forest.num_tokens
-    has_next[has_next] = forest.parent[following[has_next]] == positions[has_next]
-    target = following[has_next]
-    source = np.flatnonzero(has_next)
-    above, branches = forest.branches
-    first = np.searchsorted(above, positions)
-    count = np.searchsorted(above, positions, side="right") - first
-    row = np.repeat(np.arange(len(positions)), count)
-    branch = branches[concatenated_ranges(first, count)]
-    source, target = np.concatenate([source, row]), np.concatenate([target, branch])
-    keep = is_needed[target]
-    source, target = source[keep], target[keep]
-    order = np.argsort(source, kind="stable")
-    return Edges(source[order], target[order])
 
 
 def _rows_before(positions: np.ndarray, ranges: np.ndarray, offsets: np.ndarray) -> np.ndarray:

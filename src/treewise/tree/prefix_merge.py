@@ -122,7 +122,7 @@ def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
     run_start = np.concatenate([[0], np.cumsum(num_new)])
     num_tokens = int(run_start[-1])
     run_start = run_start[:-1]
-    owner = _previous_smaller(lcp)
+    owner, _ = _neighbours(lcp)
     # The token before a run's first one; for a repeated sequence, which has no new token, its own last token.
     before = np.where(lcp > 0, run_start[owner] + lcp - 1 - lcp[owner], -1)
     has_new = num_new > 0
@@ -193,30 +193,20 @@ def path_to(segments: Segments, segment: int) -> np.ndarray:
     return concatenated_ranges(segments.start[links], ends[links + 1] - segments.start[links])
 
 
-def _previous_smaller(values: np.ndarray) -> np.ndarray:
-    """For each row the nearest earlier row with a smaller value (itself where there is none)."""
-    result = np.arange(len(values))
-    stack: list[int] = []
-    items = values.tolist()
+def _neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each row the nearest earlier row with a smaller value (itself where there is none), and the nearest later row
+    whose value is at most as large (the number of rows where there is none).
+    """
+    items: list[int] = values.tolist()
+    before, after = list(range(len(items))), [len(items)] * len(items)
+    stack: list[int] = []  # rows whose later neighbour is still to come; their values ascend
     for row, value in enumerate(items):
         while stack and items[stack[-1]] >= value:
-            stack.pop()
+            after[stack.pop()] = row
         if stack:
-            result[row] = stack[-1]
+            before[row] = stack[-1]
         stack.append(row)
-    return result
-
-
-def _next_not_deeper(depth: np.ndarray) -> np.ndarray:
-    """For each segment the next one that is not below it: the first later one that starts at most as deep."""
-    result = np.full(len(depth), len(depth), dtype=np.int64)
-    stack: list[int] = []
-    items = depth.tolist()
-    for row, value in enumerate(items):
-        while stack and items[stack[-1]] >= value:
-            result[stack.pop()] = row
-        stack.append(row)
-    return result
+    return np.array(before, dtype=np.int64), np.array(after, dtype=np.int64)
 
 
 def heavy_first(
@@ -233,7 +223,7 @@ def heavy_first(
     """
     num_segments = len(start)
     bounds = np.append(start, num_tokens)
-    after = _next_not_deeper(depth)
+    _, after = _neighbours(depth)  # the next segment that is not below it
     size = bounds[after] - start
     heavy = _heaviest_child(parent, size)
     is_heavy = np.zeros(num_segments, dtype=bool)

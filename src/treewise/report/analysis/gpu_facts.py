@@ -18,7 +18,7 @@ from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.device import synchronized_clock
-from treewise.nn.platform.compiler_errors import card_name
+from treewise.nn.platform.card import card_name
 from treewise.nn.platform.versions import installed_version
 from treewise.report.analysis.side_by_side import Died, side_by_side
 

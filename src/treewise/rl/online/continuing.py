@@ -104,22 +104,22 @@ class _SideBySide:
         """Whatever comes next for each: its environment, a request, its reward, or what follows its end."""
         left = deque(continuations)
         while left:
-            each = left.popleft()
-            if each.wait is not None:
-                self.environments.start(partial(self._waited, each), each.wait)
-            elif not each.is_finished:
-                self.ready.append(each)
-            elif each.has_ended and each.outcome is None and self.rounds.rewards is not None:
-                answer = self.rounds.moment.journal.recall("reward", str(each.seed), _question(each))
+            continuation = left.popleft()
+            if continuation.wait is not None:
+                self.environments.start(partial(self._waited, continuation), continuation.wait)
+            elif not continuation.is_finished:
+                self.ready.append(continuation)
+            elif continuation.has_ended and continuation.outcome is None and self.rounds.rewards is not None:
+                answer = self.rounds.moment.journal.recall("reward", str(continuation.seed), _question(continuation))
                 if answer is not None:
-                    self._give(each, *answer)
-                    left.append(each)
-                elif isinstance(each.conversation, ManyTurns):
-                    self._reward([each])
+                    self._give(continuation, *answer)
+                    left.append(continuation)
+                elif isinstance(continuation.conversation, ManyTurns):
+                    self._reward([continuation])
                 else:
-                    self.unrewarded.append(each)
+                    self.unrewarded.append(continuation)
             else:
-                left.extend(self.ended(each))
+                left.extend(self.ended(continuation))
 
     def _take_answer(self) -> None:
         """The next one; where none comes in time for the requests that are ready, one batch of these."""
@@ -163,9 +163,9 @@ class _SideBySide:
             found: list[tuple[SampleRequest, Any]] = []
 
             def done(number: int, completions: Sequence[Completion]) -> None:
-                each, request = missing[number]
+                continuation, request = missing[number]
                 found.append((request, self._answer(completions[0])))
-                self._take(each, found[-1][1])
+                self._take(continuation, found[-1][1])
 
             sample_in_parts(self.rounds.moment.sampler, [request for _, request in missing], done)
             self._record(found)
@@ -197,7 +197,7 @@ class _SideBySide:
     def _reward(self, batch: Sequence[Continuation]) -> None:
         """One call, in a thread: of the environment of one rollout, or of the reward functions."""
         runner: Any = self.rounds.rewards
-        rollouts: list[Any] = [each.conversation for each in batch]
+        rollouts: list[Any] = [continuation.conversation for continuation in batch]
         if isinstance(rollouts[0], ManyTurns):
             work: Callable[[], Any] = partial(runner.of_episodes, [rollout.episode for rollout in rollouts])
         else:
@@ -232,7 +232,7 @@ class _SideBySide:
 
 def _in_order(continuations: Sequence[Continuation]) -> list[Continuation]:
     """Whoever was ready first, so that no batch depends on it."""
-    return sorted(continuations, key=lambda each: each.seed)
+    return sorted(continuations, key=lambda continuation: continuation.seed)
 
 
 def _question(continuation: Continuation) -> list[Any]:

@@ -146,7 +146,7 @@ def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
             tree.add(done)
         return next_round(tree)
 
-    continue_all([each for tree in trees for each in next_round(tree)], rounds, ended)
+    continue_all([continuation for tree in trees for continuation in next_round(tree)], rounds, ended)
 
 
 def check_failures(tally: RewardTally, max_failed: float, where: str, journal: Journal) -> None:

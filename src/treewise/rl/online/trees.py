@@ -160,7 +160,7 @@ class TreeCollector:
             ]
 
         with torch.no_grad():
-            found = sorted((each for part in ranks.on_every_rank(work) for each in part), key=lambda each: each[0])
+            found = sorted((pair for part in ranks.on_every_rank(work) for pair in part), key=lambda pair: pair[0])
         held_out = [rollout for _, rollout in found]
         failed = [rollout.failure for rollout in held_out if rollout.failure is not None]
         return held_out, RewardTally(len(items), len(failed), failed[0] if failed else None)

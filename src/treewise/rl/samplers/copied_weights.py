@@ -45,8 +45,8 @@ class WholeCopy:
             for parameter in model.parameters()
             if shares_frozen and not parameter.requires_grad
         }
-        copied = [each for each in _tensors(model).values() if id(each) not in frozen]
-        self.num_bytes = sum(each.numel() * each.element_size() for each in copied) if is_held else 0
+        copied = [tensor for tensor in _tensors(model).values() if id(tensor) not in frozen]
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in copied) if is_held else 0
         free = free_bytes(device)
         if self.num_bytes > free:
             raise ConfigError(

@@ -131,7 +131,7 @@ def _difference(
     short = 6 if decoder.needs_equal_lengths else 4
     prefixes = [tuple(ids[:6]), tuple([*ids[:3], *ids[4:7]][:short])]
     pair = (decoder, reference)
-    outs = [each.start(prefixes, [2, 2], NUM_STEPS).float() for each in pair]
+    outs = [way.start(prefixes, [2, 2], NUM_STEPS).float() for way in pair]
     gaps, scales = [], []
     for step in range(NUM_STEPS + 1):
         gaps.append(float((outs[0] - outs[1]).abs().max()))
@@ -139,9 +139,9 @@ def _difference(
         if step < NUM_STEPS:
             rows = [1, 2] if step else [0, 1, 2, 3]
             tokens = torch.tensor(ids[6 + 4 * step :][: len(rows)], device=outs[0].device)
-            for each in pair if step == 1 else ():
-                each.keep(rows)
-            outs = [each.step(tokens).float() for each in pair]
+            for way in pair if step == 1 else ():
+                way.keep(rows)
+            outs = [way.step(tokens).float() for way in pair]
     return float("inf") if any(gap != gap for gap in gaps) else max(gaps), max(scales)
 
 
@@ -269,7 +269,7 @@ class SeenPrompt(CopiedCache):
             vision.module,
             vision.image_token,
             forest,
-            lambda each: pixel_inputs(self.processor, [pictures[each.digest]]),
+            lambda image: pixel_inputs(self.processor, [pictures[image.digest]]),
         )
         given = row_arguments(base, self.processor, [pictures[image.digest] for image in self.images], ids[0])
         if given["pixel_values"].is_floating_point():

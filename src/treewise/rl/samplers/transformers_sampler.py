@@ -100,7 +100,7 @@ class TransformersSampler:
         """
         if not requests:
             return
-        longest = max(requests, key=lambda each: len(each.prefix_ids) + each.max_new_tokens)
+        longest = max(requests, key=lambda request: len(request.prefix_ids) + request.max_new_tokens)
         num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
         what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
         refuse_lengths(self.model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
