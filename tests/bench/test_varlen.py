@@ -281,6 +281,15 @@ def test_the_function_is_looked_for_and_not_the_package(installed, capability, m
     assert kernels("cuda", torch.float32) == kernels("cpu", torch.bfloat16) == (LOOP,)
 
 
+def test_on_rocm_what_is_installed_is_taken(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of its chips are no compute capabilities: gfx7 is as good as any."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    installed((7, 0), flash_attn=True)
+    assert kernels("cuda", torch.bfloat16) == ("flash_attn 2", TORCH)
+    installed((7, 0))
+    assert kernels("cuda", torch.bfloat16) == (TORCH,)
+
+
 @pytest.mark.parametrize(
     "error",
     [

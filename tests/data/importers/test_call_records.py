@@ -96,6 +96,21 @@ def test_a_batch_in_two_files_is_joined_and_halves_are_reported(write, tokenizer
         list(import_rollouts(tmp_path / "a_input.jsonl"))
 
 
+@pytest.mark.parametrize("text", ["[1, 2]", '{"answer": 4}', "[]", "{}"])
+@pytest.mark.parametrize("name", ["langfuse", "response as text"])
+def test_a_reply_whose_text_is_json_is_that_text(write, name, text):
+    [line] = FLAT[name]
+    [row] = import_rollouts(write({**line, "output" if name == "langfuse" else "response": text}))
+    assert talks(row) == [(["Hi"], text)]
+
+
+def test_content_in_parts_of_text_goes_on_with_the_same_conversation(write):
+    parts = {**USER, "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+    answer = {**ANSWER, "content": [{"type": "text", "text": "Ye"}, {"type": "text", "text": "s."}]}
+    lines = {"messages": [parts], "response": ANSWER}, {"messages": [USER, answer, USER], "response": "No."}
+    assert len(list(import_rollouts(write(*lines)))) == 1
+
+
 def test_a_call_under_its_older_name_is_a_call(write):
     called = {"role": "assistant", "content": "Well.", "function_call": {"name": "look", "arguments": "{}"}}
     seen = {"role": "function", "name": "look", "content": "seen"}
@@ -122,9 +137,7 @@ def test_a_reply_with_a_call_that_langchain_could_not_read_is_left_out(write):
 def test_an_id_that_a_batch_holds_twice_is_an_error(write, half):
     twice = [*FLAT["batch"], FLAT["batch"][half]]
     path = write(twice[half], *twice)
-    with pytest.raises(
-        DataError, match=r"data.jsonl:\d: a second batch .* with custom_id 'r1', after .*data.jsonl:\d;"
-    ):
+    with pytest.raises(DataError, match=r"data.jsonl:\d: a second batch .* with custom_id 'r1', after .*:\d;"):
         list(import_rollouts(path))
 
 

@@ -17,6 +17,7 @@ from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
+REPLY_KEYS = {"role", "type", "kwargs", "message", "messages", "choices", "body", "generations", "output"}
 MANY_SCORES = "several scores of a trace, none of which is used as its reward; name one: treewise import --reward NAME"
 
 
@@ -49,11 +50,10 @@ def _langfuse_call(location: str, value: Record, labels: Record, context: Contex
     own = {"rollout": first_of(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
     fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
     messages = asked.get("messages", asked) if isinstance(asked, dict) else asked
-    output = _json(value.get("output"))
     if str(value.get("level")).upper() == "ERROR":
         context.leave_out(location, f"a call that failed ({shown(value.get('statusMessage'))})")
         return
-    yield _call(location, messages, output, tools, value.get("metadata"), fields, context)
+    yield _call(location, messages, value.get("output"), tools, value.get("metadata"), fields, context)
 
 
 def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -67,7 +67,7 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         if value.get("error"):
             context.leave_out(record.location, f"a call that failed ({shown(value['error'])})")
             continue
-        inputs, outputs = _json(value.get("inputs")), _json(value.get("outputs"))
+        inputs = _json(value.get("inputs"))
         extra = _json(value.get("extra"))
         invocation = extra.get("invocation_params") if isinstance(extra, dict) else None
         holders = [holder for holder in (inputs, invocation) if isinstance(holder, dict)]
@@ -84,7 +84,7 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
             "reward": _score(scores, record.location, context),
         }
         metadata = extra.get("metadata") if isinstance(extra, dict) else None
-        yield _call(record.location, messages, outputs, tools, metadata, labels, context)
+        yield _call(record.location, messages, value.get("outputs"), tools, metadata, labels, context)
 
 
 def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -148,7 +148,7 @@ def _call(
 
 def _reply(output: Any, location: str) -> Record:
     """A response of OpenAI's shape from a reply in any of these shapes; without choices where there is no reply."""
-    output = _json(output)
+    output = _read_reply(output)
     if isinstance(output, str):
         return {"choices": [{"message": {"role": "assistant", "content": output}}]} if output else {"choices": []}
     if isinstance(output, list) and output:
@@ -170,6 +170,14 @@ def _reply(output: Any, location: str) -> Record:
         return _reply(output["output"], location)
     message = _openai_message(output, location)
     return {"choices": [with_reason({"message": message}, message, output, holder)]}
+
+
+def _read_reply(output: object) -> object:
+    """A reply that was logged as JSON text; text that is JSON of another kind is what the model said."""
+    value = _json(output)
+    last = value[-1] if isinstance(value, list) and value else value
+    is_reply = isinstance(last, dict) and not REPLY_KEYS.isdisjoint(last)
+    return output if isinstance(output, str) and not is_reply else value
 
 
 def _choice(generation: Record, holder: Record, location: str) -> Record:

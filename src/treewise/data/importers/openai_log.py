@@ -197,6 +197,9 @@ def _prefix_keys(history: list[Record]) -> Iterator[str]:
     digest = hashlib.sha256()
     for message in history:
         same = {name: message[name] for name in CONTENT_KEYS if message.get(name)}
+        parts = same.get("content")
+        if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            same["content"] = "".join(str(part.get("text", "")) for part in parts)  # of one text, however it is written
         digest.update(json.dumps(same, sort_keys=True).encode() + b"\n")
         yield digest.hexdigest()
 
