@@ -15,7 +15,8 @@ from treewise.errors import ConfigError, DataError
 from treewise.nn import compilation
 from treewise.nn.wrapped import is_compiled
 from treewise.objectives import GSPO, SFT
-from treewise.planning.planner import fastest_plan, plan
+from treewise.planning.fastest import fastest_plan
+from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.trainer import TreeTrainingArguments, step
