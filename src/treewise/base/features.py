@@ -15,6 +15,8 @@ from treewise.errors import ConfigError
 FEATURES = {
     "adapted_head": ("treewise.nn.adapted_head", "heads with adapters"),
     "adapters": ("treewise.nn.adapters", "new adapters (peft_config, lora)"),
+    "ahead": ("treewise.rl.online.ahead", "iterations that are sampled while others train (max_staleness)"),
+    "angles": ("treewise.rl.online.curriculum", "curricula by angles (gain)"),
     "attention_needs": ("treewise.nn.attention.needs", "kernels of attention beyond Triton's (flash, cudnn)"),
     "budget": ("treewise.engine.budget", "measured budgets (max_tokens='auto')"),
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
@@ -70,6 +72,8 @@ FEATURES = {
         "treewise.trainer.checkpoint.weights",
         "weights of checkpoints, whole, sharded or of adapters",
     ),
+    "seen_prompts": ("treewise.rl.samplers.seen_prompt", "prompts with images, which are sampled from"),
+    "servers": ("treewise.rl.samplers.servers", "samplers on servers (vllm, openai)"),
     "side_copies": ("treewise.nn.attention.side_copies", "gateways of a GPU in host memory (offload)"),
     "softcap": ("treewise.nn.attention.softcap", "layers that cap their scores on a CPU (attn_logit_softcapping)"),
     "tables": ("treewise.data.tables", "data sets, data frames, Arrow tables and Parquet files"),

@@ -50,7 +50,7 @@ class EdgeScorer:
         if asked is None:
             return None
         values = edge_values(output.hidden, output.head(), asked.source, asked.tokens, self.outputs)
-        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))
+        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0]
 
     def loss(self, output: MicroBatchOutput, loss_of: LossOfEntries) -> tuple[Float[Tensor, ""], Entries] | None:
         """A loss that is a sum over tokens, a scalar whose gradients are taken on the way, for a backward that starts
@@ -63,10 +63,11 @@ class EdgeScorer:
             return None
 
         def of_edges(values: Values, edges: slice) -> Tensor:
-            return loss_of(asked.of_entries(values, edges), asked.entry, asked.entries(edges))
+            of_entries, entries = asked.of_entries(values, edges)
+            return loss_of(of_entries, asked.entry, entries)
 
         loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.tokens, of_edges, self.outputs)
-        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source))))
+        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0])
 
     def _asked(self, output: MicroBatchOutput) -> "_Asked | None":
         source, target = edges_of(self.forest, output.positions, self._is_needed)
@@ -122,13 +123,10 @@ class _Asked:
     first: np.ndarray | None = None
     edge: Tensor | None = None
 
-    def entries(self, edges: slice) -> slice:
-        """The entries of some edges."""
-        return edges if self.first is None else slice(int(self.first[edges.start]), int(self.first[edges.stop]))
-
-    def of_entries(self, values: Values, edges: slice) -> Values:
-        """The values of entries, from those of their edges."""
-        if self.edge is None:
-            return values
-        index = self.edge[self.entries(edges)] - edges.start
-        return {name: value[index] for name, value in values.items()}
+    def of_entries(self, values: Values, edges: slice) -> tuple[Values, slice]:
+        """The values of the entries of some edges, from those of the edges, and which entries these are."""
+        if self.first is None or self.edge is None:
+            return values, edges
+        entries = slice(int(self.first[edges.start]), int(self.first[edges.stop]))
+        index = self.edge[entries] - edges.start
+        return {name: value[index] for name, value in values.items()}, entries

@@ -162,10 +162,9 @@ def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
     )
 
 
-def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """Tree positions of every trajectory, one after the other ([F]), and where each begins ([N + 1])."""
+def path_index(segments: Segments) -> np.ndarray:
+    """[F] int64, tree positions of every trajectory, one after the other."""
     length = segments.lengths
-    offsets = np.concatenate([[0], np.cumsum(segments.path_lengths)])
     level = [0] * len(segments.parent)  # segments above each; parents come first
     for row, above in enumerate(segments.parent.tolist()):
         if above >= 0:
@@ -179,7 +178,7 @@ def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
         current = segments.parent[current]
         alive = current >= 0
         current, slot = current[alive], slot[alive] - 1
-    return concatenated_ranges(segments.start[chain], length[chain]), offsets
+    return concatenated_ranges(segments.start[chain], length[chain])
 
 
 def path_to(segments: Segments, segment: int) -> np.ndarray:
@@ -225,7 +224,11 @@ def heavy_first(
     bounds = np.append(start, num_tokens)
     _, after = _neighbours(depth)  # the next segment that is not below it
     size = bounds[after] - start
-    heavy = _heaviest_child(parent, size)
+    # The child with the most tokens, of equals the first; -1 for a leaf. Later assignments win, so it comes last.
+    heavy = np.full(num_segments, -1, dtype=np.int64)
+    children = np.flatnonzero(parent >= 0)
+    by_weight = children[np.lexsort((-children, size[children]))]
+    heavy[parent[by_weight]] = by_weight
     is_heavy = np.zeros(num_segments, dtype=bool)
     is_heavy[heavy[heavy >= 0]] = True
     inner = parent >= 0
@@ -252,13 +255,3 @@ def heavy_first(
         source=source[order],
         num_tokens=num_tokens,
     )
-
-
-def _heaviest_child(parent: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """For each segment its child with the most tokens (the first of equals), -1 for a leaf."""
-    heavy = np.full(len(parent), -1, dtype=np.int64)
-    children = np.flatnonzero(parent >= 0)
-    # Later assignments win, so the heaviest (and among equals the first) must come last.
-    by_weight = children[np.lexsort((-children, size[children]))]
-    heavy[parent[by_weight]] = by_weight
-    return heavy
