@@ -48,7 +48,7 @@ class Setting:
 
 SETTINGS = {
     "tiny": Setting(3, ("--iterations", "12", "--eval_every", "3", "--learning_rate", "1e-3")),
-    "smollm2": Setting(1, ("--iterations", "2", "--eval_every", "0")),
+    "smollm2": Setting(3, ("--iterations", "2", "--eval_every", "0")),
 }
 
 

@@ -1,18 +1,25 @@
 """What a step asks of a GPU on the workloads of `make bench-gpu`, counted without one.
 
     python benchmarks/count_gpu.py [--model qwen3-8b] [--workload tau2 ...] [--parts 4] [--json FILE]
+    python benchmarks/count_gpu.py --layers compiled
 
 The step runs on tensors without data, which stand for those of the GPU: no kernel runs. Counted are operations that
 launch a kernel, one each; copies of arrays to the device and back; times at which the host waits for a copy or a value;
 storages that are allocated. FlexAttention, compiled, is one kernel in the forward and two in the backward. Under a
 budget both with gateways and held graphs on the device and with `offload`, sums of gradients on the device.
+
+With `--layers compiled` layers are compiled, as they are on a GPU where nothing else is asked for: what is in their
+graphs counts as the kernels that Inductor makes of it (`layer_kernels.py`), for Triton and sm_90 where the package
+`triton` is installed, else for a CPU, whose loops are some six fewer in a layer. Storages within graphs are not
+counted.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +35,8 @@ from treewise.engine.step import StepLoss, Walk
 from treewise.engine.step_memory import Results, without_data
 from treewise.nn import host_memory
 from treewise.nn.attention import flex, gateway, side_copies
+from treewise.nn.compilation import compile_layers, decoder_layers
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.host_memory import HostMemory
 from treewise.nn.lm_head import sized_as
 from treewise.nn.model import split_model
@@ -70,9 +79,26 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.counts = counts
         self._results = Results()
+        self._is_paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles inside of it."""
+        return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is counted."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, counts, name = kwargs or {}, self.counts, func.overloadpacket.__name__
+        if self._is_paused:
+            return func(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if name == "_local_scalar_dense" and given[0].is_meta:
             counts.waits += 1
@@ -124,7 +150,7 @@ class NoKernels(torch.autograd.Function):
 
 
 @contextmanager
-def counted(counts: Counts) -> Iterator[None]:
+def counted(counts: Counts) -> Iterator[Counting]:
     """Inside, tensors without data stand for those of a GPU."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -138,18 +164,39 @@ def counted(counts: Counts) -> Iterator[None]:
         around.enter_context(mock.patch.object(side_copies, "free_bytes", return_value=FREE_BYTES))
         around.enter_context(mock.patch.object(flex, "_uncompiled", attend))
         around.enter_context(mode)
-        yield
+        yield mode
+
+
+def compile_counted(lm: DecoderAndHead, mode: Counting, counting_backend: Callable[..., Any]) -> None:
+    """Compiles the layers; their graphs count as their kernels."""
+
+    def add(names: list[str]) -> None:
+        mode.counts.kernels += len(names)
+
+    compile_layers(lm, "eager")  # its settings of torch
+    for layer in decoder_layers(lm):
+        layer.compile(dynamic=True, backend=counting_backend(add, mode.paused))
 
 
 def count_step(
-    model: nn.Module, forest: Forest, max_tokens: int | None = None, *, hold: str = "auto", offload: bool = False
+    model: nn.Module,
+    forest: Forest,
+    max_tokens: int | None = None,
+    *,
+    hold: str = "auto",
+    offload: bool = False,
+    counting_backend: Callable[..., Any] | None = None,
 ) -> Counts:
-    """Counts of a step of SFT with its loss. model: with or without data; forest: of text."""
+    """Counts of a step of SFT with its loss. model: with or without data; forest: of text. counting_backend: that of
+    `layer_kernels.py`, for compiled layers."""
     parts = plan(forest, max_tokens, hold=hold)
     counts = Counts(parts.num_micro_batches, sum(step.action != "backward" for step in parts.schedule))
-    walk = Walk(split_model(without_data(model)), parts, "flex", [HostMemory()] if offload else ())
+    lm = split_model(without_data(model))
+    walk = Walk(lm, parts, "flex", [HostMemory()] if offload else ())
     loss = StepLoss(forest, SFT(), None)
-    with counted(counts):
+    with counted(counts) as mode:
+        if counting_backend is not None:
+            compile_counted(lm, mode, counting_backend)
         walk.train(loss.of_micro_batch)
         loss.output(walk)
     return counts
@@ -173,8 +220,15 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--parts", nargs="+", type=int, default=[1, 4], help="budget: tree tokens over this (1 4)")
+    parser.add_argument("--layers", choices=("plain", "compiled"), default="plain")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    around, backend = nullcontext, None
+    if args.layers == "compiled":
+        from layer_kernels import as_on_gpu  # a neighbour of this script
+        from layer_kernels import counting_backend as backend
+
+        around = as_on_gpu if find_spec("triton") else nullcontext
     model = model_without_data(args.model)
     rows = []
     print(
@@ -188,7 +242,8 @@ def main() -> None:
             if part == 1 and offload:
                 continue
             budget = None if part == 1 else -(-forest.num_tokens // part)
-            each = count_step(model, forest, budget, offload=offload)
+            with around():
+                each = count_step(model, forest, budget, offload=offload, counting_backend=backend)
             facts = {"workload": name, "tree_tokens": forest.num_tokens, "max_tokens": budget, "offload": offload}
             rows.append(facts | asdict(each))
             per_pass = (each.kernels, each.copies, each.copied_bytes / 1024, each.copied_back_bytes / 1024)
@@ -197,7 +252,8 @@ def main() -> None:
             plain = (name, f"{forest.num_tokens:,}", of, each.micro_batches, each.passes, *figures, each.waits)
             print(f"| {' | '.join(map(str, plain))} |", flush=True)
     if args.json is not None:
-        results = {"benchmark": "kernels, copies, waits and allocations of a step", "model": args.model, "rows": rows}
+        what = "kernels, copies, waits and allocations of a step"
+        results = {"benchmark": what, "model": args.model, "layers": args.layers, "rows": rows}
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

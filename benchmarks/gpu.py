@@ -39,7 +39,7 @@ CORE = (
 )
 TESTING = (*CORE, "pytest", "hypothesis", "peft")
 # Wheels that `--fetch_wheels` downloads: what treewise or its tests need, and images with torch often lack.
-FETCHED = ("annotated-types", "lazy-loader", "beartype", "trl", "datasets", "dill", "multiprocess")
+FETCHED = ("annotated-types", "lazy-loader", "beartype", "trl", "liger-kernel", "datasets", "dill", "multiprocess")
 # With `--fetch_kernels`, for the stage `attention`: a quarter of a gigabyte.
 KERNELS = (
     *("flash-attn-4", "quack-kernels", "einops", "torch-c-dlpack-ext", "apache-tvm-ffi", "nvidia-cudnn-frontend"),
@@ -523,8 +523,9 @@ def of_bench(found: dict[str, Any]) -> Iterator[str]:
             of_bound = "" if speed is None else f"{speed / row['flop_bound']:.2f}"
             mfu = "" if each.get("mfu") is None else f"{each['mfu']:.0%}"
             cells = (f"{each['seconds']['median']:.3f}", "" if speed is None else f"{speed:.2f}", of_bound, mfu)
+            by = f" by {each['kernel']['name']}" if "kernel" in each else ""
             peak = "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}"
-            yield f"| {what} | {name} | {' | '.join(cells)} | {peak} | {each['first_seconds']:.1f} |"
+            yield f"| {what} | {name}{by} | {' | '.join(cells)} | {peak} | {each['first_seconds']:.1f} |"
 
 
 def of_layers(found: dict[str, Any]) -> Iterator[str]:
@@ -532,7 +533,7 @@ def of_layers(found: dict[str, Any]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|"
     for name, of_workloads in found["layers"].items():
         for workload, each in of_workloads.items():
-            if workload == "skipped":
+            if workload in ("skipped", "failed"):
                 yield f"| {name}: {each} | | | | | |"
                 continue
             mfu = "" if each["mfu"] is None else f"{each['mfu']:.0%}"
@@ -544,6 +545,9 @@ def of_layers(found: dict[str, Any]) -> Iterator[str]:
 def of_profile(found: dict[str, Any]) -> Iterator[str]:
     for name, each in found.items():
         if not isinstance(each, dict):
+            continue
+        if "failed" in each:
+            yield f"{name}: {each['failed']}"
             continue
         kernels = f"kernels {each['kernel_seconds']:.3f} s in {each['launches']:,} launches"
         yield f"{name}: {each['seconds']:.3f} s, {kernels}"

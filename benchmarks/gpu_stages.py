@@ -4,9 +4,11 @@ python benchmarks/gpu_stages.py kernels --device cuda --seconds 120 --out kernel
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -122,8 +124,8 @@ def mixture(args: argparse.Namespace) -> int:
 
 
 def trl(args: argparse.Namespace) -> int:
-    """TRL's tree rows."""
-    return bench(args, SMALL_MODEL[args.size], ("tau2",), ("flat", "trl"), BUDGETS[args.size])
+    """TRL's tree rows, with compiled layers and with Liger's."""
+    return bench(args, SMALL_MODEL[args.size], ("tau2",), ("flat", "trl", "trl-liger"), BUDGETS[args.size])
 
 
 def layers(args: argparse.Namespace) -> int:
@@ -132,6 +134,7 @@ def layers(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     results: dict[str, Any] = {"model": MODEL[args.size], "dtype": str(dtype), "layers": {}}
+    has_failed = False
     for name in LAYERS:
         found: dict[str, Any] = {}
         results["layers"][name] = found
@@ -144,10 +147,26 @@ def layers(args: argparse.Namespace) -> int:
                 print(name, workload, found[workload])
         except TreewiseError as error:  # liger-kernel is not installed, or not for a CPU
             found["skipped"] = str(error)
-            save(args.out, results)
             print(f"{name}: {error}")
+        except Exception as error:  # of one kind, or no memory: the next ones run
+            found["failed"], has_failed = told(error), True
+        save(args.out, results)
         model = None
-    return 0
+        release_memory()
+    return int(has_failed)
+
+
+def told(error: Exception) -> str:
+    """An error in a line; the whole of it goes to the log."""
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+
+
+def release_memory() -> None:
+    """Graphs of a step that was interrupted, and cached blocks of the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _steps_of(model: Any, workload: str, size: str, device: torch.device) -> dict[str, Any]:
@@ -182,21 +201,29 @@ def profiled(args: argparse.Namespace) -> int:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     forest = Forest.from_trajectories(make("ratio-6.5", args.size, vocabulary).trajectories)
     results: dict[str, Any] = {"model": MODEL[args.size], "workload": "ratio-6.5", "dtype": str(dtype)}
+    has_failed = False
     for name, budget in (("whole", None), (f"at {BUDGET[args.size]}", BUDGET[args.size])):
-        engine = TreeEngine(model, budget, check=False)
-        engine.step(forest)
-        zero_gradients(model)
-        found = asdict(profile_step(lambda engine=engine: engine.step(forest), device))
-        zero_gradients(model)
-        results[name] = {**found, **_kernels(engine, forest, device)}
+        try:
+            engine = TreeEngine(model, budget, check=False)
+            engine.step(forest)
+            zero_gradients(model)
+            found = asdict(profile_step(lambda engine=engine: engine.step(forest), device))
+            zero_gradients(model)
+            results[name] = {**found, **_kernels(engine, forest, device)}
+        except Exception as error:  # the tree may not fit, and a part of it may
+            results[name], has_failed = {"failed": told(error)}, True
+            zero_gradients(model)
+            release_memory()
         save(args.out, results)
+        if "failed" in results[name]:
+            continue
         each = results[name]
         print(f"{name}: {each['seconds']:.3f} s, kernels {each['kernel_seconds']:.3f} s, {each['launches']:,} launches")
         for part, cost in each["parts"].items():
             print(f"  {part:32} {cost['seconds']:.3f} s  {cost['calls']:,} operations")
         for kernel in each["kernels"]:
             print(f"  {1000 * kernel['seconds']:9.2f} ms {kernel['calls']:6} x {kernel['name'][:100]}")
-    return 0
+    return int(has_failed)
 
 
 def _kernels(engine: TreeEngine, forest: Forest, device: torch.device) -> dict[str, Any]:

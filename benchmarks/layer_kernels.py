@@ -4,21 +4,23 @@
 
 Each graph, of a forward or of a backward, is lowered and scheduled by Inductor; its kernels are read from the code that
 would call them, which is not compiled further. The graph itself runs as it was traced, so it may run on tensors without
-data. With `as_on_gpu` Inductor schedules for Triton and a Hopper card (which needs the package `triton`); without, for
-a CPU, whose fused loops are fewer: it splits no reduction.
+data: it is lowered as if they were a CPU's. With `as_on_gpu` Inductor schedules for Triton and a Hopper card (which
+needs the package `triton`); without, for a CPU, whose fused loops are fewer: it splits no reduction.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor import compile_fx, config
 from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 NAME = "counted graph"  # of what runs for a graph, in a profile
 CALLS = re.compile(r"(triton_\w+)\.run\(|(cpp_fused_\w+)\(|(extern_kernels\.\w+)\(|= torch\.ops\.(\w+\.\w+\.\w+)\(")
@@ -32,23 +34,31 @@ class _Scheduled(Exception):
         self.code = code
 
 
-def counting_backend(add: Callable[[list[str]], object]) -> Callable[..., Any]:
-    """A backend whose graphs give the names of their kernels to `add` whenever they run."""
+def counting_backend(
+    add: Callable[[list[str]], object], around: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Callable[..., Any]:
+    """A backend whose graphs give the names of their kernels to `add` whenever they run. They are made and run inside
+    of `around()`."""
 
     def of_graph(graph: Any, inputs: Any, **settings: Any) -> Callable[[list[Any]], Any]:
-        names = kernels_of(graph, inputs, **settings)
+        with around():
+            names = kernels_of(graph, inputs, **settings)
 
         def run(given: list[Any]) -> Any:
             add(names)
             values = list(given)
             given.clear()
-            with torch.profiler.record_function(NAME):
+            with torch.profiler.record_function(NAME), around():
                 return graph(*values)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=of_graph)
+    def compiled(graph: Any, inputs: Any) -> Any:
+        with around(), _lowered_for_cpu():
+            return compile_fx.compile_fx(graph, inputs, inner_compile=of_graph)
+
+    return compiled
 
 
 def kernels_of(graph: Any, inputs: Any, **settings: Any) -> list[str]:
@@ -62,13 +72,46 @@ def kernels_of(graph: Any, inputs: Any, **settings: Any) -> list[str]:
     code = ""
     with mock.patch.object(GraphLowering, "codegen", stop), config.patch(force_disable_caches=True):
         try:
-            compile_fx_inner(graph, inputs, **settings)
+            compile_fx.compile_fx_inner(_made_on_cpu(graph), _on_cpu(inputs), **settings)
         except Exception as error:  # Inductor's own, around ours
             code = _code_of(error)
     if not code:
         return []  # a graph without operations
     body = code[code.index("def call(") :]
     return ["".join(each) for each in CALLS.findall(body)]
+
+
+@contextmanager
+def _lowered_for_cpu() -> Iterator[None]:
+    """Inside, Inductor sees a graph of tensors without data, of which it makes no code, as one of a CPU."""
+    passes = compile_fx._recursive_joint_graph_passes
+
+    def of_cpu(graph: torch.fx.GraphModule, *given: Any, **more: Any) -> Any:
+        for node in graph.graph.nodes:
+            node.meta |= {key: _on_cpu(node.meta[key]) for key in ("val", "tensor_meta") if key in node.meta}
+        return passes(graph, *given, **more)
+
+    with mock.patch.object(compile_fx, "_recursive_joint_graph_passes", of_cpu):
+        yield
+
+
+def _made_on_cpu(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy whose operations make what they make on the CPU."""
+    there = copy.deepcopy(graph)
+    for node in there.graph.nodes:
+        if node.kwargs.get("device") == torch.device("meta"):
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+    return there
+
+
+def _on_cpu(values: Any) -> Any:
+    def moved(value: Any) -> Any:
+        if not isinstance(value, FakeTensor) or value.device.type != "meta":
+            return value
+        with value.fake_mode:
+            return value.to("cpu")
+
+    return tree_map(moved, values)
 
 
 def _code_of(error: BaseException | None) -> str:

@@ -33,8 +33,8 @@ from common import bundled_trees
 import treewise as tw
 from treewise.bench import make, random_model
 from treewise.models.load_model import DEMO_MODEL, load_tokenizer
+from treewise.planning.fastest import fastest_plan
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
-from treewise.planning.planner import fastest_plan
 from treewise.planning.plans import FORWARD, TRAIN, Plan
 
 LENGTHS = (32, 64, 128, 256, 512)

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu, gpu_stages
 from benchmarks.gpu import STAGES, Machine, Run, Stage, TestResults
@@ -250,6 +251,26 @@ def test_the_page_shows_committed_results() -> None:
     assert "| qwen3-1.7b, tau2, torch varlen | tree | 1.014 | 8.51 | 1.03 |  | 65.9 | 3.5 |" in lines
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in gpu_stages.STAGES if name not in ("layers", "trl")])
+def test_every_stage_runs_on_a_cpu_with_tiny_shapes(name: str, tmp_path: Path) -> None:
+    """As `make gpu GPU_ARGS="--device cpu"` runs it, but in this process; its page shows a row of all that it has."""
+    out = tmp_path / f"{name}.json"
+    args = argparse.Namespace(device="cpu", size="tiny", seconds=200.0, out=out)
+    assert gpu_stages.STAGES[name](args) == 0
+    (stage,) = [each for each in STAGES if each.name == name]
+    lines = gpu.summarised(stage, out)
+    assert len(lines) >= 2
+    assert not any("cannot be read" in line or "failed" in line for line in lines), lines
+    found = json.loads(out.read_text())
+    if stage.summary is gpu.of_bench:
+        for row in found["rows"]:
+            contestants = row["contestants"]
+            assert {"flat", "tree", "tree@20"} <= set(contestants)
+            assert all(each["seconds"]["median"] > 0 for each in contestants.values()), contestants
+            assert contestants["flat"]["kernel"] == {"name": "sdpa", "seconds": {}}
+
+
 def test_the_stage_of_layers_saves_each_row_and_why_others_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,3 +287,41 @@ def test_the_stage_of_layers_saves_each_row_and_why_others_are_missing(
     assert len(lines) == 2 + 3
     assert lines[2].startswith("| plain, ratio-6.5 |")
     assert lines[-1].startswith("| liger: ")
+
+
+def test_layers_of_a_kind_that_fails_lose_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails for one of its lengths keeps the other; and the stage says so with its exit code."""
+    steps_of, out = gpu_stages._steps_of, tmp_path / "layers.json"
+
+    def steps(model: object, workload: str, *more: object) -> dict:
+        if workload == "tau2" and not done:
+            done.append(workload)
+            raise RuntimeError("Triton Error [CUDA]: out of resource\nmore")
+        return steps_of(model, workload, *more)
+
+    done: list[str] = []
+    monkeypatch.setattr(gpu_stages, "_steps_of", steps)
+    monkeypatch.setattr(gpu_stages, "LAYERS", ("plain", "plain again"))
+    monkeypatch.setattr(gpu_stages, "fuse", lambda *_: None)
+    assert gpu_stages.STAGES["layers"](argparse.Namespace(device="cpu", size="tiny", seconds=100.0, out=out)) == 1
+    found = json.loads(out.read_text())["layers"]
+    assert set(found["plain"]) == {"ratio-6.5", "failed"}
+    assert set(found["plain again"]) == {"ratio-6.5", "tau2"}
+    assert "| plain: RuntimeError: Triton Error [CUDA]: out of resource | | | | | |" in gpu.of_layers({"layers": found})
+
+
+def test_a_budget_is_profiled_where_the_whole_tree_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile_step, out = gpu_stages.profile_step, tmp_path / "profile.json"
+
+    def full(*given: object) -> object:
+        if not json.loads(out.read_text() if out.exists() else "{}"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return profile_step(*given)
+
+    monkeypatch.setattr(gpu_stages, "profile_step", full)
+    assert gpu_stages.STAGES["profile"](argparse.Namespace(device="cpu", size="tiny", seconds=100.0, out=out)) == 1
+    lines = list(gpu.of_profile(json.loads(out.read_text())))
+    assert lines[0] == "whole: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"
+    assert lines[1].startswith("at 20: ")

@@ -45,7 +45,6 @@ WHOLE_PACKAGE = {
     "rl/agents/frameworks/test_frameworks": "agents of frameworks from PyPI",
     "rl/agents/wire/test_sdks": "the official SDKs against the endpoint",
     "rl/online/test_meshes": "runs of policies that no process has whole",
-    "planning/test_fastest": "the fastest of several plans",
     "trainer/checkpoint/test_resumption": "what a run that goes on may change",
     "engine/test_inputs": "what the engine takes",
     "grow/test_families": "copied width and identity layers in every family",
@@ -197,6 +196,15 @@ def test_no_module_bears_the_name_of_a_public_function_of_its_package() -> None:
             f"{package}.{name}" for name in names & set(public) if name not in ("advantages", "errors")
         ]  # are modules
     assert not shadowed
+
+
+def test_a_public_class_bears_a_name_of_its_own() -> None:
+    """Of all folders, but for parts of one protocol that stand side by side (`ReplyStream`)."""
+    folders: dict[str, set[Path]] = {}
+    for path in MODULES:
+        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(encoding="utf-8"), re.M):
+            folders.setdefault(name, set()).add(path.parent)
+    assert {name for name, found in folders.items() if len(found) > 1} == set()
 
 
 def test_tests_mirror_the_source() -> None:

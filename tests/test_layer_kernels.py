@@ -1,8 +1,12 @@
 """benchmarks/layer_kernels.py: what a compiled layer launches, held by a count."""
 
+import numpy as np
+import pytest
+
+from benchmarks.count_gpu import count_step
 from benchmarks.layer_kernels import counting_backend
 from tests.nn.test_compilation import trees
-from treewise import Forest, TreeEngine
+from treewise import Forest, Trajectory, TreeEngine
 from treewise.nn.compilation import compile_layers, decoder_layers
 from treewise.testing import tiny_model
 
@@ -23,3 +27,26 @@ def test_a_compiled_layer_launches_few_kernels(tmp_path, monkeypatch):
     assert sum(bool(graph) for graph in launched) == 3 * 4  # two graphs a layer, forward and backward
     assert sum(name.startswith("extern_kernels.") for name in names) == 3 * 21
     assert len(names) <= 3 * 33
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("max_tokens", "passes"), [(None, 1), (40, 6)])
+def test_a_step_with_compiled_layers_launches_less_than_half(max_tokens, passes, tmp_path, monkeypatch):
+    """On tensors without data, counted where no graph is: attention, copies of keys and values, sums of gradients."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    forest, launches = Forest.from_trajectories(turns()), {}
+    for backend in (None, counting_backend):
+        of_layers = [
+            count_step(tiny_model("qwen3", num_hidden_layers=layers), forest, max_tokens, counting_backend=backend)
+            for layers in (1, 3)
+        ]
+        assert {each.passes for each in of_layers} == {passes}
+        launches[backend is None] = (of_layers[1].kernels - of_layers[0].kernels) / 2 / passes  # of a layer
+    assert launches[True] <= 170
+    assert launches[False] <= 62
+
+
+def turns():
+    """A prompt of 60 tokens and two answers of 29."""
+    prompt, *answers = np.split(np.random.default_rng(0).integers(3, 60, 118), [60, 89])
+    return [Trajectory(np.concatenate([prompt, each])) for each in answers]

@@ -13,8 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import treewise
+from tests.rl.online.helpers import digest, new_trainer, tiny_policy
 from treewise.base.features import FEATURES, feature, is_there
 from treewise.errors import ConfigError
+from treewise.rl.samplers import sampler_named
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TREE = [
@@ -113,8 +115,20 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
+def test_an_online_run_loads_nothing_that_it_does_not_ask_for(take_out: Callable[[str], None], tmp_path: Path):
+    for name in ("ahead", "angles", "servers", "seen_prompts", "images", "image_records", "fsdp", "mesh"):
+        take_out(name)
+    trainer = new_trainer(tmp_path, model=tiny_policy(), iterations=1)
+    trainer.train()
+    assert digest(trainer.model) != digest(tiny_policy())
+
+
 # What a user writes to get a feature.
 ASKS: dict[str, Callable[[Path], object]] = {
+    "ahead": lambda path: new_trainer(path, max_staleness=1).train(),
+    "angles": lambda path: new_trainer(
+        path, curriculum="gain", curriculum_settings={"force": True}, num_items=4, check_items=0, eval_every=0
+    ).train(),
     "adapters": lambda path: treewise.TreeTrainer(
         _llama(), _arguments(path), train_dataset=[TREE], peft_config=peft.LoraConfig(target_modules="all-linear")
     ),
@@ -133,6 +147,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
         resume_from_checkpoint=True
     ),
     "routes": lambda path: treewise.Trajectory([5, 6], routed_experts=[[[0]], [[1]]]),
+    "servers": lambda path: sampler_named("vllm", {}, _llama()),
     "router_loss": lambda path: treewise.TreeEngine(
         _of("mixtral", num_key_value_heads=4, num_local_experts=4, output_router_logits=True), max_tokens=64
     ).step(TREE),

@@ -1,5 +1,6 @@
 """Every contestant computes the loss and the gradients of flat training, so a comparison of seconds is fair."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from treewise.bench import Settings, make, random_model, workloads
 from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.errors import ConfigError, OutOfMemoryError
-from treewise.nn import compilation
+from treewise.nn import compilation, liger
 from treewise.nn.platform import memory
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
@@ -141,6 +142,36 @@ def test_layers_of_all_contestants_are_fused_alike(model: torch.nn.Module, monke
     with pytest.raises(ConfigError, match="--layers 'fast' is unknown; choose one of auto, plain, compiled, liger"):
         builders(twin(model), items, Settings(layers="fast"))
     assert [layers_of("auto", torch.device(kind)) for kind in ("cpu", "cuda")] == ["plain", "compiled"]
+
+
+def test_rows_on_ligers_layers_leave_the_others_theirs(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package replaces a function of the model's module for the whole process: here one that counts its calls."""
+    module, calls = sys.modules[type(model).__module__], []
+    plain = module.apply_rotary_pos_emb
+
+    def use_liger(patched: torch.nn.Module, _: torch.device) -> list[str]:
+        assert patched is not model
+        module.apply_rotary_pos_emb = lambda *given, **more: calls.append(1) or plain(*given, **more)
+        return ["rope"]
+
+    monkeypatch.setattr(liger, "use_liger", use_liger)
+    items = weighted("tau2")
+    loss, _, expected = flat_sft(twin(model), items)
+    made = builders(twin(model), items, Settings(["trl", "trl-liger"]))
+    steps = {name: prepare(build) for name, build in made.items() if name.startswith("trl")}
+    assert list(steps) == ["trl", "trl-liger"]
+    for name, num_calls in (("trl-liger", 2), ("trl", 0), ("trl-liger", 2)):  # of two layers
+        calls.clear()
+        check(model, steps[name], name, loss, expected)
+        assert len(calls) == num_calls
+        assert module.apply_rotary_pos_emb is plain
+    assert steps["trl-liger"].note.startswith("layers of Liger's; copies the path")
+
+
+def test_rows_on_ligers_layers_say_what_they_lack(model: torch.nn.Module) -> None:
+    made = builders(twin(model), make("tau2", "tiny", 64).trajectories, Settings(["trl-liger"]))
+    assert "use_liger_kernel" in str(prepare(made["trl-liger"]))  # not installed, or the model is on a CPU
+    assert "trl-liger" not in builders(twin(model), make("tau2", "tiny", 64).trajectories, Settings())
 
 
 def test_of_a_mixture_as_many_layers_are_made_as_fit(monkeypatch, capsys):

@@ -11,6 +11,7 @@ import torch
 from tests.damage import NUM_CUTS, NUM_FLIPS, OTHERS, damages
 from treewise.bench import Settings, load, make, measure_workload, random_model, record, run, save
 from treewise.bench.contestants import twin
+from treewise.bench.flat import FlatRows
 from treewise.bench.measure import Measured, check_losses, measure, peak_bytes, speed_ups
 from treewise.bench.results import efficiency
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
@@ -91,8 +92,38 @@ def test_who_runs_out_of_memory_is_left_out(model: torch.nn.Module) -> None:
     assert len(found["b"].seconds) == 3
     assert "Tried to allocate" in str(found["c"].skipped)
     assert set(speed_ups(found)) == {"b"}
+
+
+def test_who_raises_is_left_out_and_raised_once_all_others_are_measured(model: torch.nn.Module) -> None:
+    steps, ran = {"a": lambda: float("a mistake"), "b": lambda: float(bool(ran.append("b") or 1))}, []
     with pytest.raises(ValueError, match="a mistake"):
-        measure(model, {"a": lambda: float("a mistake")}, repetitions=1)
+        measure(model, steps, repetitions=2)
+    assert ran == ["b"] * 3
+    errors: list[Exception] = []
+    found = measure(model, steps, repetitions=2, on_error=errors.append)
+    assert found["a"].skipped == "failed: ValueError: could not convert string to float: 'a mistake'"
+    assert (len(found["b"].seconds), [type(each) for each in errors]) == (2, [ValueError])
+
+
+def test_rows_of_a_run_are_there_where_a_contestant_raises(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both workloads, with the others in them."""
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(FlatRows, "step", broken)
+    rows: list[dict] = []
+    workloads = [make(name, "tiny", 64) for name in ("grpo", "tau2")]
+    settings = Settings(["flat"], max_tokens=[30], repetitions=1)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run(lambda: model, "tiny", lambda _: workloads, rows.append, settings)
+    assert [row["workload"] for row in rows] == ["grpo", "tau2"]
+    for row in rows:
+        why = "failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+        assert row["contestants"]["flat"] == {"skipped": why}
+        assert row["contestants"]["tree"]["seconds"]["median"] > 0
 
 
 def test_different_losses_end_the_comparison() -> None:
@@ -157,16 +188,20 @@ def test_files_collect_rows(row: dict, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "capability", "dtype", "is_quoted"),
+    ("kernel", "timed", "capability", "dtype", "is_quoted"),
     [
-        *(("flash_attn 2", [9, 0], "bfloat16", False), ("torch varlen", [10, 0], "float16", False)),
-        *(("flash_attn 3", [9, 0], "bfloat16", True), ("flash_attn 2", [8, 0], "bfloat16", True)),
-        *(("sdpa", [9, 0], "float32", True), ("sdpa", None, "float32", True)),
+        *(("flash_attn 2", (), [9, 0], "bfloat16", False), ("torch varlen", (), [10, 0], "float16", False)),
+        *(("flash_attn 3", (), [9, 0], "bfloat16", True), ("flash_attn 2", (), [8, 0], "bfloat16", True)),
+        *(("sdpa", (), [9, 0], "float32", True), ("sdpa", (), None, "float32", True)),
+        ("cudnn sdpa", ("torch varlen", "cudnn sdpa"), [9, 0], "bfloat16", True),
+        ("torch varlen", ("torch varlen", "cudnn sdpa"), [9, 0], "bfloat16", True),  # it was the faster
+        ("torch varlen", ("torch varlen", "flash_attn 2"), [9, 0], "bfloat16", False),
     ],
 )
 def test_no_efficiency_over_kernels_of_older_cards(
-    kernel: str, capability: object, dtype: str, is_quoted: bool
+    kernel: str, timed: tuple[str, ...], capability: object, dtype: str, is_quoted: bool
 ) -> None:
     facts = {"varlen_kernel": kernel, "capability": capability, "dtype": dtype, "flop_bound": 4.0}
+    facts["contestants"] = {"flat": {"kernel": {"name": kernel, "seconds": dict.fromkeys(timed, 1.0)}}}
     found = efficiency({**facts, "speed_up": {"flat": {"tree": 3.0}}}, "tree")
     assert found == (0.75 if is_quoted else None)

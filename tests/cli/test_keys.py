@@ -13,7 +13,7 @@ import yaml
 
 import treewise.data
 import treewise.rl.online
-import treewise.rl.samplers
+import treewise.rl.samplers.servers
 from tests.cli.helpers import save_tiny_model, write_rows
 from treewise.cli import data_arguments, online_run, progress, run_folder, training_run
 from treewise.cli.commands import rl, train
@@ -180,7 +180,7 @@ def seen(tmp_path, monkeypatch):
         own = {name: value for name, value in given.items() if name not in ("base_url", "weights", "weights_folder")}
         found.update({"ServerSampler.name": "vllm", "ServerSampler.settings": own})
 
-    monkeypatch.setattr(treewise.rl.samplers, "ServerSampler", server)
+    monkeypatch.setattr(treewise.rl.samplers.servers, "ServerSampler", server)
     return found
 
 

@@ -3,7 +3,8 @@
 The plain loop reads the rows of each iteration, credits them (`plain_credit`), computes the other policies' log-probs
 and the loss of every trajectory alone, and takes the same optimizer steps. Weights must agree after the last one. What
 the sampler gave is counted by a wrapper around it, and each recorded log-prob is held to the model's own distribution.
-Of a mixture, the plain loop replaces the outputs of routers by those of the recorded experts.
+Of a mixture, the plain loop replaces the outputs of routers by those of the recorded experts. The episodes of an agent
+are one row each where it goes on with what it has, and several where it edits its history.
 """
 
 import copy
@@ -23,20 +24,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import treewise as tw
 from tests.crossings.case import wide
 from tests.crossings.drawing import Draw, ImpossibleError, Rule, WrongError
-from tests.crossings.plain_credit import CREDIT, advantages_of
+from tests.crossings.plain_credit import CREDIT, OF_ROLLOUTS, advantages_of
 from tests.crossings.sides import differences, moves_of, quiet, weights_of
 from tests.flat_objectives import Rows, loss_of_rows, run_alone
 from tests.replayed_rows import filled, replayed
+from tests.rl.agents.plain_agents import __file__ as AGENTS
+from tests.rl.online.helpers import TOKENIZER
 from treewise.data.io.encoded_arrays import decoded
 from treewise.errors import check_choice
 from treewise.nn.model import split_model
 from treewise.nn.routing import routers_of
 from treewise.objectives import Objective
+from treewise.rl.agents.collecting import AgentCollector
+from treewise.rl.agents.settings import AgentSettings
 from treewise.rl.tasks import TaskItem
+from treewise.rl.tasks.agent_task import AgentTask
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
-ITERATIONS, TREES, TOKENS, LONGEST, SUCCESS_AT = 2, 3, 60, 6, 0.5
+ITERATIONS, TREES, EPISODES, TOKENS, LONGEST, SUCCESS_AT = 2, 3, 3, 60, 6, 0.5
 BESIDE = ("iteration", "prompt_text", "completion_text")  # in a row of an iteration, and no part of a trajectory
 LEARNING_RATE, MAX_NORM = 0.003, 1.0
 BRANCHINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,9 +92,17 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "budget": (None, 12),
     "clip": (0.0, MAX_NORM),
     "replay": ("none", "exact", "by_tokens", "off"),  # of recorded experts; none: the model is no mixture
+    "agent": ("none", "replying", "talking", "editing"),  # functions of `plain_agents`
 }
 RECORDED = ("exact", "by_tokens")
-RULES = (Rule(("objective", "credit"), lambda objective, credit: (objective, credit) != ("ppo", "usual")),)
+RULES = (
+    Rule(("objective", "credit"), lambda objective, credit: (objective, credit) != ("ppo", "usual")),
+    Rule(("agent", "branching"), lambda agent, branching: agent == "none" or branching == "none"),
+    Rule(("agent", "candidates"), lambda agent, number: agent == "none" or not number),
+    Rule(("agent", "curriculum"), lambda agent, name: agent == "none" or not name.startswith("gain")),
+    # Values of prefixes are of rollouts that are one row.
+    Rule(("agent", "credit"), lambda agent, credit: agent != "editing" or credit in ("usual", *OF_ROLLOUTS)),
+)
 
 
 @dataclass
@@ -132,7 +146,7 @@ def check(draw: Draw) -> None:
     """Raises `WrongError` where the loop and the plain loop differ, and what treewise raises."""
     check_choice("branching", draw["branching"], BRANCHINGS)
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        begun = policy(draw["seed"] % 1000, is_mixture=draw["replay"] != "none")
+        begun = policy(draw)
         trained = copy.deepcopy(begun)
         logs, counted = run_loop(draw, trained, Path(folder))
         rows = [recorded(Path(folder), number) for number in range(1, ITERATIONS + 1)]
@@ -149,10 +163,13 @@ def check(draw: Draw) -> None:
         raise WrongError("\n".join(wrong[:6]))
 
 
-def policy(seed: int, *, is_mixture: bool) -> PreTrainedModel:
-    """A model of 32 tokens that is sure of some: draws repeat one another. Its routers are sure, too."""
-    family, changes = "qwen3_moe" if is_mixture else "llama", {"tie_word_embeddings": False, "eos_token_id": 31}
-    model = tiny_model(family, seed=seed, vocab_size=32, num_hidden_layers=2, **changes)
+def policy(draw: Draw) -> PreTrainedModel:
+    """A model of few tokens that is sure of some: draws repeat one another. Its routers are sure, too."""
+    family = "llama" if draw["replay"] == "none" else "qwen3_moe"
+    changes: dict[str, Any] = {"vocab_size": 32, "eos_token_id": 31}
+    if draw["agent"] != "none":
+        changes = {"vocab_size": len(TOKENIZER), "eos_token_id": TOKENIZER.eos_token_id, "max_position_embeddings": 512}
+    model = tiny_model(family, seed=draw["seed"] % 1000, num_hidden_layers=2, tie_word_embeddings=False, **changes)
     model.get_output_embeddings().weight.data *= 12.0
     for router in routers_of(split_model(model).decoder):
         torch.nn.init.normal_(router.module.weight, std=0.5)
@@ -187,13 +204,14 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
 
     branching, branching_settings = BRANCHINGS[draw["branching"]]
     curriculum, curriculum_settings = CURRICULA[draw["curriculum"]]
+    has_agent = draw["agent"] != "none"
     settings = tw.OnlineSettings(
         iterations=ITERATIONS,
         trees_per_iteration=TREES,
         tokens_per_iteration=TOKENS,
         max_new_tokens=LONGEST,
         branching=branching,
-        branching_settings=branching_settings,
+        branching_settings={} if has_agent else branching_settings,
         advantages=None if draw["credit"] == "usual" else draw["credit"],
         update_epochs=draw["epochs"],
         num_candidates=draw["candidates"],
@@ -204,7 +222,7 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
         check_items=0,
         eval_every=0,
         success_at=SUCCESS_AT,
-        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        chat_template="chatml" if has_agent else "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     )
     args = tw.TreeTrainingArguments(
         output_dir=str(folder),
@@ -225,16 +243,23 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
         def on_log(self, *_: object, logs: dict[str, float] | None = None, **__: object) -> None:
             counted.extend([sampler.num_tokens] if logs and "iteration" in logs else [])
 
+    task, words, collector = Letters(), tokenizer(), None
+    if has_agent:
+        task, words = AgentTask([{"question": letter} for letter in "abcdefgh"], held_out=0.25), TOKENIZER
+        own = AgentSettings(episodes=EPISODES, gather_seconds=0.0)
+        given = {"temperature": draw["temperature"], "folder": folder}
+        collector = AgentCollector(f"{AGENTS}:{draw['agent']}", words, model, task, settings, own, **given)
     trainer = tw.OnlineTrainer(
         model,
-        Letters(),
-        tokenizer(),
+        task,
+        words,
         settings,
         args,
         objective=objective_of(draw),
         sampler=sampler,
         reference=copy.deepcopy(model) if draw["beta"] else None,
         callbacks=[Count()],
+        collector=collector,
     )
     trainer.train()
     return [each for each in trainer.log_history if "iteration" in each], counted
@@ -261,7 +286,7 @@ def check_counts(logs: Sequence[dict[str, float]], counted: Sequence[int], rows:
     """Raises `WrongError` where charged tokens are not those that the sampler gave, or not those of the rows."""
     for number, (figures, own) in enumerate(zip(logs, rows, strict=True), start=1):
         given = counted[number - 1] - (counted[number - 2] if number > 1 else 0)
-        charged, chosen = figures["sampled_tokens"], figures["candidate_tokens"]
+        charged, chosen = figures["sampled_tokens"], figures.get("candidate_tokens", 0)
         places = {
             (row.group, row.draws[at], at)
             for row in own

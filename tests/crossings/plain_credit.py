@@ -1,6 +1,7 @@
 """Credit of rollouts by comparing prefixes, token by token: what `treewise.advantages` is held against.
 
-Every row is a rollout. Slow and plain; nothing is shared with the library but trajectories.
+Every row is a rollout, but for credit of whole rollouts (`OF_ROLLOUTS`), whose rows share it. Slow and plain; nothing
+is shared with the library but trajectories.
 """
 
 from collections import defaultdict
@@ -160,8 +161,16 @@ CREDIT: dict[str, Callable[[Group], list[np.ndarray]]] = {
 }
 
 
+OF_ROLLOUTS = ("grpo", "dr_grpo", "rloo", "batch")
+
+
 def advantages_of(rows: Rows, method: str) -> list[np.ndarray]:
     """The advantages of each row's tokens; all groups of an iteration together."""
+    if method in OF_ROLLOUTS and len(first := {(row.group, row.rollout): row for row in reversed(rows)}) < len(rows):
+        values = {
+            key: float(own[0]) for key, own in zip(first, advantages_of(list(first.values()), method), strict=True)
+        }
+        return [np.full(len(row), values[row.group, row.rollout]) for row in rows]
     groups: dict[object, list[int]] = defaultdict(list)
     for n, row in enumerate(rows):
         groups[row.group].append(n)

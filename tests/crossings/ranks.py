@@ -16,7 +16,7 @@ from tests.trainer.forked_ranks import free_port
 from treewise import errors
 from treewise.errors import TreewiseError
 
-SECONDS = 240  # for one draw, after which the processes are taken to wait for one another
+SECONDS = 240  # for one draw on idle cores, after which the processes are taken to wait for one another
 DRAWS = 40  # of one pool; gloo keeps threads of each group that a draw made, some 170 after 100 draws, and they poll
 _pools: dict[int, "Pool"] = {}
 
@@ -42,7 +42,8 @@ class Pool:
         self.num_draws += 1
         for end in self.ends:
             end.send(draw)
-        until, outcomes = time.monotonic() + SECONDS, []
+        crowd = len(self.workers) + os.getloadavg()[0]  # processes that share the cores
+        until, outcomes = time.monotonic() + SECONDS * max(1.0, crowd / (os.cpu_count() or 1)), []
         for end in self.ends:
             try:
                 outcomes += [end.recv()] if end.poll(max(0.0, until - time.monotonic())) else []

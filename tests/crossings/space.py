@@ -110,9 +110,11 @@ MESHES: Mapping[str, tuple[int, int, dict[str, Any]]] = {
     "tensor": (2, 1, {"tp_size": 2}),
     "experts": (2, 2, {"ep_size": 2, "sharded": True}),
     "context": (2, 1, {"context_size": 2}),
+    "three": (3, 3, {"sharded": True}),
     "sharded_tensor": (4, 2, {"tp_size": 2, "sharded": True}),
+    "experts_tensor": (4, 2, {"tp_size": 2, "ep_size": 4, "sharded": True}),
 }
-LOADED = ("tensor", "experts", "sharded_tensor")  # the model has to be loaded for these
+LOADED = ("tensor", "experts", "sharded_tensor", "experts_tensor")  # the model has to be loaded for these
 
 SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "family": ("llama",),  # and others, by `settings_of`
@@ -145,7 +147,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
 }
 RARITY: Mapping[tuple[str, Any], float] = {
     **{("processes", name): 10.0 for name in MESHES if name != "one"},
-    ("processes", "sharded_tensor"): 30.0,
+    **{("processes", name): 30.0 for name in ("three", "sharded_tensor", "experts_tensor")},
     ("compiled", True): 60.0,
     ("resumed", True): 10.0,
     ("interface", "trainer"): 2.0,

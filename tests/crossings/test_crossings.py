@@ -110,6 +110,8 @@ ONLINE = {"branching": "lcr", "candidates": 6, "top_k": 4, "objective": "reinfor
         {"branching": "segments", "credit": "tree_path_mean", "beta": 0.1, "epochs": 2, "seed": 3},
         {"branching": "random", "objective": "gspo", "mini_batches": 3, "drop_flat_groups": True, "seed": 4},
         {"branching": "random", "replay": "exact", "epochs": 2, "mini_batches": 3, "budget": 12, "seed": 6},
+        {"agent": "talking", "replay": "exact", "credit": "siblings", "mini_batches": 3, "epochs": 2, "seed": 7},
+        {"agent": "editing", "replay": "by_tokens", "beta": 0.1, "budget": 12, "seed": 8},
     ],
 )
 def test_the_online_loop_is_the_plain_loop_on_its_rollouts(draw):

@@ -15,6 +15,10 @@ from treewise.errors import ConfigError, LostRankError, StoppedError
 
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation"
 SECONDS = 120  # after which a test of what waits has failed
+REFUSED = (
+    "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection "
+    "refused, remote=[127.0.0.1]:15257$1"
+)
 CLOSED = "[gloo/transport/tcp/pair.cc:535] Connection closed by peer [127.0.0.1]:7"
 
 
@@ -129,3 +133,15 @@ def test_a_process_that_never_comes_is_a_lost_rank(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(LostRankError, match=r"rank 0 waited 0\.3 s \(ddp_timeout\) for rank 1 to start: "):
         watchdog.start_group(0.3)
+
+
+def test_a_process_that_is_gone_while_they_start_was_not_waited_for(monkeypatch):
+    def refused(*_args, **_kwargs):
+        raise RuntimeError(REFUSED)
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(watchdog, "rendezvous", lambda *_args, **_kwargs: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(watchdog.distributed, "init_process_group", refused)
+    with pytest.raises(LostRankError, match="rank 0 lost the connection to rank 1 while they started: its process was"):
+        watchdog.start_group(SECONDS)

@@ -97,6 +97,14 @@ def test_auto_measures_and_leaves_gradients_alone(rollouts) -> None:
     assert gradient_error(gradients_of(model), expected) < expected.tolerance
 
 
+def test_auto_measures_a_model_with_fewer_positions_than_it_measures_with() -> None:
+    row = Trajectory(list(range(3, 43)))
+    model = tiny_model("gpt2", n_positions=40)
+    engine = TreeEngine(model, "auto")
+    engine.step(row)
+    assert engine.max_tokens == MAX_TOKENS["cpu"]
+
+
 def test_auto_scores_with_a_model_that_is_not_trained_and_measures_when_it_is(rollouts) -> None:
     model = tiny_model()
     wanted = [each.old_logprobs for each in TreeEngine(model, None).scored(rollouts)]

@@ -8,7 +8,8 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import PlanSettings, PreparedForest
 from treewise.errors import DataError
 from treewise.objectives import GRPO, SFT
-from treewise.planning.planner import fastest_plan, plan
+from treewise.planning.fastest import fastest_plan
+from treewise.planning.planner import plan
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.tree.forest import Forest
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
 from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
@@ -113,6 +114,55 @@ def test_a_parameter_that_the_tree_does_not_move_is_an_error(is_low: bool) -> No
     model.model.layers[1].register_forward_pre_hook(detached, with_kwargs=True)
     with pytest.raises(UnsupportedModelError, match=r"embed_tokens.weight has no gradient on the tree"):
         TreeEngine(model).step(Forest.from_trajectories(ROLLOUTS))
+
+
+def in_a_loop(self: Any, *args: Any) -> torch.Tensor:
+    """A product of experts of others, which is right."""
+    return type(self).forward.__wrapped__(self, *args)
+
+
+def without_backward(self: Any, *args: Any) -> torch.Tensor:
+    """As DeepGEMM's: kernels write into empty tensors, which no graph reaches."""
+    return in_a_loop(self, *args).detach()
+
+
+def rounded(self: Any, *args: Any) -> torch.Tensor:
+    """With weights of experts in another precision."""
+    return in_a_loop(self, *args) * 1.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("product", "words"),
+    [
+        (in_a_loop, ""),
+        (without_backward, r"mlp.(gate.weight|experts.gate_up_proj) has no gradient on the tree"),
+        (rounded, "differ"),
+    ],
+)
+def test_an_untried_product_of_experts_is_held_against_a_loop(
+    product: Any, words: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if product is rounded and dtype is torch.bfloat16:
+        pytest.skip("2 % of the experts' part are within what bfloat16 moves")
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "of_others", product)
+    model = louder(tiny_model("qwen3_moe")).to(dtype)
+    model.set_experts_implementation("of_others")
+    with pytest.raises(UnsupportedModelError, match=words) if words else nullcontext() as caught:
+        run_probes(model)
+    assert caught is None or "experts_implementation='of_others'; grouped_mm is tested" in str(caught.value)
+    assert model.config._experts_implementation == "of_others"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels may be there")
+@pytest.mark.parametrize("name", ["deepgemm", "sonicmoe"])
+def test_a_product_of_experts_that_does_not_load_is_named(name: str) -> None:
+    model = tiny_model("qwen3_moe", torch.bfloat16)
+    model.set_experts_implementation(name)
+    with pytest.raises(
+        UnsupportedModelError, match=f"ImportError: .*experts_implementation='{name}'; grouped_mm is tested"
+    ):
+        TreeEngine(model).step([Trajectory([3, 4, 5])])
 
 
 def test_the_probe_leaves_gradients_and_their_hooks_alone() -> None:
@@ -386,8 +436,8 @@ def scores_of_a_fork_from_the_row_before(patch, model):
     own = edge_scorer.edges_of
 
     def shifted(*args):
-        edges = own(*args)
-        return replace(edges, source=np.where(edges.source == 0, 0, edges.source - (edges.target == edges.target[-1])))
+        source, target = own(*args)
+        return np.where(source == 0, 0, source - (target == target[-1])), target
 
     patch.setattr(edge_scorer, "edges_of", shifted)
 

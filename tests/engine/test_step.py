@@ -10,6 +10,8 @@ from treewise import Forest, Trajectory, TreeEngine, plan
 from treewise.distributed.lockstep import forward_passes, training_passes
 from treewise.distributed.lockstep.guest import DONE
 from treewise.distributed.lockstep.turns import Passes
+from treewise.errors import ConfigError
+from treewise.objectives import SFT
 from treewise.planning.plans import Plan, lay_out
 from treewise.testing.families import tiny_model
 from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
@@ -80,6 +82,16 @@ def test_a_rank_without_work_needs_no_gradient_where_the_head_alone_is_trained()
     engine.enable_lockstep(lambda _: next(answers))
     engine.drain()
     assert not gradients_of(model)
+
+
+class MeanOfSome(SFT):
+    def token_losses(self, values, streams):
+        return super().token_losses(values, streams).mean()
+
+
+def test_a_loss_of_a_whole_micro_batch_is_no_loss_of_terms() -> None:
+    with pytest.raises(ConfigError, match=r"MeanOfSome.token_losses must return one loss for each term, found .* \[\]"):
+        TreeEngine(tiny_model()).step(Trajectory([3, 4, 5]), MeanOfSome())
 
 
 class Told:

@@ -51,12 +51,9 @@ def run_all(folder, cases):
             found[name, line] = verl_runs.outcome(folder / family, **settings)
         dealt = verl_runs.dealt_outcome(folder / "llama", 60, by_trees=line, **library)
         found["dealt to ranks", line] = dealt
-    if torch.distributed.get_world_size() == 1:
+    for packed in (True, False) if torch.distributed.get_world_size() == 1 else (True,):
         line = {"external_lib": "treewise.integrations.verl"}
-        for packed in (True, False):
-            found["replay", packed] = verl_runs.replayed_outcome(
-                folder / "qwen3_moe", use_remove_padding=packed, **line
-            )
+        found["replay", packed] = verl_runs.replayed_outcome(folder / "qwen3_moe", use_remove_padding=packed, **line)
     FSDPEngineWithLMHead.initialize = before  # as without the line
     return found | {"refusals": refusals(folder) if torch.distributed.get_world_size() == 1 else None}
 
@@ -148,6 +145,22 @@ def test_experts_that_the_rollout_recorded_are_taken(runs, packed):
     assert found["router"].abs().max() > 0
     assert 0 < found["counts"].num_otherwise <= found["counts"].num_recorded
     assert found["counts"].num_left == 0
+
+
+@pytest.mark.parametrize(("ranks", "packed"), [(1, True), (1, False), (2, True)])
+def test_an_update_logs_the_gap_to_the_rollout_with_its_experts_and_without(runs, ranks, packed):
+    for every in runs[1][ranks]:
+        found = every["replay", packed]
+        metrics, rows = found["metrics"], range(verl_runs.ANSWERS // 2)  # of the first of two micro-batches
+        for name, logprobs in (("replayed_gap", found["found"]), ("live_gap", found["live"])):
+            gaps = [
+                (values - logprobs[row][verl_runs.PROMPT - 1 : -1]).abs().exp()[mask]
+                for row, (values, mask) in ((row, found["rollout"][row]) for row in rows)
+            ]
+            assert metrics[name] == pytest.approx([torch.cat(gaps).mean().item()], rel=1e-5)
+        assert metrics["replayed_gap"] != metrics["live_gap"]
+        assert len(metrics["routed_otherwise"]) == found["num_trained"] == 2
+        assert all(0 < each <= 1 for each in metrics["routed_otherwise"])
 
 
 def test_log_probs_and_entropies_are_those_of_each_row_alone(runs):

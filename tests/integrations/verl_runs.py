@@ -107,6 +107,9 @@ def batch_of(seed, engine, micro_batch_size=ANSWERS, max_tokens=None, *, replay=
     if replay:
         tables = experts_of(seed, rows, engine.model_config.hf_config)
         tensors["routed_experts"] = [torch.from_numpy(table) for table in tables]
+        tensors["rollout_log_probs"] = [-3 + torch.randn(length, generator=torch_rng) for length in answers]
+        for mask in tensors["response_mask"]:
+            mask[1] = 0  # of a tool
     settings = {
         "use_dynamic_bsz": max_tokens is not None,
         **({} if max_tokens is None else {"max_token_len_per_gpu": max_tokens}),
@@ -186,7 +189,8 @@ def whole(tensor):
 
 
 def replayed_outcome(folder, **settings):
-    """Log-probs of a batch with recorded experts and without, the records, the gradient of a router, and counts."""
+    """Log-probs of a batch with recorded experts and without, the records, the gradient of a router, counts, and the
+    metrics of an update in two micro-batches."""
     warnings.simplefilter("ignore")
     engine = engine_of(folder, **settings)
     with engine.eval_mode():
@@ -194,12 +198,20 @@ def replayed_outcome(folder, **settings):
             [each.float() for each in engine.infer_batch(batch)["model_output"]["log_probs"].unbind()]
             for batch in (batch_of(3, engine, replay=True), batch_of(3, engine))
         )
+    half = ANSWERS // 2
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(batch_of(3, engine, replay=True), ppo_loss_of(ANSWERS))
+        batch, before = batch_of(3, engine, half, replay=True), engine.treewise.counts.num_calls
+        trained = engine.forward_backward_batch(batch, ppo_loss_of(half))
         router = whole(engine.module.model.layers[1].mlp.gate.weight.grad)
+    rollout = [
+        (values, mask.bool())
+        for values, mask in zip(batch["rollout_log_probs"].unbind(), batch["response_mask"].unbind(), strict=True)
+    ]
     experts = experts_of(3, rows_of(3), engine.model_config.hf_config)
-    return {"found": found, "live": live, "experts": experts, "router": router, "counts": engine.treewise.counts}
+    counts = engine.treewise.counts
+    return {"found": found, "live": live, "experts": experts, "router": router, "counts": counts,
+            "num_trained": counts.num_calls - before, "metrics": trained["metrics"], "rollout": rollout}  # fmt: skip
 
 
 def outcome(folder, micro_batch_size=ANSWERS, max_tokens=None, **settings):

@@ -40,3 +40,8 @@ def test_half_precision_that_is_slower_is_a_warning_once(half, words, monkeypatc
     assert words in caplog.text
     assert len(caplog.records) == bool(words)
     device.warn_of_slow_precision.cache_clear()
+
+
+def test_an_unknown_gpu_has_no_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unheard Of 9000")
+    assert device.peak_flops(torch.device("cuda"), torch.bfloat16) is None

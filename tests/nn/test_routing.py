@@ -12,7 +12,8 @@ from tests.replayed_rows import ELSEWHERE, MIXTURES, filled, replayed, router_si
 from treewise.engine.flat import FlatLoss
 from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model import split_model
-from treewise.nn.routing import heard, routers_of
+from treewise.nn.routing import check_record, heard, routers_of
+from treewise.nn.routing import router_sizes as routing_sizes
 from treewise.testing.families import tiny_model
 from treewise.tree.trajectory import Trajectory
 
@@ -256,6 +257,20 @@ def test_tokens_that_would_have_gone_elsewhere_are_counted():
     assert 1 <= replay.num_otherwise <= replay.num_otherwise_choices
 
 
+def test_tokens_of_other_groups_are_counted():
+    """Within the recorded groups a router may choose the recorded experts, and would have chosen other groups."""
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "num_hidden_layers": 2}
+    model, rng = mixture("deepseek_v3", **groups), np.random.default_rng(0)  # one router
+    ids = rng.integers(3, 60, 60)
+    with heard(split_model(model).decoder) as routes, torch.no_grad():
+        model(input_ids=ids_of(ids)[None], use_cache=False)
+        own = np.sort(routes.taken(1)[0], axis=-1)
+    pairs = np.stack([np.sort(rng.permutation(4)[:2]) for _ in ids])  # two groups of two experts each
+    table = np.stack([np.sort(rng.permutation(np.stack([2 * each, 2 * each + 1]).flatten())[:3]) for each in pairs])
+    replay = tw.TreeEngine(model).evaluate([Trajectory(ids, routed_experts=table[:, None].astype(np.int16))]).replay
+    assert replay.num_otherwise_choices == (table != own[:, 0]).any(-1).sum()
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -268,6 +283,34 @@ def test_a_record_of_another_model_is_named(table, message):
     item = Trajectory([5, 6, 7], routed_experts=[table] * 3, source="rows:1")
     with pytest.raises(DataError, match=message):
         tw.TreeEngine(mixture("qwen3_moe")).step([item])
+
+
+def test_experts_of_more_groups_than_the_model_chooses_are_named():
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+    table = [[0, 1, 3], [0, 3, 7]]  # two experts a group: the last are of three
+    item = Trajectory([5, 6, 7], routed_experts=[table] * 3, source="rows:1")
+    words = r"rows:1: routed_experts\[0\] layer 2: experts \[0, 3, 7\] of 3 groups, but the model chooses 2 of 4 there"
+    for family, more in (("deepseek_v2", {"topk_method": "group_limited_greedy"}), ("deepseek_v3", {})):
+        model = mixture(family, **groups, **more)
+        with pytest.raises(DataError, match=words):
+            tw.TreeEngine(model).step([item])
+        with pytest.raises(DataError, match=words):
+            check_record(item.routed_experts, routing_sizes(model, split_model(model).decoder), "rows:1")
+
+
+def test_a_router_that_its_layer_does_not_call_is_named():
+    """As with kernels from the hub, which replace a layer's forward."""
+    model = mixture("qwen3_moe")
+    items = random_routes(model, TREE)
+    engine = tw.TreeEngine(model, check=False)
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    words = r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) is not called by its layer .* set routing_replay=off"
+    with pytest.raises(UnsupportedModelError, match=words):
+        engine.step(items)
+    with heard(split_model(model).decoder) as routes:
+        model(input_ids=ids_of(TREE[0].token_ids)[None])
+        with pytest.raises(UnsupportedModelError, match=words):
+            routes.taken(1)
 
 
 def test_a_dense_model_refuses_a_record():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from treewise.bench.workloads import make
-from treewise.planning.planner import fastest_plan, plan, smaller_budgets
+from treewise.planning.fastest import fastest_plan, smaller_budgets
+from treewise.planning.planner import plan
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -79,6 +80,20 @@ def test_a_third_of_the_trees_that_an_h100_measured(workload: str, share: float,
     bound = forest.num_tokens + plain.num_recomputed_tokens / 3  # what recomputation leaves
     assert bound / found.cost(least) >= share
     assert bound / plain.cost(least) < before
+
+
+# 4,800 with plain layers, 1,920 with compiled ones (`nn.launching`).
+@pytest.mark.parametrize("least", [4_800, 1_920])
+@pytest.mark.parametrize("workload", ["ratio-6.5", "tau2", "164k-83k"])
+def test_a_tenth_of_a_tree_is_bound_by_its_launches(workload: str, least: int):
+    """Beside the least of any plan that recomputes as many tokens, with no more alive than the budget."""
+    forest = Forest.from_trajectories(list(make(workload, "full", 151_936).trajectories))
+    limit = forest.num_tokens // 10
+    twice = plan(forest, limit).num_recomputed_tokens
+    passes, forwards = -(-forest.num_tokens // limit), -(-twice // limit)
+    tokens = max(forest.num_tokens, passes * least) + max(twice, forwards * least) / 3
+    bound = tokens + 64 * (passes + forwards / 3)
+    assert 1 <= fastest_plan(forest, limit, least_tokens=least).cost(least) / bound <= 1.15
 
 
 @pytest.mark.parametrize("max_tokens", [None, 57, 100])

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plain_trees import is_above
+from treewise.engine.edge_scorer import edges_of
 from treewise.planning.planner import plan
-from treewise.planning.plans import edges_of, lay_out
+from treewise.planning.plans import lay_out
 from treewise.testing.strategies import forests_and_budgets
 
 HOLDS = ("auto", "never", "always")
@@ -34,9 +35,9 @@ def check_layouts(made):
         np.testing.assert_array_equal((layout.lo <= query) & (query < layout.hi), seen[own][:, keys])
         # The keys are all ancestors, each once, and nothing that no token sees.
         assert sorted(keys.tolist()) == np.flatnonzero(seen[own].any(axis=0)).tolist()
-        found = edges_of(forest, own, np.ones(forest.num_tokens, dtype=bool))
-        assert (np.diff(found.source) >= 0).all()
-        edges += zip(own[found.source].tolist(), found.target.tolist(), strict=True)
+        source, target = edges_of(forest, own, np.ones(forest.num_tokens, dtype=bool))
+        assert (np.diff(source) >= 0).all()
+        edges += zip(own[source].tolist(), target.tolist(), strict=True)
     child = np.flatnonzero(forest.parent >= 0)
     assert sorted(edges) == sorted(zip(forest.parent[child].tolist(), child.tolist(), strict=True))
 
@@ -53,6 +54,6 @@ def test_only_needed_targets_get_edges(forest_and_budget, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     is_needed = rng.random(forest.num_tokens) < 0.5
     made = plan(forest, budget)
-    targets = [edges_of(forest, batch.positions(), is_needed).target for batch in made.micro_batches]
+    targets = [edges_of(forest, batch.positions(), is_needed)[1] for batch in made.micro_batches]
     expected = np.flatnonzero(is_needed & (forest.parent >= 0))
     assert sorted(np.concatenate(targets).tolist()) == expected.tolist()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.rl.growing_trees import ToySampler, grow
 from treewise.errors import ConfigError, DataError
-from treewise.rl.branching import RolloutNode, RolloutTree, branching_named
+from treewise.rl.branching import RolloutNode, RolloutTree, Signals, branching_named
 from treewise.rl.node_values import node_values
 from treewise.rl.success_book import BookSettings, SuccessBook
 from treewise.testing.strategies import MAX_SEED
@@ -85,13 +85,13 @@ def test_a_tree_counts_by_children() -> None:
     book.observe("a", prompt.value, prompt.num_draws)
     book.observe("a", None, 0)  # no reward, no trial
     assert book.counts("a") == pytest.approx((1 + 4 / 3, 1 + 2 / 3))
-    assert book.signals("a", tree).success == pytest.approx((1 + 4 / 3) / 4)
+    assert book.success("a") == pytest.approx((1 + 4 / 3) / 4)
 
 
 def test_lcr_takes_the_books_word() -> None:
     book, rng = SuccessBook(), np.random.default_rng(0)
     ask = branching_named("lcr")
-    tree, _ = grow(ask, 1, ToySampler(), rng, book.signals("a", RolloutTree([1])))
-    assert ask.next_requests(tree, book.signals("a", tree), 99, rng)[0].node == 0
+    tree, _ = grow(ask, 1, ToySampler(), rng, Signals(book.success("a")))
+    assert ask.next_requests(tree, Signals(book.success("a")), 99, rng)[0].node == 0
     book.observe("a", 0.99, 100)
-    assert ask.next_requests(tree, book.signals("a", tree), 99, rng)[0].node == -1
+    assert ask.next_requests(tree, Signals(book.success("a")), 99, rng)[0].node == -1

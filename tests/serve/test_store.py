@@ -9,7 +9,7 @@ import torch
 from tests.serve.servers import FACTS, RATE, Served, call, same
 from treewise.errors import DataError
 from treewise.serve.journal import REFUSED, QueuedRequest
-from treewise.serve.store import NoCheckpointError, Place
+from treewise.serve.store import CheckpointName, NoCheckpointError
 
 pytestmark = pytest.mark.xdist_group("test_serve_store")
 
@@ -57,7 +57,7 @@ def test_samplers_without_a_name_are_kept_in_their_number(tmp_path):
 
 def test_a_sampler_in_flight_takes_the_newest_weights(tmp_path):
     """Also one whose weights before are in memory."""
-    served, place = Served(tmp_path), Place("a:train:0", "sampler_weights", "inflight")
+    served, place = Served(tmp_path), CheckpointName("a:train:0", "sampler_weights", "inflight")
     served.run("a:train:0")
     found = []
     for seq in (1, 4):
@@ -105,12 +105,12 @@ def test_a_checkpoint_that_was_saved_before_a_kill_is_not_saved_twice(tmp_path, 
 
 def test_checkpoints_are_their_keys_alone(tmp_path):
     """Another key's is answered as one that is not there."""
-    served, place = Served(tmp_path), Place("a:train:0", "weights", "one")
+    served, place = Served(tmp_path), CheckpointName("a:train:0", "weights", "one")
     served.run("a:train:0")
     served.ask("a:train:0", 1, "save_weights", {"path": "one"})
     key = served.journal.key_of("a:train:0")
     assert served.store.facts(place, key) == served.store.facts(place)
-    for asking, each in (("other", place), (key, Place("a:train:0", "weights", "none"))):
+    for asking, each in (("other", place), (key, CheckpointName("a:train:0", "weights", "none"))):
         with pytest.raises(NoCheckpointError, match=f"^{each}: no such checkpoint.$"):
             served.store.facts(each, asking)
 

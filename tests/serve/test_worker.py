@@ -19,7 +19,7 @@ from treewise.errors import SamplerError
 from treewise.rl.samplers.protocol import TextStops
 from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, digest_of
 from treewise.serve.sampling import answers
-from treewise.serve.store import Place
+from treewise.serve.store import CheckpointName
 from treewise.serve.wire import PROTOBUF
 from treewise.serve.worker import PATIENCE_SECONDS, RefusedBeforeError
 from treewise.testing.families import tiny_model
@@ -113,7 +113,7 @@ def test_a_restart_runs_again_what_trained_and_nothing_else(tmp_path):
     )
     served.ask("b:train:0", 3, "save_weights", {"path": "late"})
     served.ask("a:train:0", 4, "save_weights", {"path": "gone"})
-    served.store.delete(Place("a:train:0", "weights", "gone"))
+    served.store.delete(CheckpointName("a:train:0", "weights", "gone"))
     wanted = served.values("a:train:0")
     served = served.died()
     served.ask("a:train:0", 5, "save_weights", {"path": "kept"})
@@ -139,7 +139,7 @@ def test_what_was_loaded_stays_when_its_checkpoint_goes(tmp_path, monkeypatch):
     assert served.journal.snapshot_seq("a:train:0") == 2
     wanted = served.values("a:train:0")
     assert same(wanted, served.values("b:train:0"))
-    served.store.delete(Place("b:train:0", "weights", "one"))
+    served.store.delete(CheckpointName("b:train:0", "weights", "one"))
     served = served.died()
     served.ask("a:train:0", 3, "save_weights", {"path": "again"})
     assert same(served.values("a:train:0"), wanted)

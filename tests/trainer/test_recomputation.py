@@ -11,11 +11,12 @@ from treewise.engine import budget
 from treewise.engine.engine import TreeEngine
 from treewise.engine.step_memory import step_memory
 from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn.recomputation import set_recomputation
 from treewise.objectives import SFT
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model as family_model
 from treewise.trainer import TreeTrainingArguments, recomputation
-from treewise.trainer.recomputation import choose_recomputation, set_recomputation
+from treewise.trainer.recomputation import choose_recomputation
 from treewise.tree.forest import Forest
 
 NAME = next(

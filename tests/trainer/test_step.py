@@ -15,6 +15,8 @@ from treewise.errors import ConfigError, DataError
 from treewise.nn import compilation
 from treewise.nn.wrapped import is_compiled
 from treewise.objectives import GSPO, SFT
+from treewise.planning.fastest import fastest_plan
+from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
 from treewise.trainer import TreeTrainingArguments, step
@@ -82,6 +84,17 @@ def test_a_resumed_budget_replaces_a_measurement_alone(make_runner, setting, exp
     runner = make_runner(tiny_model(), max_tokens=setting)
     runner.resume_budget(17)
     assert runner.engine.max_tokens == expected
+
+
+def test_a_resumed_run_cuts_trees_as_the_run_that_measured_did(make_runner):
+    token_ids = [[number] * size for number, size in enumerate((2, 4, 8, 5))]
+    forest = Forest.from_nodes([-1, 0, 0, 2], token_ids, merge_siblings=False)
+    runner = make_runner(tiny_model(), max_tokens="auto")
+    runner.resume_budget(17)
+    fewest, fastest = plan(forest, 17), fastest_plan(forest, 17)
+    assert (fewest.num_micro_batches, fastest.num_micro_batches) == (3, 2)
+    assert runner.engine.plan(forest).num_micro_batches == 2
+    assert runner.engine.budget.recovers
 
 
 def test_trajectories_that_are_not_finite_are_found_one_by_one(make_runner, trees, forests):

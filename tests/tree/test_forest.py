@@ -200,11 +200,12 @@ def test_rollouts_are_numbered_within_their_group():
 def test_streams_of_a_teacher_are_filled_up_to_the_widest():
     first = Trajectory([1, 2], teacher_ids=[[1], [2]], teacher_logprobs=[[-1.0], [-2.0]])
     second = Trajectory([1, 3], teacher_ids=[[4, 5], [6, 7]], teacher_logprobs=[[-1.0, -2.0], [-3.0, -np.inf]])
-    ids, logprobs = Forest.from_trajectories([first, second]).flat_teacher()
+    forest = Forest.from_trajectories([first, second])
+    ids, logprobs = forest.flat_stream("teacher_ids"), forest.flat_stream("teacher_logprobs")
     assert ids.tolist() == [[1, 0], [2, 0], [4, 5], [6, 7]]
     assert logprobs.tolist() == [[-1, -np.inf], [-2, -np.inf], [-1, -2], [-3, -np.inf]]
     with pytest.raises(DataError, match="trajectory 1: no teacher_ids"):
-        Forest.from_trajectories([first, Trajectory([1, 2])]).flat_teacher()
+        Forest.from_trajectories([first, Trajectory([1, 2])]).flat_stream("teacher_ids")
 
 
 def test_declared_nodes_carry_every_stream():

@@ -46,11 +46,10 @@ def test_a_segment_ends_exactly_at_forks_trajectory_ends_and_leaves(sequences):
 def test_the_path_index_is_all_paths_one_after_the_other(sequences):
     flat_ids, offsets = flat(sequences)
     segments = prefix_merge.merge_sequences(flat_ids, offsets)
-    index, bounds = prefix_merge.path_index(segments)
-    assert bounds.tolist() == offsets.tolist()
+    index = prefix_merge.path_index(segments)
     assert flat_ids[segments.token_source[index]].tolist() == flat_ids.tolist()
     for number, end in enumerate(segments.end_segment.tolist()):
-        assert index[bounds[number] : bounds[number + 1]].tolist() == prefix_merge.path_to(segments, end).tolist()
+        assert index[offsets[number] : offsets[number + 1]].tolist() == prefix_merge.path_to(segments, end).tolist()
 
 
 @given(token_lists())

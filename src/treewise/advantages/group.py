@@ -36,7 +36,7 @@ def group_normalized(trajectories: Sequence[Trajectory], *, scale: str = "group"
     if scale == "batch" and len(rollouts.rewards) > 1:
         divisor = float(np.std(rollouts.rewards, ddof=1)) + epsilon
         advantages_R = advantages_R / divisor if divisor else np.zeros_like(advantages_R)
-    return _on_rollouts(rollouts, advantages_R, f"group_normalized(scale={scale!r})")
+    return with_advantages(rollouts, advantages_R[rollouts.of_trajectory], f"group_normalized(scale={scale!r})")
 
 
 def mean_centered(trajectories: Sequence[Trajectory]) -> Credited:
@@ -46,7 +46,8 @@ def mean_centered(trajectories: Sequence[Trajectory]) -> Credited:
     too hard.
     """
     rollouts = read_rollouts(trajectories)
-    return _on_rollouts(rollouts, compared(rollouts.rewards, rollouts.group), "mean_centered")
+    advantages_R = compared(rollouts.rewards, rollouts.group)
+    return with_advantages(rollouts, advantages_R[rollouts.of_trajectory], "mean_centered")
 
 
 def leave_one_out(trajectories: Sequence[Trajectory]) -> Credited:
@@ -57,11 +58,8 @@ def leave_one_out(trajectories: Sequence[Trajectory]) -> Credited:
     rollouts = read_rollouts(trajectories)
     sizes = rollouts.group_sizes[rollouts.group]
     factor = np.where(sizes > 1, sizes / np.maximum(sizes - 1, 1), 0.0)
-    return _on_rollouts(rollouts, compared(rollouts.rewards, rollouts.group) * factor, "leave_one_out")
-
-
-def _on_rollouts(rollouts: Rollouts, advantages_R: np.ndarray, method: str) -> Credited:
-    return with_advantages(rollouts, [float(value) for value in advantages_R[rollouts.of_trajectory]], method)
+    advantages_R = compared(rollouts.rewards, rollouts.group) * factor
+    return with_advantages(rollouts, advantages_R[rollouts.of_trajectory], "leave_one_out")
 
 
 # -- Advantages of turns: each turn of a rollout is credited with the rewards from it on ------------------------------

@@ -137,7 +137,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def with_advantages(
-    rollouts: Rollouts, advantages: Sequence[float | np.ndarray], method: str, notes: Sequence[str] = ()
+    rollouts: Rollouts, advantages: Sequence[float | np.ndarray] | np.ndarray, method: str, notes: Sequence[str] = ()
 ) -> Credited:
     """Puts one number, or one value per token, on each trajectory."""
     weights = _rollout_weights(rollouts.trajectories, rollouts.of_trajectory)

@@ -1,16 +1,19 @@
 """The contestants: flat training, TRL's tree rows, path rescans, and treewise whole and at budgets.
 
-Names: `flat` (every trajectory, packed), `merged` (contained ones folded into the longer ones), `trl`,
-`tree-recurrence` (TRL's rows with its recurrent layers), `tree` (treewise, one micro-batch), `tree@N` (under a budget
-of N tokens, held or recomputed as the planner chooses), `held@N` and `recomputed@N` where that choice differs,
-`trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing.
+Names: `flat` (every trajectory, packed), `merged` (contained ones folded into the longer ones), `trl`, `trl-liger`
+(TRL's rows through layers of Liger's), `tree-recurrence` (TRL's rows with its recurrent layers), `tree` (treewise, one
+micro-batch), `tree@N` (under a budget of N tokens, held or recomputed as the planner chooses), `held@N` and
+`recomputed@N` where that choice differs, `trl@N` (rows of at most N tokens). `-ckpt`: with gradient checkpointing.
 """
 
 import copy
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +23,7 @@ from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajec
 from treewise.bench.pace import OnPart
 from treewise.bench.settings import AGAINST, LAYERS, Settings
 from treewise.bench.trl_rows import TrlRows, packing_module
+from treewise.bench.varlen import ChosenKernel
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
@@ -47,7 +51,8 @@ class Contestant:
     each (`OnPart`). note: what else it costs, in words. host_seconds: what it prepares once per step on the host,
     outside of `step` or in it. key_rows_per_token: key rows that the attention of a layer reads, per computed token.
     bound: tree FLOPs / FLOPs of the plan under a budget, the part of the speed of `tree` that recomputation leaves.
-    flops: of the model on what is computed, each token once; None where they are not known.
+    flops: of the model on what is computed, each token once; None where they are not known. kernel: of attention in
+    packed rows.
     """
 
     step: Callable[..., float]
@@ -60,6 +65,7 @@ class Contestant:
     bound: float | None = None
     flops: float | None = None
     note: str | None = None
+    kernel: ChosenKernel | None = None
 
 
 Builders = dict[str, Callable[[], Contestant]]
@@ -116,6 +122,8 @@ class _Makers:
                 made["merged" + suffix] = partial(self.flat, merged, is_checkpointed)
             if has_trl:
                 made["trl" + suffix] = partial(self.trl, is_checkpointed=is_checkpointed)
+            if "trl-liger" in against and not is_recurrent and not sees:
+                made["trl-liger" + suffix] = partial(self.trl_liger, is_checkpointed)
             if "tree-recurrence" in against and is_recurrent:
                 made["tree-recurrence" + suffix] = partial(
                     self.trl, is_checkpointed=is_checkpointed, follows_states=True
@@ -164,6 +172,7 @@ class _Makers:
             1.0,
             len(rows.rows),
             flops=flops.flat(Forest.from_trajectories(items)),
+            kernel=rows.kernel,
         )
 
     def trl(
@@ -177,7 +186,28 @@ class _Makers:
         )
         seconds, num_tokens = time.perf_counter() - started, rows.num_computed_tokens
         key_rows = rows.num_key_rows / num_tokens
-        return Contestant(rows.step, num_tokens, seconds, key_rows, len(rows.rows), note=rows.copies)
+        return Contestant(
+            rows.step, num_tokens, seconds, key_rows, len(rows.rows), note=rows.copies, kernel=rows.kernel
+        )
+
+    def trl_liger(self, is_checkpointed: bool) -> Contestant:
+        """TRL's rows on a model of its own, whose layers are those of `use_liger_kernel`, whatever the others have.
+
+        Its loss, which TRL leaves out too, would take hidden states out of reach. The rotary function, which the
+        package replaces for the whole process, is in place in steps of this contestant alone.
+        """
+        plain = plain_parts(self.model)
+        with _names_restored(plain.model) as (names, before):
+            fuse(plain, "liger")
+            mine = {name: each for name, each in names.items() if each is not before.get(name)}
+        made = replace(self, plain=plain).trl(is_checkpointed=is_checkpointed)
+
+        def step(on_part: OnPart | None = None) -> float:
+            with _names_restored(plain.model) as (names, _):
+                names.update(mine)
+                return made.step(on_part)
+
+        return replace(made, step=step, note=f"layers of Liger's; {made.note}")
 
     def tree(self, max_tokens: int | None, hold: str, is_checkpointed: bool = False) -> Contestant:
         """treewise, under a budget or whole."""
@@ -233,6 +263,17 @@ def fuse(lm: DecoderAndHead, layers: str) -> None:
         feature("compilation").compile_layers(lm)
     elif layers == "liger":
         feature("liger").use_liger(lm.model, lm.device)
+
+
+@contextmanager
+def _names_restored(model: PreTrainedModel) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The names of the module of a model's class, and what they are before; what is changed inside is undone."""
+    names = vars(sys.modules[type(base_model(model)).__module__])
+    before = dict(names)
+    try:
+        yield names, before
+    finally:
+        names.update(before)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,12 +18,12 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from treewise.bench.pace import OnPart
-from treewise.bench.varlen import varlen_attention
+from treewise.bench.varlen import LOOP, ChosenKernel, RowHeads, fastest, varlen_attention
 from treewise.nn import recurrent
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import LayerReach
 from treewise.nn.lm_head import edge_loss
-from treewise.nn.model_flops import flop_model
+from treewise.nn.model_flops import flop_model, head_sizes
 from treewise.nn.platform.tensors import to_device
 from treewise.nn.vision import flat_images
 from treewise.nn.wrapped import base_model
@@ -69,6 +69,10 @@ class FlatRows:
         self.denominator = sum(float(item.loss_weights.sum()) for item in items)
         rows = best_fit([len(item) for item in items], max_row_tokens if self.packs else 1)
         self.rows = [self._packed([items[index] for index in row], processor) for row in rows]
+        self.kernel: ChosenKernel | None = None  # where rows are packed
+        if self.packs:
+            longest = max(self.rows, key=lambda row: len(row.token_ids))
+            self.kernel = fastest_for(lm, longest.bounds, longest.bounds)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -121,9 +125,20 @@ class FlatRows:
                 "position_ids": to_device(row.depth, device, torch.long)[None],
                 **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
                 **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+                "varlen_kernel": self.kernel.name if self.kernel is not None else None,
             }
         hidden: torch.Tensor = module(input_ids=ids, use_cache=False, **more).last_hidden_state[0]
         return hidden
+
+
+def fastest_for(lm: DecoderAndHead, bounds: np.ndarray, key_bounds: np.ndarray) -> ChosenKernel:
+    """The kernel for a row of a model whose sequences have these queries and keys, `[sequences + 1]` each."""
+    config = lm.decoder.config.get_text_config()
+    if getattr(config, "num_attention_heads", None) is None:
+        return ChosenKernel(LOOP)  # recurrent layers alone
+    heads = RowHeads(*head_sizes(config))
+    lengths, key_lengths = (tuple(np.diff(each).tolist()) for each in (bounds, key_bounds))
+    return fastest(lm.device, lm.decoder.dtype, heads, lengths, key_lengths)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -189,9 +204,10 @@ def packed_attention(
     cu_seq_lens_k: torch.Tensor,
     max_length_q: int,
     max_length_k: int,
+    varlen_kernel: str,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention contract: [1, H, T, D] in, [1, T, H, D] out, with the bounds of its flash attention."""
     query, key, value = (x.transpose(1, 2)[0] for x in (query, key, value))
     bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    return varlen_attention(query, key, value, *bounds, softmax_scale=scaling)[None], None
+    return varlen_attention(query, key, value, *bounds, softmax_scale=scaling, kernel=varlen_kernel)[None], None

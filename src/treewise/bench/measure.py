@@ -9,10 +9,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.pace import REFERENCE, Pace, TooSlow
 from treewise.bench.results import is_ours
 from treewise.bench.settings import REFERENCES, Settings
-from treewise.bench.varlen import HALF, kernel
+from treewise.bench.varlen import HALF, LOOP
 from treewise.bench.workloads import Workload
 from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
 from treewise.nn.attention.needs import place_of
@@ -44,7 +45,8 @@ ALLOCATABLE_FRACTION = 0.9
 class Measured:
     """Measurements of one contestant. peak_bytes: above those in use before the step; None if unknown on this system.
 
-    first_seconds: of the step that warms up, which probes and compiles. skipped: why it did not run, else None.
+    first_seconds: of the step that warms up, which probes and compiles. skipped: why it did not run, else None; error:
+    where that was one which nobody expects.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Measured:
     peak_bytes: int | None = None
     gradient_error: float | None = None
     skipped: str | None = None
+    error: Exception | None = None
 
 
 def measure(
@@ -63,6 +66,7 @@ def measure(
     max_seconds: float = math.inf,
     pace: Pace | None = None,
     on_step: Callable[[dict[str, Measured]], None] = lambda _: None,
+    on_error: Callable[[Exception], None] | None = None,
 ) -> dict[str, Measured]:
     """Runs every contestant once to warm up, then all in turn, so that a drifting machine affects all alike.
 
@@ -70,6 +74,9 @@ def measure(
     gradients of the first contestant that ran. One that runs out of memory is left out from then on, and one that would
     take longer than is left of `max_seconds` before it has. No round begins that would end after them, except for the
     first. pace: of the workload, which has begun. on_step: called after each step.
+
+    One that raises is left out, too, and the others are measured first: a kernel that does not run on a new card does
+    not take the rest of a run with it. on_error: then called with each error, in place of raising the first.
     """
     device = next(model.parameters()).device
     pace = Pace(max_seconds) if pace is None else pace
@@ -115,6 +122,10 @@ def measure(
                         pace.end(name, found.seconds[-1], f"step {repetition + 1}", following)
                     on_step(measured)
     zero_gradients(model)
+    for error in (found.error for found in measured.values() if found.error is not None):
+        if on_error is None:
+            raise error
+        on_error(error)
     return measured
 
 
@@ -125,10 +136,13 @@ def _timed(step: Callable[[], float], found: Measured, device: torch.device) -> 
         found.loss = step()
     except TooSlow as error:
         found.skipped = str(error)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        found.skipped = f"out of memory: {str(error).splitlines()[0][:120]}"
+    except Exception as error:  # whatever a contestant raises: the others are measured, and then it is raised
+        first, *_ = str(error).splitlines() or [""]
+        if is_out_of_memory(error):
+            found.skipped = f"out of memory: {first[:120]}"
+        else:
+            found.skipped, found.error = f"failed: {type(error).__name__}: {first[:120]}", error
+            clear_frames(error.__traceback__)  # which hold the graph of the step
     if found.skipped is not None:
         _release_memory()
         return math.nan
@@ -223,14 +237,15 @@ def run(
     memory gives one row with the reason under `skipped`; so does a workload whose contestants differ in their losses.
 
     Raises:
-        VerificationError: contestants whose losses differ, once all workloads are measured.
+        VerificationError: contestants whose losses differ, once all workloads are measured. So is what a contestant
+            raises.
     """
     try:
         model = model_of()
     except OutOfMemoryError as error:
         on_row({"model": name, "skipped": str(error)})
         return
-    failures: list[VerificationError] = []
+    failures: list[Exception] = []
     for workload in workloads_of(model.get_input_embeddings().weight.shape[0]):
         where = {"model": name, "workload": workload.name}
 
@@ -241,7 +256,8 @@ def run(
             on_partial({**where, **row})
 
         try:
-            on_row({"model": name, **measure_workload(twin(model), workload, settings, tell, keep)})
+            row = measure_workload(twin(model), workload, settings, tell, keep, failures.append)
+            on_row({"model": name, **row})
         except VerificationError as error:
             failures.append(error)
             on_row({**where, "skipped": str(error)})
@@ -255,10 +271,12 @@ def measure_workload(
     settings: Settings,
     on_line: Callable[[str], None] = lambda _: None,
     on_partial: Callable[[Row], None] = lambda _: None,
+    on_error: Callable[[Exception], None] | None = None,
 ) -> Row:
     """Plain JSON values: the workload, its ratios and bounds, and a record for each contestant.
 
-    model: a transformers causal language model without treewise installed on it. on_line, on_partial: see `run`.
+    model: a transformers causal language model without treewise installed on it. on_line, on_partial: see `run`;
+    on_error: see `measure`.
 
     Raises:
         VerificationError: contestants whose losses differ, so they do not compute the same.
@@ -277,7 +295,7 @@ def measure_workload(
         "workload": workload.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
-        "varlen_kernel": kernel(model.device.type, model.dtype),
+        "varlen_kernel": next((each.kernel.name for each in ready.values() if each.kernel is not None), LOOP),
         "capability": place_of(model.device.type, None).capability,
         "layers": layers_of(settings.layers, model.device),
         "product_flops": matmul_flops(model.device.type, model.dtype, model.config.get_text_config().hidden_size),
@@ -299,6 +317,7 @@ def measure_workload(
         wide,
         pace=pace,
         on_step=lambda measured: on_partial(row(measured)),
+        on_error=on_error,
     )
     check_losses(measured, model.dtype)
     return row(measured)
@@ -407,6 +426,7 @@ def _record(contestant: Contestant, measured: Measured, forest: Forest, facts: R
         "loss": measured.loss,
         "host_seconds": contestant.host_seconds,
         "key_rows_per_token": contestant.key_rows_per_token,
+        **({} if contestant.kernel is None else {"kernel": asdict(contestant.kernel)}),
         **note,
         **({} if measured.seconds else {"is_first_step_alone": True}),
     }

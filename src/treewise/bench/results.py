@@ -154,8 +154,17 @@ def row_view(row: dict[str, Any]) -> RenderableType:
             notes += [f"{name}: {why}"] if colon else []
         else:
             table.add_row(name, *_cells(row, name, result, first, second))
-        notes += [f"{name}: {result['note']}"] if "note" in result else []
+        notes += [f"{name}: {each}" for each in (attention_of(result), result.get("note")) if each]
     return Group(table, Text("\n".join([*notes, ""]))) if notes else table
+
+
+def attention_of(result: dict[str, Any]) -> str | None:
+    """By which kernel a contestant's packed rows attend and what each that was timed takes; None where none was."""
+    kernel = result.get("kernel", {})
+    if not kernel.get("seconds"):
+        return None
+    timed = ", ".join(f"{name} {1000 * seconds:.3g}" for name, seconds in kernel["seconds"].items())
+    return f"attention by {kernel['name']}, the fastest of (milliseconds of a layer) {timed}"
 
 
 def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -166,11 +175,12 @@ def baselines_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def efficiency(row: dict[str, Any], name: str) -> float | None:
-    """Speed-up over the first flat contestant that ran, over the FLOP bound; None where its rows ran by a kernel of
-    older cards (`varlen.NEWER`)."""
+    """Speed-up over the first flat contestant that ran, over the FLOP bound; None where no kernel for the card was at
+    hand for its rows, but one of older cards (`varlen.NEWER`)."""
     flat, _ = baselines_of(row)
     has_newer = row.get("capability") is not None and row["capability"][0] >= HOPPER and row["dtype"] != "float32"
-    if has_newer and row["varlen_kernel"] not in NEWER:
+    timed = row["contestants"].get(flat, {}).get("kernel", {}).get("seconds", {}) if has_newer else {}
+    if has_newer and not {row["varlen_kernel"], *timed} & set(NEWER):
         return None
     ratio = None if flat is None else row["speed_up"][flat].get(name)
     return None if ratio is None else ratio / row["flop_bound"]

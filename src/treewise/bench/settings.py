@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AGAINST = ("flat", "merged", "trl", "tree-recurrence")  # what they are: contestants.py
+AGAINST = ("flat", "merged", "trl", "tree-recurrence", "trl-liger")  # what they are: contestants.py
+USUAL = AGAINST[:-1]  # where nothing is asked for: Liger's kernels are another setting of all layers
 LAYERS = ("auto", "plain", "compiled", "liger")
 REFERENCES = ("auto", "flat", "float32", "float64")
 
@@ -21,7 +22,7 @@ class Settings:
     contestant that would take longer than is left of them is left out, and no repetition begins that would.
     """
 
-    against: Sequence[str] = AGAINST
+    against: Sequence[str] = USUAL
     max_tokens: Sequence[int] | None = None
     attention: str = "auto"
     with_checkpointing: bool = False

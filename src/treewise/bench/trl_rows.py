@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from treewise.bench.flat import attention, checkpointing
+from treewise.bench.flat import attention, checkpointing, fastest_for
 from treewise.bench.pace import OnPart
-from treewise.bench.varlen import varlen_attention
+from treewise.bench.varlen import LOOP, ChosenKernel, varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError, bytes_as_text, pip_install
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import edge_values
@@ -53,12 +54,15 @@ class TrlRows:
     ) -> None:
         self.lm, self.is_checkpointed, self.follows_states = lm, is_checkpointed, follows_states
         self.packing = packing_module()
-        self.packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)  # noqa: SLF001
         self.packing.register_tree_attention()
         samples = [_sample(item) for item in items]
         self.denominator = sum(float(sample["old_log_probs"].sum()) for sample in samples)
         self.rows = [row.pack() for row in self._rows(samples, max_tokens)]
+        self.kernel = ChosenKernel(LOOP)
         self._require_support(samples[0])
+        longest = max(self.rows, key=lambda row: len(row["tree_kv_index"]))
+        bounds, key_bounds = (longest[f"tree_cu_seqlens_{each}"].numpy() for each in "qk")
+        self.kernel = fastest_for(lm, bounds, key_bounds)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -141,6 +145,8 @@ class TrlRows:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Inside, attention and recurrent layers follow the row; hooks on transformers' modules are removed after."""
+        by = partial(varlen_attention, kernel=self.kernel.name)
+        self.packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=by)  # noqa: SLF001
         if not self.follows_states:
             with attention(self.lm, self.packing.TREE_ATTENTION):
                 yield

@@ -70,10 +70,10 @@ class StopSignals:
         Raises:
             StepAbandoned: a signal came before or during the work, and `may_abandon` holds.
         """
-        self._abandon_if_signalled()
         self._is_computing = True
         try:
-            self._abandon_if_signalled()
+            if self.may_abandon and self.received is not None:
+                raise StepAbandoned
             yield
         finally:
             self._is_computing = False
@@ -88,11 +88,7 @@ class StopSignals:
         self.received = number
         how = "abandoning the step" if self.may_abandon else "finishing the step"
         _print(f"{name}: {how} and saving; again to end at once")
-        if self._is_computing:
-            self._abandon_if_signalled()
-
-    def _abandon_if_signalled(self) -> None:
-        if self.may_abandon and self.received is not None:
+        if self._is_computing and self.may_abandon:
             self._is_computing = False
             raise StepAbandoned
 

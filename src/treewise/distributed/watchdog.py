@@ -257,7 +257,9 @@ def _is_of_collective(error: RuntimeError) -> bool:
 
 
 def _is_timeout(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    text = str(error).lower()
+    is_refused = "connection refused" in text  # gloo times out at once where the process at an address is gone
+    return ("timed out" in text or "timeout" in text) and not is_refused
 
 
 def _current_line() -> str:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,6 +103,13 @@ def _saved_bytes(train: Callable[[int], None], num_tokens: int, num_layers: int)
     return sum(in_forward.values()) + sum(in_backward.values()) / max(1, num_layers)
 
 
+def _chains(token_ids: np.ndarray, num_tokens: int, config: Any) -> Forest:
+    """So many tokens in rows of one length, as few as a model's table of positions (GPT-2's) allows."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or num_tokens
+    rows = np.array_split(np.resize(token_ids, num_tokens), -(-num_tokens // longest))
+    return Forest.concatenate([Forest.from_trajectories([Trajectory(row)]) for row in rows])
+
+
 def measure(
     budget: Budget,
     lm: DecoderAndHead,
@@ -126,8 +134,8 @@ def measure(
 
     @torch.enable_grad()
     def train(num_tokens: int) -> None:
-        chain = Forest.from_trajectories([Trajectory(np.resize(text_ids(forest)[:2], num_tokens))])
-        new_walk(make_plan(chain)).train(StepLoss(chain, SFT(), None).of_micro_batch)
+        chains = _chains(text_ids(forest)[:2], num_tokens, lm.decoder.config)
+        new_walk(make_plan(chains)).train(StepLoss(chains, SFT(), None).of_micro_batch)
 
     def gateway_tokens(max_tokens: int) -> int:
         plan = make_plan(forest, max_tokens, hold=hold)

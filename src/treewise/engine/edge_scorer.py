@@ -3,7 +3,7 @@
 Where several entries ask for one edge (candidates of a teacher, tokens that are scored more than once), it is projected
 once.
 
-Letters: E edges or entries of a micro-batch, P entries of a forest.
+Letters: T tokens of a micro-batch, E its edges or entries, P entries of a forest.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from treewise.base.shapes import Float, Int
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.lm_head import edge_loss, edge_values
 from treewise.nn.platform.tensors import to_device
-from treewise.planning.plans import edges_of
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
 
@@ -51,7 +50,7 @@ class EdgeScorer:
         if asked is None:
             return None
         values = edge_values(output.hidden, output.head(), asked.source, asked.tokens, self.outputs)
-        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))
+        return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0]
 
     def loss(self, output: MicroBatchOutput, loss_of: LossOfEntries) -> tuple[Float[Tensor, ""], Entries] | None:
         """A loss that is a sum over tokens, a scalar whose gradients are taken on the way, for a backward that starts
@@ -64,26 +63,51 @@ class EdgeScorer:
             return None
 
         def of_edges(values: Values, edges: slice) -> Tensor:
-            return loss_of(asked.of_entries(values, edges), asked.entry, asked.entries(edges))
+            of_entries, entries = asked.of_entries(values, edges)
+            return loss_of(of_entries, asked.entry, entries)
 
         loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.tokens, of_edges, self.outputs)
-        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source))))
+        return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0])
 
     def _asked(self, output: MicroBatchOutput) -> "_Asked | None":
-        edges = edges_of(self.forest, output.positions, self._is_needed)
-        if len(edges.target) == 0:
+        source, target = edges_of(self.forest, output.positions, self._is_needed)
+        if len(target) == 0:
             return None
-        first = np.searchsorted(self.positions, edges.target, side="left")
-        count = np.searchsorted(self.positions, edges.target, side="right") - first
-        edge, entry = np.repeat(np.arange(len(edges.target)), count), concatenated_ranges(first, count)
+        first = np.searchsorted(self.positions, target, side="left")
+        count = np.searchsorted(self.positions, target, side="right") - first
+        edge, entry = np.repeat(np.arange(len(target)), count), concatenated_ranges(first, count)
         device = output.hidden.device
         if self.tokens is not None:
             tokens = to_device(self.tokens[entry], device, torch.long)
-            return _Asked(entry, edges.source[edge], tokens)
-        tokens = to_device(self.forest.token_ids[edges.target], device, torch.long)
-        if len(entry) == len(edges.target):
-            return _Asked(entry, edges.source, tokens)
-        return _Asked(entry, edges.source, tokens, np.concatenate([[0], np.cumsum(count)]), to_device(edge, device))
+            return _Asked(entry, source[edge], tokens)
+        tokens = to_device(self.forest.token_ids[target], device, torch.long)
+        if len(entry) == len(target):
+            return _Asked(entry, source, tokens)
+        return _Asked(entry, source, tokens, np.concatenate([[0], np.cumsum(count)]), to_device(edge, device))
+
+
+def edges_of(forest: Forest, positions: np.ndarray, is_needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The edges from a micro-batch's tokens to the targets marked in `is_needed`, ordered by source.
+
+    positions: [T] int64 tree positions of the micro-batch, ascending. is_needed: [tree tokens] bool.
+
+    A token's first child is the token after it; every further child of a fork begins a segment elsewhere.
+
+    Returns [E] int64, own rows whose hidden states predict, and [E] int64, the tree positions that they predict, which
+    at a cut belong to another micro-batch.
+    """
+    following = positions + 1
+    has_next = following < forest.num_tokens
+    has_next[has_next] = forest.parent[following[has_next]] == positions[has_next]
+    above, branches = forest.branches
+    first = np.searchsorted(above, positions)
+    count = np.searchsorted(above, positions, side="right") - first
+    source = np.concatenate([np.flatnonzero(has_next), np.repeat(np.arange(len(positions)), count)])
+    target = np.concatenate([following[has_next], branches[concatenated_ranges(first, count)]])
+    keep = is_needed[target]
+    source, target = source[keep], target[keep]
+    order = np.argsort(source, kind="stable")
+    return source[order], target[order]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,13 +123,10 @@ class _Asked:
     first: np.ndarray | None = None
     edge: Tensor | None = None
 
-    def entries(self, edges: slice) -> slice:
-        """The entries of some edges."""
-        return edges if self.first is None else slice(int(self.first[edges.start]), int(self.first[edges.stop]))
-
-    def of_entries(self, values: Values, edges: slice) -> Values:
-        """The values of entries, from those of their edges."""
-        if self.edge is None:
-            return values
-        index = self.edge[self.entries(edges)] - edges.start
-        return {name: value[index] for name, value in values.items()}
+    def of_entries(self, values: Values, edges: slice) -> tuple[Values, slice]:
+        """The values of the entries of some edges, from those of the edges, and which entries these are."""
+        if self.first is None or self.edge is None:
+            return values, edges
+        entries = slice(int(self.first[edges.start]), int(self.first[edges.stop]))
+        index = self.edge[entries] - edges.start
+        return {name: value[index] for name, value in values.items()}, entries

@@ -31,7 +31,6 @@ from treewise.nn.platform.tensors import autocast_dtype
 from treewise.nn.platform.versions import warn_of_untested_torch
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import SFT, checked_objective
-from treewise.planning.planner import fastest_plan
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
 from treewise.tree.forest import LOGPROB_STREAMS, Forest, one_forest
@@ -204,7 +203,10 @@ class TreeEngine:
         if settings.costs is not None:
             return settings.costs.plan(forest, most, hold=settings.hold)
         if settings.is_measured or settings.least_tokens:
-            return fastest_plan(forest, most, hold=settings.hold, least_tokens=settings.least_tokens)
+            fastest: Plan = feature("fastest").fastest_plan(
+                forest, most, hold=settings.hold, least_tokens=settings.least_tokens
+            )
+            return fastest
         return make_plan(forest, most, hold=settings.hold)
 
     def _plan_settings(self, forest: Forest) -> PlanSettings:

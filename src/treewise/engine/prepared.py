@@ -40,6 +40,10 @@ class Budget:
         self.is_measured = setting != AUTO
         self.recovers = True
 
+    def take(self, tokens: int) -> None:
+        """Takes what was measured before, by a run that is resumed: plans are those of a measured budget."""
+        self.tokens, self.is_measured = tokens, True
+
     def fix(self, settings: str) -> None:
         """Raises `ConfigError` for `auto`: ranks that compute a batch together (by these settings) all need the budget
         of the others, and none may run a step again.

@@ -37,7 +37,7 @@ from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
 from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
-from treewise.errors import DataError, OutOfMemoryError
+from treewise.errors import ConfigError, DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
 from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
@@ -46,6 +46,7 @@ from treewise.nn.lm_head import AnyHead
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
 from treewise.nn.wrapped import all_modules, all_parameters
 from treewise.objectives.protocol import Objective, Terms
+from treewise.objectives.sft import described
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, lay_out
 from treewise.tree.forest import Forest
 
@@ -391,7 +392,13 @@ class StepLoss:
         return streams
 
     def _loss(self, values: Values, streams: Values) -> Float[Tensor, ""]:
-        return self.objective.token_losses(values, streams).sum() / self.denominator
+        losses = self.objective.token_losses(values, streams)
+        if losses.dim() != 1:  # a mean over some terms, which are those of a micro-batch or of a chunk of it
+            raise ConfigError(
+                f"{type(self.objective).__name__}.token_losses must return one loss for each term, found "
+                f"{described(losses)}."
+            )
+        return losses.sum() / self.denominator
 
     @torch.no_grad()
     def _report(self, loss: Tensor, values: Values, streams: Values) -> None:
@@ -426,5 +433,5 @@ def step_output(
         metrics=metrics or {},
         weight=weight,
         routing=next((report for guest in walk.guests if (report := guest.report()) is not None), None),
-        replay=replay_of(walk.guests),
+        replay=replay_of(walk.guests) if walk.guests else None,
     )

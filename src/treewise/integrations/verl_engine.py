@@ -14,6 +14,7 @@ Letters: E edges, M model width.
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -87,6 +88,17 @@ def recorded_experts(micro_batch: Any) -> np.ndarray | None:
     return np.where((table == 0).all((1, 2), keepdims=True), -1, table)
 
 
+def gap_to_rollout(log_probs: torch.Tensor, micro_batch: Any) -> float | None:
+    """`logprob_gap` of a micro-batch: mean of `exp(|log_probs - rollout_log_probs|)` over the tokens of its response
+    mask. log_probs: of all tokens, as verl's engine returns them. None: the mask has none."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    found = no_padding_2_padding(log_probs, micro_batch).float().cpu()
+    rollout = micro_batch.select("rollout_log_probs", "response_mask").cpu().to_padded_tensor()
+    gaps = torch.exp((found - rollout["rollout_log_probs"]).abs())[rollout["response_mask"].bool()]
+    return gaps.mean().item() if len(gaps) else None
+
+
 class VerlHead:
     """verl's head at one temperature, which divides the logits; a `RowHead`."""
 
@@ -119,26 +131,21 @@ class EngineSharing:
         self._own: Callable[..., Any] = type(model).forward
         self._is_compared = False
         self._experts: np.ndarray | None = None  # of the micro-batch that runs
+        self._is_measured = False  # whether the gap to the rollout was, in the batch that runs
         model.forward = MethodType(self._forward_of(), model)
-        own = type(of_verl).forward_backward_batch
+        own, own_step = type(of_verl).forward_backward_batch, type(of_verl).forward_step
 
         @functools.wraps(own)
         def forward_backward_batch(*args: Any, **kwargs: Any) -> Any:
+            self._is_measured = False
             with relatives_together(min_ratio):
                 return own(of_verl, *args, **kwargs)
 
-        of_verl.forward_backward_batch = forward_backward_batch
-        own_step = type(of_verl).forward_step
-
         @functools.wraps(own_step)
-        def forward_step(micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self._experts = recorded_experts(micro_batch)
-            try:
-                return own_step(of_verl, micro_batch, *args, **kwargs)
-            finally:
-                self._experts = None
+        def forward_step(micro_batch: Any, loss_function: Any, forward_only: Any) -> Any:
+            return self._step(micro_batch, loss_function, trains=not forward_only)
 
-        of_verl.forward_step = forward_step
+        of_verl.forward_backward_batch, of_verl.forward_step = forward_backward_batch, forward_step
 
     def remove(self) -> None:
         """Computes every micro-batch by verl's own forward again."""
@@ -157,6 +164,39 @@ class EngineSharing:
             return self._serve(kwargs)
 
         return tree_forward
+
+    def _step(self, micro_batch: Any, loss_function: Any, *, trains: bool) -> Any:
+        """verl's own step of a micro-batch, through its recorded experts.
+
+        An update's metrics get `routed_otherwise`, and those of its first micro-batch `replayed_gap` and `live_gap`,
+        where the rollout returned log-probs; the latter takes one more forward, which all ranks have.
+        """
+        experts, before = recorded_experts(micro_batch), replace(self.counts)
+        is_replayed = trains and experts is not None
+        live = None
+        if is_replayed and not self._is_measured and "rollout_log_probs" in micro_batch:
+            self._is_measured, live = True, self._live_logprobs(micro_batch)
+        self._experts = experts
+        try:
+            loss, output = type(self._of_verl).forward_step(self._of_verl, micro_batch, loss_function, not trains)
+        finally:
+            self._experts = None
+        if is_replayed and (num_recorded := self.counts.num_recorded - before.num_recorded):
+            num_otherwise = self.counts.num_otherwise - before.num_otherwise
+            output["metrics"]["routed_otherwise"] = num_otherwise / num_recorded
+        if live is not None:
+            gap, live_gap = (gap_to_rollout(each, micro_batch) for each in (output["model_output"]["log_probs"], live))
+            output["metrics"] |= {} if gap is None else {"replayed_gap": gap, "live_gap": live_gap}
+        return loss, output
+
+    @torch.no_grad()
+    def _live_logprobs(self, micro_batch: Any) -> torch.Tensor:
+        """Log-probs of a micro-batch as its routers choose now, in verl's layout; it is not counted."""
+        before = replace(self.counts)
+        _, output = type(self._of_verl).forward_step(self._of_verl, micro_batch, None, forward_only=True)
+        vars(self.counts).update(vars(before))
+        log_probs: torch.Tensor = output["model_output"]["log_probs"]
+        return log_probs
 
     def _serve(self, kwargs: dict[str, Any]) -> object:
         expected = None

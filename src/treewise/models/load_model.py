@@ -273,6 +273,7 @@ def load_shapes(
     import torch
 
     from treewise.nn.model_flops import auto_class
+    from treewise.nn.recomputation import set_recomputation
 
     config = load_config(name, gguf_file)
     with named_errors(name), torch.device("meta"):
@@ -286,8 +287,7 @@ def load_shapes(
                 model = get_peft_model(model, adapter_config(adapters))
         if lora is not None:
             model = adapted(model, lora)
-    if checkpointing:  # under the name of transformers 5.23, or the one before
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    set_recomputation(model, wanted=checkpointing)
     return model
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
@@ -139,7 +138,7 @@ def run_decoder(
         output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
     context.is_done = True
     hidden = output.last_hidden_state[0]
-    return hidden, _router_logits(lm, output, hidden) if with_router_logits else ()
+    return hidden, feature("router_loss").router_logits(lm, output, hidden) if with_router_logits else ()
 
 
 @contextmanager
@@ -151,29 +150,6 @@ def _carried_input(lm: DecoderAndHead) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    layers = getattr(output, "router_logits", None) or ()
-    logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in layers if isinstance(layer, torch.Tensor))
-    if not logits:
-        raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
-            "output_router_logits=False."
-        )
-    # transformers keeps router logits while a layer runs, which such a checkpoint does without a graph.
-    if hidden.requires_grad and not any(each.requires_grad for each in logits) and _has_reentrant_checkpoints(lm):
-        raise UnsupportedModelError(
-            f"{type(lm.decoder).__name__} returns router logits without gradients under reentrant gradient "
-            "checkpointing, so a loss on them would train nothing; set use_reentrant=False "
-            "(gradient_checkpointing_kwargs), or output_router_logits=False."
-        )
-    return logits
-
-
-def _has_reentrant_checkpoints(lm: DecoderAndHead) -> bool:
-    functions = (vars(module).get("_gradient_checkpointing_func") for module in lm.decoder.modules())
-    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
 def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:

@@ -1,4 +1,4 @@
-"""The devices of this machine: which one is chosen, a clock, its rate of products."""
+"""The devices of this machine: which one is chosen, a clock, its rate of products and the vendor's peak."""
 
 import logging
 import os
@@ -16,6 +16,20 @@ logger = logging.getLogger("treewise")
 # Of the products by which a device's rate is measured.
 MATRIX_SIZE = {"cpu": 768, "cuda": 4096}
 NUM_PRODUCTS, MOST_SECONDS = 6, 0.3
+# Dense bfloat16 FLOPs per second (without sparsity) from the data sheets, by a part of the device's name. The first
+# match counts.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
 
 
 @contextmanager
@@ -85,6 +99,14 @@ def matmul_flops(kind: str, dtype: torch.dtype, width: int | None = None) -> flo
     except (RuntimeError, MemoryError):
         return None
     return 2.0 * size * (width or size) ** 2 / max(min(seconds), 1e-9)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOPs per second by the vendor's data sheet; None for an unknown device or another dtype than bfloat16."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 @cache

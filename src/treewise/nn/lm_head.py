@@ -38,9 +38,10 @@ _NUM_SLICES = 8  # of a chunk, for sums over its rows; what they compute on the 
 # a CPU; 256 MiB on a GPU, where a vocabulary of 152,000 by 4,096 takes 5 products a chunk in place of 149.
 MAX_PRODUCT = {"cpu": 2**22, "cuda": 2**27}
 _SIZED_AS: dict[str, str] = {}  # see `sized_as`
-# Fewer rows are padded for their product with the weight in the backward: of up to three rows, torch's CPU kernel (MKL)
-# adds the terms of the vocabulary one by one. Of 49,152 in float32 that is 5.8e-6 off where four rows are 5e-7.
-_MIN_ROWS = 4
+# Up to so many rows are padded for their product with the weight in the backward: where rows, or those that a thread
+# gets, are no multiple of four, torch's CPU kernel (MKL) adds the terms of the vocabulary one by one for the rest. Of
+# 49,152 in float32 that is 5.8e-6 off where four rows are 5e-7; with 96 threads also at 199 rows.
+_MOST_PADDED, _MULTIPLE = 256, 4
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
 LossOfEdges = Callable[[dict[str, Tensor], slice], Tensor]  # a scalar from the values of some edges, and which they are
@@ -393,9 +394,11 @@ class ChunkGradients:
 
 
 def padded(rows: torch.Tensor) -> torch.Tensor:
-    """With rows of zeros, where there are too few for an accurate product."""
-    missing = _MIN_ROWS - len(rows)
-    return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    """With rows of zeros, where their number would make a product inaccurate."""
+    missing = -len(rows) % _MULTIPLE
+    if not missing or len(rows) > _MOST_PADDED or rows.device.type != "cpu":
+        return rows
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing))
 
 
 def over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

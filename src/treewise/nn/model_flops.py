@@ -53,7 +53,7 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
     is_head_trained = head is not None and head.weight.requires_grad
     pairs: Counter[LayerReach] = Counter()
     for reach in _layer_reaches(config):
-        heads, _, key_size, value_size = _head_sizes(config)
+        heads, _, key_size, value_size = head_sizes(config)
         pairs[reach] += 2 * heads * (key_size + value_size)
     embedding = model.get_input_embeddings()
     embedding = getattr(embedding, "original_module", embedding)  # PEFT's for trained tokens merges at each look
@@ -99,7 +99,7 @@ def gateway_values(config: PreTrainedConfig) -> int:
     """
     values = 0
     for reach in _layer_reaches(config):
-        _, key_heads, key_size, value_size = _head_sizes(config)
+        _, key_heads, key_size, value_size = head_sizes(config)
         # Sliding layers of MiMo have twice the key heads.
         factor = 2 if config.model_type == "mimo_v2_flash" and reach.window is not None else 1
         values += factor * key_heads * (key_size + value_size)
@@ -125,16 +125,14 @@ def _norm_width(module: nn.Module, name: str, config: PreTrainedConfig) -> int:
     weight = getattr(module, "weight", None) if "norm" in type(module).__name__.lower() else None
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1:
         return 0
-    heads, key_heads, key_size, _ = (
-        _head_sizes(config) if getattr(config, "num_attention_heads", None) else (1, 1, 0, 0)
-    )
+    heads, key_heads, key_size, _ = head_sizes(config) if getattr(config, "num_attention_heads", None) else (1, 1, 0, 0)
     is_per_head = weight.shape[0] == key_size and weight.shape[0] != config.hidden_size
     part = name.rpartition(".")[2].lower()
     count = heads if is_per_head and part.startswith("q") else key_heads if is_per_head else 1
     return count * weight.shape[0]
 
 
-def _head_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+def head_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """Query heads, key-value heads, size of keys, size of values, as attention receives them."""
     heads = config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):

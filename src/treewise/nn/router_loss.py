@@ -9,7 +9,7 @@ without a graph counts, and the training walk adds each micro-batch's part. Wher
 several calls or ranks, their counts (`RouterCounts`) are added up before any of them trains. The z-loss (Zoph et al.
 2022, ST-MoE, arXiv:2202.08906, equation 5) is a sum over rows anyway.
 
-Letters: T tokens of a micro-batch, L layers with a router, E experts.
+Letters: T tokens of a micro-batch, M model width, L layers with a router, E experts.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from treewise.errors import UnsupportedModelError
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest, MicroBatchOutput
 from treewise.nn.platform.tensors import to_device
 
@@ -220,6 +222,34 @@ class RouterLosses(Guest):
 
     def report(self) -> RoutingReport:
         return self.router_loss.report()
+
+
+def router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[T, E] router logits of each layer with a router, from what the decoder returned, and its hidden rows ([T, M]).
+
+    Raises:
+        UnsupportedModelError: a model that returns none, or none with a graph.
+    """
+    layers = getattr(output, "router_logits", None) or ()
+    logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in layers if isinstance(layer, torch.Tensor))
+    if not logits:
+        raise UnsupportedModelError(
+            f"{type(lm.decoder).__name__} returns no router logits, so it has no loss on them; set "
+            "output_router_logits=False."
+        )
+    # transformers keeps router logits while a layer runs, which such a checkpoint does without a graph.
+    if hidden.requires_grad and not any(each.requires_grad for each in logits) and _has_reentrant_checkpoints(lm):
+        raise UnsupportedModelError(
+            f"{type(lm.decoder).__name__} returns router logits without gradients under reentrant gradient "
+            "checkpointing, so a loss on them would train nothing; set use_reentrant=False "
+            "(gradient_checkpointing_kwargs), or output_router_logits=False."
+        )
+    return logits
+
+
+def _has_reentrant_checkpoints(lm: DecoderAndHead) -> bool:
+    functions = (vars(module).get("_gradient_checkpointing_func") for module in lm.decoder.modules())
+    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
 def router_loss_rule(

@@ -88,11 +88,14 @@ def install(decoder: nn.Module) -> list[Router]:
 
 @dataclass(frozen=True, slots=True)
 class RouterSizes:
-    """layer: see `Router`. num_experts: that it has; num_chosen: of them for a token."""
+    """layer: see `Router`. num_experts: that it has; num_chosen: of them for a token, in at most num_chosen_groups of
+    num_groups."""
 
     layer: int
     num_experts: int
     num_chosen: int
+    num_groups: int = 1
+    num_chosen_groups: int = 1
 
 
 @torch.no_grad()
@@ -106,8 +109,21 @@ def router_sizes(model: nn.Module, decoder: nn.Module) -> list[RouterSizes]:
         return []
     with heard(decoder):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(decoder.parameters()).device), use_cache=False)
-    choices = [(router.layer, vars(router.module)["_treewise_choice"]) for router in routers_of(decoder)]
-    return [RouterSizes(layer, each.num_experts, each.num_chosen) for layer, each in choices]
+        for router in routers_of(decoder):
+            if "_treewise_choice" not in vars(router.module):
+                raise _not_called(router)
+    return [_sizes(router, vars(router.module)["_treewise_choice"]) for router in routers_of(decoder)]
+
+
+def _sizes(router: Router, choice: "Choice") -> RouterSizes:
+    return RouterSizes(router.layer, choice.num_experts, choice.num_chosen, choice.num_groups, choice.num_chosen_groups)
+
+
+def _not_called(router: Router) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{router.path} ({type(router.module).__name__}) is not called by its layer (use_kernels=True, or another "
+        f"forward around it?), {_WAY_OUT}"
+    )
 
 
 def check_record(experts: np.ndarray, sizes: Sequence[RouterSizes], location: str) -> None:
@@ -142,13 +158,14 @@ def _on_routes(
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How a router chooses. num_calls: of `topk` in its forward; the last is over `num_experts`, of which it chooses
-    `num_chosen`. groups: the call that chooses among `num_groups` of them before; -1: none does."""
+    `num_chosen`. groups: the call that chooses `num_chosen_groups` of `num_groups` before; -1: none does."""
 
     num_calls: int
     num_experts: int
     num_chosen: int
     groups: int = -1
     num_groups: int = 1
+    num_chosen_groups: int = 1
 
 
 class _InTopk(TorchFunctionMode):
@@ -201,6 +218,7 @@ def _choice_of(router: Router, args: tuple[object, ...], kwargs: dict[str, objec
         num_chosen=heard.calls[-1][1],
         groups=groups[-1] if groups else -1,
         num_groups=heard.calls[groups[-1]][0][-1] if groups else 1,
+        num_chosen_groups=heard.calls[groups[-1]][1] if groups else 1,
     )
     router.module.__dict__["_treewise_choice"] = choice
     return choice
@@ -216,8 +234,9 @@ def _rows(shape: tuple[int, ...]) -> int:
 class HeardRoutes:
     """The experts that a model's routers choose, forward by forward."""
 
-    def __init__(self, num_routers: int) -> None:
-        self._chosen: list[list[torch.Tensor]] = [[] for _ in range(num_routers)]
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = routers
+        self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]
 
     def choose(self, number: int, _router: Router, choice: Choice, topk: Any, call: Any, _is_again: bool) -> Any:
         """The router's own choice, which is kept."""
@@ -228,7 +247,14 @@ class HeardRoutes:
         return found
 
     def taken(self, num_rows: int) -> np.ndarray:
-        """[R, tokens, L, k] int16, of a forward over `num_rows` rows since the last call."""
+        """[R, tokens, L, k] int16, of a forward over `num_rows` rows since the last call.
+
+        Raises:
+            UnsupportedModelError: a router that was not called.
+        """
+        for router, each in zip(self._routers, self._chosen, strict=True):
+            if not each:
+                raise _not_called(router)
         whole: np.ndarray = torch.stack([torch.cat(each) for each in self._chosen], dim=1).cpu().numpy()
         for each in self._chosen:
             each.clear()
@@ -239,7 +265,7 @@ class HeardRoutes:
 def heard(model: nn.Module) -> Iterator[HeardRoutes]:
     """Within, forwards without a tree record the experts that they choose. Raises what `install` raises."""
     routers = install(model)
-    routes = HeardRoutes(len(routers))
+    routes = HeardRoutes(routers)
     with _listening(routers, routes):
         yield routes
 
@@ -252,6 +278,7 @@ def replayed(lm: DecoderAndHead, trajectory: Trajectory) -> Iterator[None]:
     replay = Replay(lm, forest)
     with _listening(install(lm.decoder), replay.of_positions(np.arange(forest.num_tokens))):
         yield
+    replay.refuse_unused()
 
 
 @contextmanager
@@ -286,6 +313,7 @@ class RecordedRoutes:
         self._replay, self._experts = replay, experts
         self._on_device: torch.Tensor | None = None
         self._otherwise: torch.Tensor | None = None  # [L, T] bool
+        self._has_other_groups: Any = None  # [T] bool, of the router that runs: it would have left out a recorded group
 
     def choose(self, number: int, router: Router, choice: Choice, topk: Any, call: Any, is_again: bool) -> Any:
         """Recorded experts in place of a router's choice, with the values of its scores there."""
@@ -298,13 +326,16 @@ class RecordedRoutes:
         is_known_T = experts_Tk[:, :1] >= 0
         if index == choice.groups:
             group_Tk = experts_Tk.clamp(min=0) // (choice.num_experts // choice.num_groups)
-            is_needed = torch.zeros_like(scores).scatter_(-1, group_Tk, 1) > 0
-            return topk(scores.masked_fill(is_needed & is_known_T, float("inf")))
+            is_needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, group_Tk, value=True) & is_known_T
+            self._has_other_groups = is_needed.scatter(-1, topk(scores).indices, value=False).any(-1)
+            return topk(scores.masked_fill(is_needed, float("inf")))
         found = topk(scores)
         own_Tk = found.indices.reshape(experts_Tk.shape)
         if not is_again:
             self._replay.check(number, router, choice)
             is_other_T = (own_Tk.sort(-1).values != experts_Tk).any(-1) & is_known_T[:, 0]
+            if choice.groups >= 0:  # of which `found` is a choice within the recorded ones
+                is_other_T = is_other_T | self._has_other_groups
             assert self._otherwise is not None
             self._otherwise[number] = is_other_T
         chosen = torch.where(is_known_T, experts_Tk, own_Tk).reshape(found.indices.shape)
@@ -347,15 +378,22 @@ class Replay(Guest):
         if number in self._is_checked:
             return
         self._is_checked.add(number)
-        sizes = RouterSizes(router.layer, choice.num_experts, choice.num_chosen)
-        _check_column(self._experts[:, self._columns[number]], sizes, self._location)
+        _check_column(self._experts[:, self._columns[number]], _sizes(router, choice), self._location)
 
     def _location(self, token: int) -> str:
         sources = (self._forest.source_of(index) for index, path in enumerate(self._forest.paths) if token in path)
         return f"{next(sources, 'a tree')}: routed_experts[{self._forest.depth[token]}]"
 
+    def refuse_unused(self) -> None:
+        """After a forward: raises `UnsupportedModelError` where a router was not called, so nothing was replayed."""
+        for number, router in enumerate(self._routers):
+            if number not in self._is_checked:
+                raise _not_called(router)
+
     def replayed(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> ReplayReport:
-        """Of the last walk; each rank has counted the tokens that it computed."""
+        """Of the last walk; each rank has counted the tokens that it computed. Raises what `refuse_unused` raises."""
+        if self._runs:  # else this rank had no micro-batch
+            self.refuse_unused()
         is_known = self._experts[:, self._columns, 0] >= 0
         none = torch.zeros(2, dtype=torch.long, device=self._device)
         otherwise = add_up(sum((each.otherwise() for each in self._runs.values()), none)).tolist()
@@ -398,4 +436,14 @@ def _check_column(experts_Tk: np.ndarray, sizes: RouterSizes, location_of: Calla
         raise DataError(
             f"{location_of(token)} layer {sizes.layer}: expert {experts_Tk[token].max()}, but the model has "
             f"{sizes.num_experts} there; another model recorded them."
+        )
+    group_Tk = np.sort(experts_Tk // (sizes.num_experts // sizes.num_groups), axis=1)
+    num_groups_T = 1 + (np.diff(group_Tk, axis=1) != 0).sum(1)
+    outside = np.flatnonzero(num_groups_T > sizes.num_chosen_groups)
+    if len(outside):
+        token = int(outside[0])
+        raise DataError(
+            f"{location_of(token)} layer {sizes.layer}: experts {experts_Tk[token].tolist()} of "
+            f"{num_groups_T[token]} groups, but the model chooses {sizes.num_chosen_groups} of {sizes.num_groups} "
+            "there; another model recorded them."
         )

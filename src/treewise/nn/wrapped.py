@@ -67,6 +67,31 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
         yield
 
 
+# Products of experts (`experts_implementation` of transformers) that tests hold against flat training.
+TRIED_EXPERTS = ("eager", "grouped_mm", "batched_mm")
+_EXPERTS = "_experts_implementation_internal"  # of a configuration; the setter changes those inside of it, too
+
+
+def untried_experts(model: nn.Module) -> dict[int, tuple[Any, str]]:
+    """Configurations whose experts run by an implementation that no test has tried, and its name, by id."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    found = ((each, getattr(each, _EXPERTS, None)) for each in configs)
+    return {id(config): (config, name) for config, name in found if name not in (None, *TRIED_EXPERTS)}
+
+
+@contextmanager
+def experts_in_loops(model: nn.Module) -> Iterator[None]:
+    """Inside, experts of an implementation that no test has tried run one after the other, as their classes say."""
+    untried = list(untried_experts(model).values())
+    try:
+        for config, _ in untried:
+            vars(config)[_EXPERTS] = "eager"
+        yield
+    finally:
+        for config, name in untried:
+            vars(config)[_EXPERTS] = name
+
+
 def is_peft(model: nn.Module) -> bool:
     """Whether PEFT's adapters are around a model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

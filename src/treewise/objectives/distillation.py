@@ -64,7 +64,7 @@ class Distillation:
 
     def terms(self, forest: Forest) -> Terms:
         weights_F, plain_F = normalized_weights(forest, self.weighting, self.normalization)
-        ids_Fk, logprobs_Fk = forest.flat_teacher()
+        ids_Fk, logprobs_Fk = (forest.flat_stream(name) for name in ("teacher_ids", "teacher_logprobs"))
         trained = np.flatnonzero(weights_F)
         trained = trained[np.argsort(forest.path_index[trained], kind="stable")]
         is_used = np.isfinite(logprobs_Fk[trained])

@@ -60,11 +60,13 @@ def partition(forest: Forest, budget: int, hold: str, piece_tokens: int | None =
     Raises:
         PlanError: an image that has more tokens than the budget.
     """
-    if forest.images.largest > budget:
+    images = forest.images if forest.has_images else None
+    if images is not None and images.largest > budget:
         raise PlanError(
-            f"an image has {forest.images.largest} tokens, and none is cut: max_tokens={budget} must be at least that."
+            f"an image has {images.largest} tokens, and none is cut: max_tokens={budget} must be at least that."
         )
-    cut = _Cut(forest.segments, budget, hold, forest.images.start, forest.images.end, piece_tokens)
+    start, end = (None, None) if images is None else (images.start, images.end)
+    cut = _Cut(forest.segments, budget, hold, start, end, piece_tokens)
     cut.cut_trunks()
     return Partition(cut.piece_start, cut.piece_size, cut.trunk_of_pieces(), cut.trunks)
 

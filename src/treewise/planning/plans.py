@@ -1,21 +1,20 @@
 """A plan: micro-batches of a forest and the order in which they run; and the arrays of each of them.
 
-The arrays are tokens, positions, the two interval vectors of its mask, and its edges.
+The arrays are tokens, positions, and the two interval vectors of its mask.
 
-Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first), E edges.
+Letters: T own tokens, G gateway tokens, K = G + T keys (gateway keys first).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heapify, heappop, heappush
-from itertools import chain, pairwise
-from typing import overload
+from itertools import pairwise
 
 import numpy as np
 
 from treewise.base.progress import tell_progress
 from treewise.errors import bytes_as_text, num
+from treewise.planning.open_tokens import Ancestors, OpenRuns
 from treewise.planning.partition import FORWARD_FRACTION, TOKENS_PER_LAUNCH
 from treewise.tree.forest import Forest
 from treewise.tree.prefix_merge import concatenated_ranges
@@ -56,69 +55,6 @@ class Pass:
 
     action: str
     micro_batch: int
-
-
-class Ancestors(Sequence[tuple[int, ...]]):
-    """For each micro-batch those above it, computed on access: on a path of n trunks they are n * n / 2 in total.
-
-    Trunks are in depth-first order, so most of a path is `parent = index - 1`: it is stored as spans of such indices.
-    """
-
-    def __init__(self, parents: list[tuple[int, ...]]) -> None:
-        self._parents = parents
-        self._first = list(range(len(parents)))  # of the span that ends at each micro-batch
-        for index, above in enumerate(parents):
-            if above == (index - 1,):
-                self._first[index] = self._first[index - 1]
-
-    def spans(self, index: int) -> list[tuple[int, int]]:
-        """Ascending spans `[first, end)` of the micro-batches above one."""
-        waiting = [-above for above in self._parents[index]]
-        heapify(waiting)
-        spans: dict[int, int] = {}
-        while waiting:
-            last = -heappop(waiting)  # in descending order, so a span is entered at its end
-            first = self._first[last]
-            if first not in spans:
-                spans[first] = last + 1
-                for above in self._parents[first]:
-                    heappush(waiting, -above)
-        return sorted(spans.items())
-
-    def __len__(self) -> int:
-        return len(self._parents)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, ...]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[int, ...]]: ...
-
-    def __getitem__(self, index: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        return tuple(chain.from_iterable(range(first, end) for first, end in self.spans(index)))
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRuns:
-    """Tokens of open micro-batches as runs of neighbouring positions within a segment, in the order of micro-batches.
-
-    A run has no fork inside: everything below any of its tokens is below its last one, so all keys of a run share one
-    `hi`.
-    start, length: [R] int64 tree positions. end: [R] int64, end of the run's subtree. depth: [R] int64 of the first
-    token. batch: [R] int64. row: [R] int64, the first token's row within its micro-batch. bounds: [open + 1] int64,
-    where each micro-batch's runs begin.
-    """
-
-    start: np.ndarray
-    length: np.ndarray
-    end: np.ndarray
-    depth: np.ndarray
-    batch: np.ndarray
-    row: np.ndarray
-    bounds: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,10 +102,10 @@ class Plan:
         """Open tokens whose graph is kept, so that they run once."""
         return sum(batch.num_tokens for batch in self.micro_batches if batch.is_held)
 
-    @property
+    @cached_property
     def num_recomputed_tokens(self) -> int:
         """Open tokens that run twice."""
-        return self.num_open_tokens - self.num_held_tokens
+        return sum(batch.num_tokens for batch in self.micro_batches if batch.is_open and not batch.is_held)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -210,35 +146,14 @@ class Plan:
             tell_progress(what, num_tokens * done // total, num_tokens)
 
     @cached_property
-    def ancestors(self) -> "Ancestors":
+    def ancestors(self) -> Ancestors:
         """For each micro-batch the open micro-batches whose gateways it reads, ascending."""
         return Ancestors([batch.parents for batch in self.micro_batches])
 
     @cached_property
-    def open_runs(self) -> "OpenRuns":
+    def open_runs(self) -> OpenRuns:
         """The tokens of all open micro-batches, which come first in a plan, as runs without forks."""
-        ranges_of = [batch.ranges for batch in self.micro_batches if batch.is_open]
-        counts = [len(ranges) for ranges in ranges_of]
-        ranges = np.concatenate([np.zeros((0, 2), dtype=np.int64), *ranges_of])
-        segments = self.forest.segments
-        first = np.searchsorted(segments.start, ranges[:, 0], side="right") - 1
-        count = np.searchsorted(segments.start, ranges[:, 1]) - first
-        owner = np.repeat(np.arange(len(ranges)), count)
-        segment = concatenated_ranges(first, count)
-        start = np.maximum(segments.start[segment], ranges[owner, 0])
-        stop = np.minimum(np.append(segments.start, segments.num_tokens)[segment + 1], ranges[owner, 1])
-        batch = np.repeat(np.arange(len(counts)), counts)[owner]
-        bounds = np.searchsorted(batch, np.arange(len(counts) + 1))
-        before = np.cumsum(stop - start) - (stop - start)
-        return OpenRuns(
-            start=start,
-            length=stop - start,
-            end=segments.subtree_end[segment],
-            depth=segments.depth[segment] + start - segments.start[segment],
-            batch=batch,
-            row=before - before[bounds[batch]],
-            bounds=bounds,
-        )
+        return OpenRuns.of([batch.ranges for batch in self.micro_batches if batch.is_open], self.forest.segments)
 
     @cached_property
     def peak_gateway_tokens(self) -> int:
@@ -324,18 +239,6 @@ class Layout:
         return len(self.positions)
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """Edges `source -> target` that leave a micro-batch's tokens, ordered by source.
-
-    source: [E] int64 own row whose hidden state predicts. target: [E] int64 tree position of the predicted token,
-    which at a cut belongs to another micro-batch.
-    """
-
-    source: np.ndarray
-    target: np.ndarray
-
-
 def lay_out(plan: Plan, micro_batch: int) -> Layout:
     """The arrays of micro-batch `micro_batch` of a plan.
 
@@ -369,30 +272,6 @@ def lay_out(plan: Plan, micro_batch: int) -> Layout:
         gateway_rows=concatenated_ranges(runs.row[above], length),
         gateway_bounds=np.append((np.cumsum(length) - length)[begins], length.sum()),
     )
-
-
-def edges_of(forest: Forest, positions: np.ndarray, is_needed: np.ndarray) -> Edges:
-    """The edges from a micro-batch's tokens to the targets marked in `is_needed`.
-
-    positions: [T] int64 tree positions of the micro-batch, ascending. is_needed: [tree tokens] bool.
-
-    A token's first child is the token after it; every further child of a fork begins a segment elsewhere.
-    """
-    following = positions + 1
-    has_next = following < forest.num_tokens
-    has_next[has_next] = forest.parent[following[has_next]] == positions[has_next]
-    target = following[has_next]
-    source = np.flatnonzero(has_next)
-    above, branches = forest.branches
-    first = np.searchsorted(above, positions)
-    count = np.searchsorted(above, positions, side="right") - first
-    row = np.repeat(np.arange(len(positions)), count)
-    branch = branches[concatenated_ranges(first, count)]
-    source, target = np.concatenate([source, row]), np.concatenate([target, branch])
-    keep = is_needed[target]
-    source, target = source[keep], target[keep]
-    order = np.argsort(source, kind="stable")
-    return Edges(source[order], target[order])
 
 
 def _rows_before(positions: np.ndarray, ranges: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -16,8 +16,6 @@ from typing import Annotated, Any
 from annotated_types import Gt, Le, Lt
 
 from treewise.errors import DataError, check_fields
-from treewise.rl.branching.protocol import Signals
-from treewise.rl.branching.rollout_tree import RolloutTree
 
 FORMAT = 1
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
@@ -67,10 +65,6 @@ class SuccessBook:
         without any. Always predicting the overall rate p gives p (1 - p).
         """
         return self._squared / self._trials if self._trials else math.nan
-
-    def signals(self, task: str, _tree: RolloutTree) -> Signals:
-        """What is known of a growing tree's task, which has not observed its own rollouts: `lcr` counts these."""
-        return Signals(self.success(task))
 
     # -- observations -------------------------------------------------------------------------------------------------
 

@@ -324,7 +324,7 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
     trees, old = update.trees, update.old
     if old == "sampler":
         trees = [[replace(item, old_logprobs=item.sampler_logprobs) for item in tree] for tree in trees]
-    elif old is None:
+    elif old is None and any(item.old_logprobs is not None for tree in trees for item in tree):
         trees = [[replace(item, old_logprobs=None) for item in tree] for tree in trees]
     elif old == "policy":
         trees = with_logprobs(engine, trees, "old_logprobs", batch_size)
@@ -337,18 +337,16 @@ def scored(update: Update, engine: TreeEngine, *, batch_size: int, reference: Tr
         else:
             with nullcontext() if adapters_off is None else adapters_off():
                 trees = with_logprobs(engine, trees, "ref_logprobs", batch_size)
-    return replace(update, trees=trees, gaps=_gaps(engine, trees, batch_size))
+    recorded = [tree for tree in trees if any(item.routed_experts is not None for item in tree)]
+    compared = next((tree for tree in recorded if all(item.sampler_logprobs is not None for item in tree)), None)
+    return replace(update, trees=trees, gaps=None if compared is None else _gaps(engine, compared))
 
 
-def _gaps(engine: TreeEngine, trees: Trees, batch_size: int) -> tuple[float, float] | None:
-    """The gap to the sampler of one tree, with the experts that it recorded and with those that routers choose now."""
-    for tree in trees:
-        is_recorded = any(item.routed_experts is not None for item in tree)
-        if is_recorded and all(item.sampler_logprobs is not None for item in tree):
-            live = [replace(item, routed_experts=None) for item in tree]
-            scores = [with_logprobs(engine, [rows], "old_logprobs", batch_size)[0] for rows in (tree, live)]
-            return logprob_gap(scores[0]), logprob_gap(scores[1])
-    return None
+def _gaps(engine: TreeEngine, tree: list[Trajectory]) -> tuple[float, float]:
+    """The gap to the sampler of a tree, with the experts that it recorded and with those that routers choose now."""
+    live = [replace(item, routed_experts=None) for item in tree]
+    scores = [with_logprobs(engine, [rows], "old_logprobs", batch_size=1)[0] for rows in (tree, live)]
+    return logprob_gap(scores[0]), logprob_gap(scores[1])
 
 
 def own_update(

@@ -48,8 +48,8 @@ class OwnedWeights:
 
     def forget(self, *, with_moments: bool) -> None:
         """Drops gradients, and what the optimizer remembers, too."""
-        for each in self.parameters.values():
-            each.grad = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
         if with_moments:
             self.optimizer = torch.optim.AdamW(self.parameters.values())
 
@@ -98,7 +98,7 @@ class Slots:
             config = LoraConfig(
                 r=shape.rank, lora_alpha=ALPHA, target_modules=_targets(self._layers, shape), task_type="CAUSAL_LM"
             )
-            before = {id(each) for each in self.model.parameters()}
+            before = {id(parameter) for parameter in self.model.parameters()}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of peft about tied heads
                 if self.model is self.base:
@@ -106,7 +106,7 @@ class Slots:
                 else:
                     self.model.add_adapter(shape.name, config)
             self.model.eval()
-            own = {each for each in self.model.parameters() if id(each) not in before}
+            own = {parameter for parameter in self.model.parameters() if id(parameter) not in before}
             self._slots[shape.name] = _slot_of(self.model, own)
         return self._slots[shape.name]
 
@@ -128,7 +128,7 @@ class Slots:
 
 
 def _slot_of(model: nn.Module, own: set[nn.Parameter]) -> _Slot:
-    ids = {id(each) for each in own}
+    ids = {id(parameter) for parameter in own}
     slot, names = _Slot({}), dict[int, str]()
     for prefix, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -147,7 +147,7 @@ def _put(slot: _Slot, parameters: dict[str, nn.Parameter]) -> None:
 
 def _layers(base: Any) -> dict[str, str]:
     """The linear layers by name, each with its kind; those of no kind (of a tower) have ``."""
-    inner, head = {id(each) for each in (base.get_decoder() or base).modules()}, base.get_output_embeddings()
+    inner, head = {id(module) for module in (base.get_decoder() or base).modules()}, base.get_output_embeddings()
     left_out, found = "out_proj" if base.config.model_type in _WITHOUT_OUT_PROJ else None, {}
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] != left_out:

@@ -38,7 +38,7 @@ from treewise.serve.bodies import Bodies, BodyRefusedError, named_in
 from treewise.serve.catalog import Catalog, json_of, lora_facts
 from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, RequestJournal, digest_of
 from treewise.serve.settings import LOOPBACK, ServeSettings
-from treewise.serve.store import KINDS, Place, Store
+from treewise.serve.store import KINDS, CheckpointName, Store
 from treewise.serve.weights import ServedModel
 from treewise.serve.wire import UNPUBLISHED, read_call
 from treewise.serve.worker import CALLS, JSON, PATIENCE_SECONDS, QueueFullError, Worker
@@ -137,7 +137,7 @@ class Api(Catalog):
             ("GET", f"{one}/files/{{file}}", self.file),
             ("GET", "status", self.status),
         ]
-        table = [("POST", *each) for each in posted] + [(*each, None) for each in others]
+        table = [("POST", *route) for route in posted] + [(*route, None) for route in others]
         return [
             Route(f"/api/v1/{path}", self._guarded(handler, kind), methods=[way]) for way, path, handler, kind in table
         ]
@@ -255,7 +255,7 @@ class Api(Catalog):
         self._check_optimizer(asked.optimizer_config)
         if asked.model_id is not None:
             return await self.change(request, asked)
-        place = Place.parsed(asked.path)
+        place = CheckpointName.parsed(asked.path)
         shape = self.store.shape(place, request.state.key)
         facts = {"shape": asdict(shape), "seed": 0, "path": str(place), "optimizer": asked.optimizer}
         return await self._new_run(request, asked, facts)
@@ -281,7 +281,7 @@ class Api(Catalog):
         return {"type": "get_info", **named, **lora_facts(shape)}
 
     async def weights_info(self, request: Request, _: object) -> object:
-        shape = self.store.shape(Place.parsed(json_of(request).get("tinker_path")), request.state.key)
+        shape = self.store.shape(CheckpointName.parsed(json_of(request).get("tinker_path")), request.state.key)
         kinds = {"train_mlp": shape.mlp, "train_attn": shape.attn, "train_unembed": shape.unembed}
         return {"base_model": self.store.base_name, **lora_facts(shape), **kinds}
 
@@ -304,7 +304,7 @@ class Api(Catalog):
         self._check_base(asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         if asked.model_path is not None:
-            self.store.facts(Place.parsed(asked.model_path), request.state.key)
+            self.store.facts(CheckpointName.parsed(asked.model_path), request.state.key)
         facts = {"base_model": self.store.base_name, "model_path": asked.model_path}
         self.journal.put("sampler", name, asked.session_id, facts)
         return {"type": "create_sampling_session", "sampling_session_id": name}
@@ -363,8 +363,10 @@ def _said(error: Exception) -> tuple[int, str]:
     status = 429 if isinstance(error, QueueFullError) else getattr(error, "status_code", 400)
     text = str(getattr(error, "detail", error))
     if isinstance(error, ValidationError):
-        found = [each for each in error.errors() if each["type"] != "missing"] or error.errors()
-        text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}{_given(each)}" for each in found[:5])
+        found = [problem for problem in error.errors() if problem["type"] != "missing"] or error.errors()
+        text = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{_given(problem)}" for problem in found[:5]
+        )
     return status, " ".join(text.split()) or type(error).__name__
 
 

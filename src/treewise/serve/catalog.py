@@ -20,7 +20,7 @@ from tinker import types
 from treewise.errors import DataError
 from treewise.serve.adapter_slots import Shape
 from treewise.serve.links import LIFE_SECONDS, Links
-from treewise.serve.store import TYPES, NoCheckpointError, Place, size_of
+from treewise.serve.store import TYPES, CheckpointName, NoCheckpointError, size_of
 from treewise.serve.worker import Worker
 
 
@@ -96,7 +96,7 @@ class Catalog:
         items, cursor = _page(request, sorted(found, key=lambda item: item[1]["time"]), 100)
         return {"checkpoints": [_checkpoint(*item) for item in items], "cursor": cursor}
 
-    def _place(self, request: Request) -> tuple[Place, dict[str, Any]]:
+    def _place(self, request: Request) -> tuple[CheckpointName, dict[str, Any]]:
         """The checkpoint that a path names, and what is written down with it. Raises `NoCheckpointError`."""
         place = _place(request)
         return place, self.store.facts(place, request.state.key)
@@ -115,7 +115,7 @@ class Catalog:
         base, now = str(request.url.replace(query="")).removesuffix("external_weights_urls"), time.time()
         return {
             "urls": {
-                each: f"{base}files/{each}?{self.links.made(_named(place, facts, each), now)}" for each in _files(facts)
+                file: f"{base}files/{file}?{self.links.made(_named(place, facts, file), now)}" for file in _files(facts)
             },
             "expires": datetime.fromtimestamp(int(now) + LIFE_SECONDS, UTC),
         }
@@ -131,7 +131,7 @@ class Catalog:
             raise HTTPException(404, "no such file in the checkpoint.")
         return FileResponse(found, media_type="application/octet-stream")
 
-    def _linked(self, place: Place, name: str, signature: str, expires: str) -> dict[str, Any]:
+    def _linked(self, place: CheckpointName, name: str, signature: str, expires: str) -> dict[str, Any]:
         with suppress(NoCheckpointError):
             facts = self.store.facts(place)
             if self.links.is_valid(_named(place, facts, name), expires, signature):
@@ -172,20 +172,20 @@ def lora_facts(shape: Shape) -> dict[str, Any]:
     return {"is_lora": bool(shape.rank), "lora_rank": shape.rank or None}
 
 
-def _place(request: Request) -> Place:
-    return Place.parsed("tinker://{run}/{kind}/{name}".format(**request.path_params))
+def _place(request: Request) -> CheckpointName:
+    return CheckpointName.parsed("tinker://{run}/{kind}/{name}".format(**request.path_params))
 
 
 def _files(facts: dict[str, Any]) -> dict[str, Path]:
     return {path.name: path for path in sorted(facts["folder"].iterdir()) if path.is_file()}
 
 
-def _named(place: Place, facts: dict[str, Any], file: str) -> str:
+def _named(place: CheckpointName, facts: dict[str, Any], file: str) -> str:
     """What a link is signed for: a file of a checkpoint, as the request of this id saved it."""
     return f"{place}/{file} {facts['request']}"
 
 
-def _checkpoint(place: Place, facts: dict[str, Any]) -> types.Checkpoint:
+def _checkpoint(place: CheckpointName, facts: dict[str, Any]) -> types.Checkpoint:
     return types.Checkpoint(
         checkpoint_id=f"{place.kind}/{place.name}",
         checkpoint_type=TYPES[place.kind],

@@ -157,11 +157,11 @@ class RowsLoss:
         flat = self._order[concatenated_ranges(self._start[pair], self._count[pair])]
         owner = torch.from_numpy(np.repeat(np.arange(len(pair)), self._count[pair])).to(logprobs_P.device)
         logprobs_F = logprobs_P[owner]
-        inputs = {name: torch.from_numpy(each[flat]).to(logprobs_F) for name, each in self._inputs.items()}
+        inputs = {name: torch.from_numpy(stream[flat]).to(logprobs_F) for name, stream in self._inputs.items()}
         losses_F = torch.zeros_like(logprobs_F)
         for index, kind in enumerate(self._kinds):
             is_own = torch.from_numpy(self._kind[flat] == index).to(logprobs_F.device)
-            own = {name: each[is_own] for name, each in inputs.items()}
+            own = {name: stream[is_own] for name, stream in inputs.items()}
             row = torch.from_numpy(self._row[flat]).to(logprobs_F.device)[is_own]
             losses_F = losses_F.index_put((is_own,), FORMULAS[kind](logprobs_F[is_own], own, row))
         self.logprobs[flat] = logprobs_F.detach().cpu().numpy()
@@ -201,9 +201,9 @@ def _gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], row: Tensor) -> Tensor
     mask = (inputs["sequence_ratio_mask"] != 0).to(logprobs)
     sums, counts = (
         torch.zeros(int(row.max()) + 1 if len(row) else 0, dtype=logprobs.dtype, device=logprobs.device).index_add(
-            0, row, each
+            0, row, values
         )
-        for each in (mask * (logprobs.detach() - inputs["logprobs"]), mask)
+        for values in (mask * (logprobs.detach() - inputs["logprobs"]), mask)
     )
     mean = sums / counts.clamp(min=1)
     return _surrogate(torch.exp(mean[row] + logprobs - logprobs.detach()), inputs)

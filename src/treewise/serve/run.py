@@ -29,12 +29,14 @@ class Run:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for an optimizer step."""
-        return any(each.grad is not None for each in self.weights.parameters.values())
+        return any(parameter.grad is not None for parameter in self.weights.parameters.values())
 
     @property
     def largest(self) -> float:
         """The largest absolute value among the weights; not finite where one is not."""
-        norms = [torch.linalg.vector_norm(each.detach(), math.inf) for each in self.weights.parameters.values()]
+        norms = [
+            torch.linalg.vector_norm(parameter.detach(), math.inf) for parameter in self.weights.parameters.values()
+        ]
         return float(torch.stack(norms).max())
 
     def optimize(self, model: ServedModel, adam: types.AdamParams) -> float:

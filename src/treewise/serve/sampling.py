@@ -102,9 +102,11 @@ def answers(
     """What clients get, in order, and the completions in it. Prompts that share a beginning are computed once."""
     weights = weights or model.blank
     with model.using(weights):
-        completions = model.sampler_of(weights).sample([each.rules for each in requests])
-        found = iter(prompt_scores(model.engine, [each.prompt for each in requests if each.prompt is not None]))
+        completions = model.sampler_of(weights).sample([request.rules for request in requests])
+        found = iter(
+            prompt_scores(model.engine, [request.prompt for request in requests if request.prompt is not None])
+        )
     return [
-        (sample_answer(each.asked, own, {} if each.prompt is None else next(found)), own)
-        for own, each in zip(completions, requests, strict=True)
+        (sample_answer(request.asked, own, {} if request.prompt is None else next(found)), own)
+        for own, request in zip(completions, requests, strict=True)
     ]

@@ -46,7 +46,7 @@ _LONGEST_LIFE = 10**10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointName:
     """A checkpoint's name: `tinker://RUN/KIND/NAME`."""
 
     run: str
@@ -57,7 +57,7 @@ class Place:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     @classmethod
-    def parsed(cls, path: Any) -> "Place":
+    def parsed(cls, path: Any) -> "CheckpointName":
         """Raises `DataError` for anything that is no such name; so no path leads out of the folder."""
         if (found := _PATH.fullmatch(str(path))) is None:
             raise DataError(f"{path!r} is no path of a checkpoint, as tinker://RUN/weights/NAME: plain names alone.")
@@ -69,7 +69,7 @@ class NoCheckpointError(DataError):
 
     status_code = 404
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckpointName) -> None:
         super().__init__(f"{place}: no such checkpoint.")
 
 
@@ -82,8 +82,8 @@ class Store:
     def __init__(self, folder: Path, model: ServedModel, base_name: str, journal: RequestJournal) -> None:
         self.runs, self.model, self.base_name, self.journal = folder / "runs", model, base_name, journal
         self._loaded = lru_cache(_KEPT)(self._load_sampler)
-        for each in self.runs.glob("*/*"):  # what a killed server left
-            for inner in [each] if each.name == "snapshots" else each.iterdir():
+        for kind in self.runs.glob("*/*"):  # what a killed server left
+            for inner in [kind] if kind.name == "snapshots" else kind.iterdir():
                 store.recover(inner)
         self.lost = self._compared()
 
@@ -95,7 +95,9 @@ class Store:
         for folder in sorted(path for path in self.runs.glob("*") if path.is_dir()):
             name = folder.name.replace(".", ":")
             if name not in names or self.journal.key_of(name) is None:
-                found = ", ".join(str(each.parent.relative_to(folder)) for each in sorted(folder.rglob(MANIFEST)))
+                found = ", ".join(
+                    str(manifest.parent.relative_to(folder)) for manifest in sorted(folder.rglob(MANIFEST))
+                )
                 logger.warning(
                     "%s: the journal has no such run, so no client finds it. Put back a copy of the journal that has "
                     "it; or read its checkpoints (%s), folders of PEFT, with treewise, PEFT or vLLM.",
@@ -103,7 +105,9 @@ class Store:
                 )
         for name in names:
             parent, seq = self._snapshots(name), self.journal.snapshot_seq(name)
-            steps = [store.step_of(each) for each in store.checkpoints(parent) if (each / MANIFEST).is_file()]
+            steps = [
+                store.step_of(snapshot) for snapshot in store.checkpoints(parent) if (snapshot / MANIFEST).is_file()
+            ]
             saved = {step: parent / f"checkpoint-{step}" for step in steps}
             for place, facts in self.places(name).items():
                 saved.setdefault(int(str(facts["request"]).rpartition(":")[2]), self.folder(place))
@@ -123,11 +127,11 @@ class Store:
     def _snapshots(self, run: str) -> Path:
         return self.runs / run.replace(":", ".") / "snapshots"
 
-    def folder(self, place: Place) -> Path:
+    def folder(self, place: CheckpointName) -> Path:
         """The folder of a checkpoint, there or not."""
         return self.runs / place.run.replace(":", ".") / place.kind / place.name
 
-    def facts(self, place: Place, key: str | None = None) -> dict[str, Any]:
+    def facts(self, place: CheckpointName, key: str | None = None) -> dict[str, Any]:
         """What was written down with a checkpoint, its `folder`, and when it `expires`, in seconds since 1970 or None.
         key: the digest of that which asks; None: the server does. Raises `NoCheckpointError` where it is not there, has
         expired, or belongs to another key.
@@ -138,11 +142,11 @@ class Store:
             raise NoCheckpointError(place)
         return {**_facts(folder), "folder": folder, "expires": expires}
 
-    def set_life(self, place: Place, seconds: Any) -> None:
+    def set_life(self, place: CheckpointName, seconds: Any) -> None:
         """Lets a checkpoint expire; None: never. Raises `DataError` for a time that is no number of seconds."""
         self.journal.put("expires", str(place), place.run, _end_of(seconds))
 
-    def save(self, place: Place, weights: OwnedWeights, facts: dict[str, Any], life: Any = None) -> None:
+    def save(self, place: CheckpointName, weights: OwnedWeights, facts: dict[str, Any], life: Any = None) -> None:
         """Writes a checkpoint; the optimizer's state, too, where it is one of training.
 
         Raises:
@@ -157,20 +161,20 @@ class Store:
         for name in self.journal.names("expires"):
             expires = self.journal.get("expires", name)
             if expires is not None and expires < time.time():
-                self.delete(Place.parsed(name))
+                self.delete(CheckpointName.parsed(name))
 
-    def delete(self, place: Place) -> None:
+    def delete(self, place: CheckpointName) -> None:
         """Removes a checkpoint, if it is there."""
         shutil.rmtree(self.folder(place), ignore_errors=True)  # two may do so at once
         self.journal.remove("expires", str(place))
 
-    def places(self, run: str | None = None) -> dict[Place, dict[str, Any]]:
+    def places(self, run: str | None = None) -> dict[CheckpointName, dict[str, Any]]:
         """All checkpoints, or those of a run, the oldest first, with their facts; files that a killed server left are
         none."""
         found = {}
-        for each in self.runs.glob(f"{'*' if run is None else run.replace(':', '.')}/*/*/checkpoint-1/{MANIFEST}"):
-            run_folder, kind, name, _, _ = each.relative_to(self.runs).parts
-            place = Place(run_folder.replace(".", ":"), kind, name)
+        for manifest in self.runs.glob(f"{'*' if run is None else run.replace(':', '.')}/*/*/checkpoint-1/{MANIFEST}"):
+            run_folder, kind, name, _, _ = manifest.relative_to(self.runs).parts
+            place = CheckpointName(run_folder.replace(".", ":"), kind, name)
             with suppress(DataError, OSError):  # it has expired, or goes at this moment
                 found[place] = self.facts(place)
         return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
@@ -187,9 +191,9 @@ class Store:
         """The weights after request `seq`; returns what was written down with them. Newer snapshots, which the journal
         of a killed server does not have, go: else they would count when old ones are removed."""
         parent = self._snapshots(run)
-        for each in store.checkpoints(parent):
-            if store.step_of(each) > seq:
-                shutil.rmtree(each)
+        for snapshot in store.checkpoints(parent):
+            if store.step_of(snapshot) > seq:
+                shutil.rmtree(snapshot)
         return self._read(parent / f"checkpoint-{seq}", weights, with_optimizer=True)
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -198,7 +202,7 @@ class Store:
         self, folder: Path, step: int, weights: OwnedWeights, facts: dict[str, Any], *, with_optimizer: bool
     ) -> None:
         aside = store.aside(folder, step)
-        size = sum(each.numel() * each.element_size() for each in weights.parameters.values())
+        size = sum(parameter.numel() * parameter.element_size() for parameter in weights.parameters.values())
         facts = {"time": time.time(), "base_model": self.base_name, "shape": asdict(weights.shape), **facts}
         with store.explained(aside, size * (3 if with_optimizer else 1)), self.model.using(weights):
             store.new_folder(folder, step)
@@ -214,7 +218,7 @@ class Store:
             store.publish(aside, {"serve": facts})
 
     def load(
-        self, place: Place, weights: OwnedWeights, *, with_optimizer: bool = False, key: str | None = None
+        self, place: CheckpointName, weights: OwnedWeights, *, with_optimizer: bool = False, key: str | None = None
     ) -> None:
         """Puts the values of a checkpoint into weights of its shape. key: as in `facts`.
 
@@ -226,17 +230,17 @@ class Store:
             raise DataError(f"{place} holds no optimizer's state; load a checkpoint of save_state, or weights alone.")
         self._read(folder, weights, with_optimizer=with_optimizer)
 
-    def weights_of(self, place: Place) -> OwnedWeights:
+    def weights_of(self, place: CheckpointName) -> OwnedWeights:
         """Those of a checkpoint, to sample from. Raises as `load`."""
         return self._loaded(place, self.facts(place)["request"])
 
-    def _load_sampler(self, place: Place, _request: str) -> OwnedWeights:
+    def _load_sampler(self, place: CheckpointName, _request: str) -> OwnedWeights:
         weights = self.model.new_weights(self.shape(place), 0)
         weights.optimizer = None
         self.load(place, weights)
         return weights
 
-    def shape(self, place: Place, key: str | None = None) -> Shape:
+    def shape(self, place: CheckpointName, key: str | None = None) -> Shape:
         """What the checkpoint's weights are. key: as in `facts`."""
         return Shape(**self.facts(place, key)["shape"])
 

@@ -186,7 +186,7 @@ class ServedModel:
             NonFiniteError: gradients that are not numbers. They are dropped, and the weights stay as they were.
         """
         assert weights.optimizer is not None
-        owned = [each for each in weights.parameters.values() if each.grad is not None]
+        owned = [parameter for parameter in weights.parameters.values() if parameter.grad is not None]
         if not owned:
             return 0.0
         norm = float(nn.utils.clip_grad_norm_(owned, adam.grad_clip_norm or math.inf))

@@ -43,7 +43,7 @@ def read_call(body: bytes) -> Any:
 def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
     """The data of a call. Raises `DataError`, naming the datum."""
     message, stand_in = read_call(body), model.settings.stable_reinforce
-    if any(len(UnknownFieldSet(each)) for each in (message, *message.data)):
+    if any(len(UnknownFieldSet(part)) for part in (message, *message.data)):
         raise DataError("the request has fields that this server does not know; its SDK is newer.")
     loss = stand_in if message.loss_fn == "stable_reinforce" and stand_in != "refused" else message.loss_fn
     if loss in UNPUBLISHED:
@@ -55,13 +55,13 @@ def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
         settings[name] = float(value.number)
     if not message.data:
         raise DataError("data: no datum given.")
-    tensors = (each for datum in message.data for each in datum.loss_fn_inputs.values())
-    check_cells(abs(math.prod(each.shape)) for each in tensors if each.HasField("sparse_csr"))
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    check_cells(abs(math.prod(tensor.shape)) for tensor in tensors if tensor.HasField("sparse_csr"))
     rows = []
     for index, datum in enumerate(message.data):
         try:
             ids, images = read_prompt(datum.model_input, model, "model_input")
-            given = {name: _tensor(each, name) for name, each in datum.loss_fn_inputs.items()}
+            given = {name: _tensor(tensor, name) for name, tensor in datum.loss_fn_inputs.items()}
             experts = given.pop("routed_experts", None)
             row = replace(make_row(ids, given, loss, settings), images=images)
             check_ids(row.token_ids, model.vocabulary, "target_tokens")
@@ -117,7 +117,7 @@ def _tensor(message: Any, location: str) -> np.ndarray:
     (name, dtype), csr, shape = _DTYPES[message.dtype], message.sparse_csr, list(message.shape)
     if not message.HasField("sparse_csr"):
         return dense(TensorData(np.frombuffer(message.dense, dtype), name, shape or None), location)
-    ends, columns = (np.frombuffer(each, np.int64).tolist() for each in (csr.crow_indices, csr.col_indices))
+    ends, columns = (np.frombuffer(part, np.int64).tolist() for part in (csr.crow_indices, csr.col_indices))
     return dense(TensorData(np.frombuffer(csr.values, dtype), name, shape, ends, columns), location)
 
 
@@ -165,14 +165,14 @@ def call_answer(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float])
 def sample_answer(asked: Any, completions: Sequence[Completion], scores: Mapping[str, np.ndarray]) -> bytes:
     """Of a sampling request of the SDK's type. scores: of `prompt_scores`, where any were asked for."""
     message = pb.SampleResponse()
-    for each in completions:
+    for completion in completions:
         sequence = message.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if each.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
-            tokens=each.token_ids.astype(np.int32).tobytes(),
-            logprobs=each.logprobs.astype(np.float32).tobytes(),
+            stop_reason=pb.STOP_REASON_STOP if completion.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=completion.token_ids.astype(np.int32).tobytes(),
+            logprobs=completion.logprobs.astype(np.float32).tobytes(),
         )
-        if each.top_ids is not None and each.top_logprobs is not None:
-            _write_top(sequence.topk_sampled_logprobs, each.top_ids, each.top_logprobs)
+        if completion.top_ids is not None and completion.top_logprobs is not None:
+            _write_top(sequence.topk_sampled_logprobs, completion.top_ids, completion.top_logprobs)
     if asked.prompt_logprobs:
         message.prompt_logprobs = scores["own"].astype(np.float32).tobytes()
     if asked.topk_prompt_logprobs:

@@ -24,7 +24,7 @@ from treewise.serve.journal import FAILED, GAP, REFUSED, QueuedRequest
 from treewise.serve.request_queue import RequestQueue
 from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request
-from treewise.serve.store import KINDS, Place, Store, size_of
+from treewise.serve.store import KINDS, CheckpointName, Store, size_of
 from treewise.serve.weights import COUNTS, WeightsError
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
 
@@ -331,7 +331,7 @@ class Worker(threading.Thread):
                 saved = self.store.restore(name, seq, weights)
                 run.steps, run.moved = int(saved["steps"]), saved.get("moved", "")
             elif facts["path"]:
-                self.store.load(Place.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
+                self.store.load(CheckpointName.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
             self._runs[name] = run
         self._runs[name].used = time.monotonic()
         return self._runs[name]
@@ -339,7 +339,7 @@ class Worker(threading.Thread):
     def _evict(self) -> None:
         """Puts the model that waited longest on the disk; where all hold gradients, it is forgotten, and its requests
         since the last snapshot run again when it has its turn."""
-        name = min(self._runs, key=lambda each: (self._runs[each].has_gradients, self._runs[each].used))
+        name = min(self._runs, key=lambda held: (self._runs[held].has_gradients, self._runs[held].used))
         run = self._runs.pop(name)
         if run.has_gradients:
             self._run_again(name)
@@ -390,7 +390,7 @@ class Worker(threading.Thread):
             counts[name] += value
         if trains:
             new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
-            run.sums = [before + each for before, each in zip(run.sums, new, strict=True)]
+            run.sums = [before + added for before, added in zip(run.sums, new, strict=True)]
         low = 0
         for work, own in calls.items():
             self.journal.answer(work.id, PROTOBUF, call_answer(loss, low, low + len(own), counted))
@@ -422,7 +422,7 @@ class Worker(threading.Thread):
         if is_unnamed:
             overwrite = asked.get("kind") == "inflight"
             name = "inflight" if overwrite else f"unnamed-{work.seq:08d}"
-        place = Place.parsed(f"tinker://{work.owner}/{kind}/" + (name or f"{work.seq:08d}"))
+        place = CheckpointName.parsed(f"tinker://{work.owner}/{kind}/" + (name or f"{work.seq:08d}"))
         there, life = self.store.places(work.owner), asked.get("ttl_seconds")
         if place in there and there[place]["request"] == work.id:  # saved before the server was killed
             self.store.set_life(place, life)
@@ -436,15 +436,15 @@ class Worker(threading.Thread):
         session = work.owner.split(":")[0]
         sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
         self.journal.put("sampler", sampler, session, {"base_model": self.store.base_name, "model_path": str(place)})
-        unnamed = [each for each in self.store.places(work.owner) if each.name.startswith("unnamed-")]
-        for each in sorted(unnamed, key=lambda each: each.name)[: -self.settings.keep_samplers]:
-            self.store.delete(each)
+        unnamed = [checkpoint for checkpoint in self.store.places(work.owner) if checkpoint.name.startswith("unnamed-")]
+        for checkpoint in sorted(unnamed, key=lambda checkpoint: checkpoint.name)[: -self.settings.keep_samplers]:
+            self.store.delete(checkpoint)
         return {"sampling_session_id": sampler}
 
     _save_weights = _save_weights_external = _save_weights_for_sampler = _save
 
     def _load_weights(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
-        place = Place.parsed(asked["path"])
+        place = CheckpointName.parsed(asked["path"])
         key = self.journal.key_of(work.owner)
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"], key=key)
         run.weights.forget(with_moments=not asked["optimizer"])
@@ -462,7 +462,7 @@ class Worker(threading.Thread):
         if not requests:
             return
         path = self._path_of(works[0].owner)
-        weights = None if path is None else self.store.weights_of(Place.parsed(path))
+        weights = None if path is None else self.store.weights_of(CheckpointName.parsed(path))
         decode = str if self.model.tokenizer is None else self.model.tokenizer.decode
         try:
             found = answers(self.model, weights, list(requests.values()))
@@ -474,7 +474,7 @@ class Worker(threading.Thread):
                 continue
             self.journal.answer(work.id, PROTOBUF, content)
             counts = self._counts_of(work)
-            counts["sampled_tokens"] += sum(each.num_tokens for each in drawn)
+            counts["sampled_tokens"] += sum(completion.num_tokens for completion in drawn)
             shown = {"text": decode(drawn[0].token_ids.tolist())[:_SHOWN], "reason": drawn[0].finish_reason}
             counts["samples"].append({**shown, "tokens": drawn[0].num_tokens})
             del counts["samples"][:-_KEPT_SAMPLES]

@@ -1,9 +1,9 @@
 """What a run logs besides the loss: means of the objective's metrics, tokens per second, memory, efficiency, MFU.
 
 `mfu` (model FLOPs utilisation) is the FLOPs that the trees need, forward and backward, per second, over the peak of
-the device: the vendor's dense bfloat16 figure where `PEAK_FLOPS` has the GPU and the run computes in bfloat16, else the
-rate at which the device multiplied two large matrices when the run began. Recomputation does not count (Chowdhery et
-al. 2022, PaLM, appendix B; torchtitan and nanochat do the same).
+the device: the vendor's dense bfloat16 figure where `PEAK_FLOPS` (`nn.device`) has the GPU and the run computes in
+bfloat16, else the rate at which the device multiplied two large matrices when the run began. Recomputation does not
+count (Chowdhery et al. 2022, PaLM, appendix B; torchtitan and nanochat do the same).
 
 Efficiency is speed-up over flat training / FLOP bound, which is (FLOPs that the trees need / seconds) over (flat FLOPs
 / seconds of a flat run). A run trains nothing flat. So it is compared with the fastest flat training that is possible
@@ -24,28 +24,13 @@ from torch import nn
 
 from treewise.distributed import ranks
 from treewise.engine.prepared import StepOutput
-from treewise.nn.device import matmul_flops
+from treewise.nn.device import matmul_flops, peak_flops
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.trainer.batches import PreparedBatch
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
-
-# Dense bfloat16 FLOPs per second (without sparsity) from the data sheets, by a part of the device's name. The first
-# match counts.
-PEAK_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
 
 
 class MetricMeans:
@@ -165,11 +150,3 @@ class Throughput:
                 if rate:
                     entries[name] = float(f"{sums['tree_flops'] / seconds / rate:.4g}")
         return entries
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOPs per second by the vendor's data sheet; None for an unknown device or another dtype than bfloat16."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

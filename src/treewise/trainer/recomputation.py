@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward (gradient checkpointing): switched on or off, or chosen for a run.
+"""Whether a run computes layers again in the backward (gradient checkpointing).
 
 `auto` leaves them alone while the predicted peak of the first step fits into the free memory. With a measured budget it
 measures both ways, and takes the faster one by the planner's costs: larger micro-batches whose layers run twice, or
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, Budget
 from treewise.engine.step_memory import step_memory
@@ -16,9 +17,11 @@ from treewise.errors import UnsupportedModelError, bytes_as_text
 from treewise.nn.gradients import gradient_bytes
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.recomputation import set_recomputation
 from treewise.objectives.protocol import Objective
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.plans import Plan
+from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
@@ -26,18 +29,21 @@ logger = logging.getLogger("treewise")
 USABLE = 0.9  # of the free memory; the rest is for workspaces and fragmentation
 
 
-def set_recomputation(model: Any, wanted: bool, settings: Mapping[str, Any] | None = None) -> None:
-    """Switches layers that are computed again on or off. settings: transformers' `activation_checkpointing_kwargs`."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # before transformers 5.23
-    is_on = any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules())
-    if wanted == is_on:
+def recompute_as_set(
+    engine: TreeEngine, forest: Forest, objective: Objective, args: TreeTrainingArguments, *, reserve_bytes: int = 0
+) -> None:
+    """Switches layers of a run that are computed again on, as its settings say; every rank calls this.
+
+    forest: what steps are like. Where one rank needs it, all compute again. reserve_bytes: see `choose_recomputation`.
+    """
+    given = [getattr(args, f"{name}_checkpointing_kwargs", None) for name in ("activation", "gradient")]
+    settings = next((each for each in given if each), None)
+    if args.recomputation is True:
+        set_recomputation(engine.model, wanted=True, settings=settings)
         return
-    if not wanted:
-        getattr(model, f"{name}_checkpointing_disable")()
-        return
-    given = dict(settings or {})
-    beside = {key: given.pop(key) for key in ("every_n_layers", "offload") if key in given}
-    getattr(model, f"{name}_checkpointing_enable")(given or None, **beside)
+    wanted = choose_recomputation(engine, forest, objective, settings, reserve_bytes=reserve_bytes)
+    if any(ranks.on_every_rank(lambda: wanted)):
+        set_recomputation(engine.model, wanted=True, settings=settings)
 
 
 def choose_recomputation(

@@ -29,10 +29,9 @@ from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
-from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError, bytes_as_text, num
+from treewise.errors import ConfigError, DataError, NonFiniteError, bytes_as_text, num
 from treewise.nn.flops import state_bytes
 from treewise.nn.gradients import clear_gradients, end_sum_in_float32, refuse_hooks, sum_in_float32
-from treewise.nn.wrapped import is_compiled
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -77,7 +76,7 @@ class StepRunner:
     ) -> None:
         self.model, self.objective, self.args = model, objective, args
         self._first_tree, self._autocast = first_tree, autocast
-        self._max_tokens = args.max_tokens
+        self._resumed_tokens: int | None = None  # what the run that is resumed had measured
         self._reserve_bytes, self._processor = reserve_bytes, processor
         rows_file = f"nonfinite.rank{args.process_index}.jsonl" if args.world_size > 1 else "nonfinite.jsonl"
         limits = (args.nonfinite, args.max_skipped_steps, args.spike_factor)
@@ -100,52 +99,14 @@ class StepRunner:
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
         self.engine = self._new_engine()
-        self._fuse_layers()
-
-    def _fuse_layers(self) -> None:
-        """Compiles the layers, or takes Liger's kernels for them, as the settings say."""
-        args, lm = self.args, self.engine.lm
-        if args.use_liger_kernel:
-            parts = feature("liger").use_liger(self.model, args.device)
-            logger.info("liger-kernel computes %s", ", ".join(parts))
-            return
-        if not args.torch_compile and not self._is_untried:
-            return
-        compilation = feature("compilation")
-        backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
-        if args.torch_compile:
-            compilation.compile_layers(lm, backend, args.torch_compile_mode)
-            return
-        try:
-            compilation.compile_layers(lm, backend)
-        except UnsupportedModelError as error:
-            logger.warning("compile_layers=auto: layers run uncompiled: %s", error)
-
-    def _try_compiled(self) -> None:
-        """Before the first step, runs what nobody asked to compile through the engine's probe: layers that cannot be
-        compiled, on any rank, run as before on all, which is a warning."""
-        if not self._is_untried:
-            return
-        self._is_untried, first, reason = False, self._first_tree(), ""
-        with self._autocast():
-            try:
-                self.engine.check(first)
-            except UnsupportedModelError as error:
-                if not is_compiled(self.model):
-                    raise
-                reason = str(error)
-            reason = next(filter(None, ranks.gather_texts(reason)), "")
-            if reason:
-                feature("compilation").uncompile_layers(self.engine.lm)
-                self.engine.check(first)  # raises again where compilation is not why
-                if ranks.own() == 0:
-                    logger.warning("compile_layers=auto: layers run uncompiled: %s", reason)
+        if args.torch_compile or args.use_liger_kernel or self._is_untried:
+            feature("fused_layers").fuse_layers(model, self.engine.lm, args)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
         engine = TreeEngine(
             self.model,
-            self._max_tokens,
+            self.args.max_tokens,
             self.args.attention,
             temperature=self.args.temperature,
             offload=self.args.offload,
@@ -156,6 +117,8 @@ class StepRunner:
             processor=self._processor,
             context=None if self.ranks is None else self.ranks.context,
         )
+        if self._resumed_tokens is not None:
+            engine.budget.take(self._resumed_tokens)
         if is_in_lockstep:
             engine.enable_lockstep(ranks.gather_texts)
         return engine
@@ -163,7 +126,7 @@ class StepRunner:
     def resume_budget(self, max_tokens: int | None) -> None:
         """Uses the budget of the run that is resumed in place of a measurement: another one would round differently."""
         if max_tokens and self.args.max_tokens == AUTO:
-            self._max_tokens = max_tokens
+            self._resumed_tokens = max_tokens
             self.engine = self._new_engine()
 
     # -- before the first step --------------------------------------------------------------------------------------
@@ -172,7 +135,8 @@ class StepRunner:
         """Before the optimizer is made: shards the model over all ranks, if asked for (`ShardSettings`), and measures
         the budget if it is to be measured; ranks that exchange the tokens of experts run the same passes from now on.
         """
-        self._try_compiled()
+        if self._is_untried:
+            self._try_compiled()
         if self.ranks is None:
             return
         if settings is not None and not self.ranks.is_sharded:
@@ -196,27 +160,25 @@ class StepRunner:
                 self.engine.plan((first_tree or self._first_tree)())
             self.ranks.take_least_budget(self.engine)
 
+    def _try_compiled(self) -> None:
+        """Before the first step, runs what nobody asked to compile (`fused_layers.try_compiled`)."""
+        self._is_untried = False
+        with self._autocast():
+            feature("fused_layers").try_compiled(self.engine, self._first_tree())
+
     def _choose_recomputation(self, ready: PreparedForest | None) -> None:
         """Before the first batch that has trained tokens: switches layers that are computed again in the backward on,
         as the settings say. One process looks at its first batch, several at the tree that budgets are measured with.
         """
         is_alone = self.ranks is None or ranks.count() == 1
-        if self._is_chosen or (is_alone and ready is None):
+        if is_alone and ready is None:
             return
-        self._is_chosen, args = True, self.args
-        recomputation, names = feature("recomputation"), ("activation", "gradient")
-        given = [getattr(args, f"{name}_checkpointing_kwargs", None) for name in names]
-        settings = next((each for each in given if each), None)
-        if args.recomputation is True:
-            recomputation.set_recomputation(self.model, wanted=True, settings=settings)
-            return
+        self._is_chosen = True
         forest = self._first_tree() if ready is None or not is_alone else ready.joined
         with self._autocast():
-            wanted = recomputation.choose_recomputation(
-                self.engine, forest, self.objective, settings, reserve_bytes=self._reserve_bytes
+            feature("recomputation").recompute_as_set(
+                self.engine, forest, self.objective, self.args, reserve_bytes=self._reserve_bytes
             )
-        if not is_alone and any(ranks.on_every_rank(lambda: wanted)):
-            recomputation.set_recomputation(self.model, wanted=True, settings=settings)
         if not is_alone and self.engine.budget.setting == AUTO:
             self.ranks.take_least_budget(self.engine)
 
@@ -244,7 +206,8 @@ class StepRunner:
         Raises:
             DataError: the step has no trained token.
         """
-        self._try_compiled()
+        if self._is_untried:
+            self._try_compiled()
         if self.args.float32_gradients:
             sum_in_float32(self.model.parameters())
         self._step, self._is_finite = step, True
@@ -290,7 +253,8 @@ class StepRunner:
                 "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
             )
         self.model.train()
-        self._choose_recomputation(batch.ready)
+        if not self._is_chosen:
+            self._choose_recomputation(batch.ready)
         self.measure_budget()
         with self._batch(trains=True):
             if batch.ready is None:

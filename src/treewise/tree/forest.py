@@ -273,7 +273,8 @@ class Forest:
         return Paths(self)
 
     @cached_property
-    def _flat_paths(self) -> tuple[np.ndarray, np.ndarray]:
+    def path_index(self) -> np.ndarray:
+        """[F] int64, tree position of every flat token, trajectory after trajectory: the gather that restores."""
         if self.num_flat_tokens > MAX_FLAT_TOKENS:
             raise DataError(
                 f"{self.num_flat_tokens:,} flat tokens are too many to restore at once (limit {MAX_FLAT_TOKENS:,}); "
@@ -281,15 +282,10 @@ class Forest:
             )
         return prefix_merge.path_index(self.segments)
 
-    @property
-    def path_index(self) -> np.ndarray:
-        """[F] int64, tree position of every flat token, trajectory after trajectory: the gather that restores."""
-        return self._flat_paths[0]
-
-    @property
+    @cached_property
     def path_offsets(self) -> np.ndarray:
         """[N + 1] int64, where each trajectory begins in `path_index`."""
-        return self._flat_paths[1]
+        return np.concatenate([[0], np.cumsum(self.path_lengths)])
 
     @cached_property
     def has_images(self) -> bool:
@@ -349,14 +345,6 @@ class Forest:
         Trajectories that share `rollout` within one `group` are one rollout; one without a rollout id is its own.
         """
         return np.arange(self.num_trajectories) if self.tree_streams else number_rollouts(self.trajectories)
-
-    def flat_teacher(self) -> tuple[np.ndarray, np.ndarray]:
-        """[F, k] int32 candidates and [F, k] float32 log-probs of a teacher; `-inf` where a trajectory has fewer.
-
-        Raises:
-            DataError: a trajectory without them; it is named.
-        """
-        return self.flat_stream("teacher_ids"), self.flat_stream("teacher_logprobs")
 
     def source_of(self, index: int) -> str:
         """Where a trajectory came from, for error messages."""
@@ -430,7 +418,7 @@ class Paths(LazySequence[np.ndarray]):
     def item(self, index: int) -> np.ndarray:
         """[length of the trajectory] int64, the tree position of each of its tokens."""
         forest = self._forest
-        if "_flat_paths" in forest.__dict__:
+        if "path_index" in forest.__dict__:
             return forest.path_index[forest.path_offsets[index] : forest.path_offsets[index + 1]]
         return prefix_merge.path_to(forest.segments, int(forest.segments.end_segment[index]))
 

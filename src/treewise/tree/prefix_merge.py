@@ -122,7 +122,7 @@ def merge_sequences(flat_ids: np.ndarray, offsets: np.ndarray) -> Segments:
     run_start = np.concatenate([[0], np.cumsum(num_new)])
     num_tokens = int(run_start[-1])
     run_start = run_start[:-1]
-    owner = _previous_smaller(lcp)
+    owner, _ = _neighbours(lcp)
     # The token before a run's first one; for a repeated sequence, which has no new token, its own last token.
     before = np.where(lcp > 0, run_start[owner] + lcp - 1 - lcp[owner], -1)
     has_new = num_new > 0
@@ -162,10 +162,9 @@ def restrict(segments: Segments, trajectory_index: np.ndarray) -> Segments:
     )
 
 
-def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """Tree positions of every trajectory, one after the other ([F]), and where each begins ([N + 1])."""
+def path_index(segments: Segments) -> np.ndarray:
+    """[F] int64, tree positions of every trajectory, one after the other."""
     length = segments.lengths
-    offsets = np.concatenate([[0], np.cumsum(segments.path_lengths)])
     level = [0] * len(segments.parent)  # segments above each; parents come first
     for row, above in enumerate(segments.parent.tolist()):
         if above >= 0:
@@ -179,7 +178,7 @@ def path_index(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
         current = segments.parent[current]
         alive = current >= 0
         current, slot = current[alive], slot[alive] - 1
-    return concatenated_ranges(segments.start[chain], length[chain]), offsets
+    return concatenated_ranges(segments.start[chain], length[chain])
 
 
 def path_to(segments: Segments, segment: int) -> np.ndarray:
@@ -193,30 +192,20 @@ def path_to(segments: Segments, segment: int) -> np.ndarray:
     return concatenated_ranges(segments.start[links], ends[links + 1] - segments.start[links])
 
 
-def _previous_smaller(values: np.ndarray) -> np.ndarray:
-    """For each row the nearest earlier row with a smaller value (itself where there is none)."""
-    result = np.arange(len(values))
-    stack: list[int] = []
-    items = values.tolist()
+def _neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each row the nearest earlier row with a smaller value (itself where there is none), and the nearest later row
+    whose value is at most as large (the number of rows where there is none).
+    """
+    items: list[int] = values.tolist()
+    before, after = list(range(len(items))), [len(items)] * len(items)
+    stack: list[int] = []  # rows whose later neighbour is still to come; their values ascend
     for row, value in enumerate(items):
         while stack and items[stack[-1]] >= value:
-            stack.pop()
+            after[stack.pop()] = row
         if stack:
-            result[row] = stack[-1]
+            before[row] = stack[-1]
         stack.append(row)
-    return result
-
-
-def _next_not_deeper(depth: np.ndarray) -> np.ndarray:
-    """For each segment the next one that is not below it: the first later one that starts at most as deep."""
-    result = np.full(len(depth), len(depth), dtype=np.int64)
-    stack: list[int] = []
-    items = depth.tolist()
-    for row, value in enumerate(items):
-        while stack and items[stack[-1]] >= value:
-            result[stack.pop()] = row
-        stack.append(row)
-    return result
+    return np.array(before, dtype=np.int64), np.array(after, dtype=np.int64)
 
 
 def heavy_first(
@@ -233,9 +222,13 @@ def heavy_first(
     """
     num_segments = len(start)
     bounds = np.append(start, num_tokens)
-    after = _next_not_deeper(depth)
+    _, after = _neighbours(depth)  # the next segment that is not below it
     size = bounds[after] - start
-    heavy = _heaviest_child(parent, size)
+    # The child with the most tokens, of equals the first; -1 for a leaf. Later assignments win, so it comes last.
+    heavy = np.full(num_segments, -1, dtype=np.int64)
+    children = np.flatnonzero(parent >= 0)
+    by_weight = children[np.lexsort((-children, size[children]))]
+    heavy[parent[by_weight]] = by_weight
     is_heavy = np.zeros(num_segments, dtype=bool)
     is_heavy[heavy[heavy >= 0]] = True
     inner = parent >= 0
@@ -262,13 +255,3 @@ def heavy_first(
         source=source[order],
         num_tokens=num_tokens,
     )
-
-
-def _heaviest_child(parent: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """For each segment its child with the most tokens (the first of equals), -1 for a leaf."""
-    heavy = np.full(len(parent), -1, dtype=np.int64)
-    children = np.flatnonzero(parent >= 0)
-    # Later assignments win, so the heaviest (and among equals the first) must come last.
-    by_weight = children[np.lexsort((-children, size[children]))]
-    heavy[parent[by_weight]] = by_weight
-    return heavy

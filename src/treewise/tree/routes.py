@@ -129,7 +129,7 @@ def by_tokens(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     offsets = np.concatenate([[0], np.cumsum([len(item) for item in items])])
     routes, rows = _numbered(items, offsets)
     segments = prefix_merge.merge_sequences(np.concatenate([item.token_ids for item in items]), offsets)
-    path_F, _ = prefix_merge.path_index(segments)
+    path_F = prefix_merge.path_index(segments)
     first_T = np.full(segments.num_tokens, UNKNOWN)
     is_known = np.flatnonzero(routes != UNKNOWN)[::-1]
     first_T[path_F[is_known]] = routes[is_known]  # the last assignment wins: that of the first trajectory

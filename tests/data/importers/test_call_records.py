@@ -96,6 +96,58 @@ def test_a_batch_in_two_files_is_joined_and_halves_are_reported(write, tokenizer
         list(import_rollouts(tmp_path / "a_input.jsonl"))
 
 
+@pytest.mark.parametrize("text", ["[1, 2]", '{"answer": 4}', "[]", "{}"])
+@pytest.mark.parametrize("name", ["langfuse", "response as text"])
+def test_a_reply_whose_text_is_json_is_that_text(write, name, text):
+    [line] = FLAT[name]
+    [row] = import_rollouts(write({**line, "output" if name == "langfuse" else "response": text}))
+    assert talks(row) == [(["Hi"], text)]
+
+
+def test_content_in_parts_of_text_goes_on_with_the_same_conversation(write):
+    parts = {**USER, "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+    answer = {**ANSWER, "content": [{"type": "text", "text": "Ye"}, {"type": "text", "text": "s."}]}
+    lines = {"messages": [parts], "response": ANSWER}, {"messages": [USER, answer, USER], "response": "No."}
+    assert len(list(import_rollouts(write(*lines)))) == 1
+
+
+def test_a_call_under_its_older_name_is_a_call(write):
+    called = {"role": "assistant", "content": "Well.", "function_call": {"name": "look", "arguments": "{}"}}
+    seen = {"role": "function", "name": "look", "content": "seen"}
+    lines = {"messages": [USER], "response": called}, {"messages": [USER, called, seen], "response": ANSWER}
+    [row] = import_rollouts(write(*lines))
+    assert [len(call["ctx"]) for call in row["calls"]] == [1, 3]
+    assert row["messages"][1]["tool_calls"] == [{"type": "function", "function": called["function_call"]}]
+
+
+def test_a_reply_with_a_call_that_langchain_could_not_read_is_left_out(write):
+    calls = {"tool_calls": [{"name": "look", "args": {}, "id": "1"}]}
+    calls |= {"invalid_tool_calls": [{"name": "look", "args": "{bad", "id": "2", "error": "no JSON"}]}
+    bad, good = ({"type": "ai", "content": "Well.", **more} for more in (calls, {}))
+    lines = [
+        {"run_type": "llm", "trace_id": name, "inputs": {"messages": [USER]}, "outputs": {"message": message}}
+        for name, message in (("a", bad), ("b", good))
+    ]
+    rows = import_rollouts(write(*lines))
+    assert [row["rollout"] for row in rows] == ["b"]
+    assert "arguments are no JSON object" in rows.report.left_out[0][1]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_an_id_that_a_batch_holds_twice_is_an_error(write, half):
+    twice = [*FLAT["batch"], FLAT["batch"][half]]
+    path = write(twice[half], *twice)
+    with pytest.raises(DataError, match=r"data.jsonl:\d: a second batch .* with custom_id 'r1', after .*:\d;"):
+        list(import_rollouts(path))
+
+
+def test_each_of_several_generations_is_trained(write):
+    generations = [[{"text": "one"}, {"message": {"type": "ai", "content": "two"}}]]
+    call = {"run_type": "llm", "trace_id": "t", "inputs": {"messages": [USER]}, "outputs": {"generations": generations}}
+    [row] = import_rollouts(write(call))
+    assert talks(row) == [(["Hi"], "one"), (["Hi"], "two")]
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [

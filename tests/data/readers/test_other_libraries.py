@@ -24,6 +24,10 @@ SAME = {
         {"conversations": [*CHAT[:1], {"from": "gpt", "value": "5", "weight": 0}, *CHAT]},
         {"messages": [*CHAT[:1], {"role": "assistant", "content": "5", "weight": 0}, *CHAT]},
     ),
+    "loss": (
+        {"messages": [*CHAT[:1], {"role": "assistant", "content": "5", "loss": False}, *CHAT]},
+        {"messages": [*CHAT[:1], {"role": "assistant", "content": "5", "weight": 0}, *CHAT]},
+    ),
     "alpaca": (
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         {"prompt": [{"role": "user", "content": "Add.\n\n2, 2"}], "completion": CHAT[1:]},

@@ -11,7 +11,8 @@ from treewise import TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import IMPLEMENTATIONS, flex, reference
 from treewise.nn.attention.mask import LayerRule
-from treewise.nn.platform.compiler_errors import card_name, compiler_failure
+from treewise.nn.platform.card import card_name
+from treewise.nn.platform.compiler_errors import compiler_failure
 from treewise.nn.platform.versions import installed_version
 from treewise.testing import tiny_model
 from treewise.tree.forest import Forest

@@ -74,14 +74,18 @@ def test_card_driver_kernels_and_who_takes_which(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
-    varlen.kernel.cache_clear()
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    varlen.kernels.cache_clear()
     facts = gpu_facts.gpu_facts(CUDA)
-    varlen.kernel.cache_clear()
+    varlen.kernels.cache_clear()
     assert facts["card"] == "NVIDIA H100 80GB HBM3 (compute capability 9.0)"
     assert (facts["driver"], facts["compiled kernels"]) == ("580.159.04", "/cache")
     assert facts["kernels"] == "triton 3.6.0, flash-attn-4 4.0.0b36"
     assert facts["not installed"].startswith("flash-attn, flash-attn-3, ")
-    assert facts["in bfloat16"] == "trees take flex, packed flat rows of the benchmarks torch varlen"
+    assert (
+        facts["in bfloat16"]
+        == "trees take flex, packed flat rows of the benchmarks the fastest of cudnn sdpa, torch varlen"
+    )
     assert facts["in float32"] == "trees take flex, packed flat rows of the benchmarks sdpa"
 
 

@@ -12,7 +12,7 @@ from tests.rl.tasks.test_episode import byte_tokenizer
 from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episodes
-from treewise.rl.agents.wire.asked import Asked
+from treewise.rl.agents.wire.asked import AgentRequest
 from treewise.rl.agents.writing import Writer
 from treewise.rl.samplers.protocol import Completion
 
@@ -102,7 +102,7 @@ def episodes_on(speaker, *, chat_template="chatml", keeps_thinking=False, any_ke
 
 def asked(messages, **more):
     given = {"model": "policy", "messages": tuple(messages), "tools": [ADD], **more}
-    return Asked(**given)
+    return AgentRequest(**given)
 
 
 def say(episode, messages, **more):

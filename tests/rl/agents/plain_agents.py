@@ -214,6 +214,39 @@ def rewriting(task):
     return random.random()
 
 
+def replying(task):
+    """One call; the reward is 0, 0.5 or 1, by the letters of the reply."""
+    return score([chat([{"role": "user", "content": task["question"]}])])
+
+
+def talking(task):
+    """Three turns that go on; what it says between them is decided by the reply."""
+    talk, made = [{"role": "user", "content": task["question"]}], []
+    for _ in range(3):
+        made.append(chat(talk))
+        turn = made[-1]["choices"][0]["message"]
+        talk += [turn, {"role": "user", "content": "ab"[len(turn["content"] or "") % 2]}]
+    return score(made)
+
+
+def editing(task):
+    """Goes on, then from half of its first turn, then with other words before it: three rows."""
+    user, again = {"role": "user", "content": task["question"]}, {"role": "user", "content": "c"}
+    made = [chat([user])]
+    turn = made[0]["choices"][0]["message"]
+    text = turn["content"] or ""
+    made.append(chat([user, turn, again]))
+    made.append(chat([user, {"role": "assistant", "content": text[: len(text) // 2]}, again]))
+    made.append(chat([{"role": "user", "content": "d"}, turn, again]))
+    return score(made)
+
+
+def score(made):
+    """Of the texts of all replies."""
+    text = "".join(each["choices"][0]["message"]["content"] or "" for each in made)
+    return sum(map(ord, text)) % 3 / 2
+
+
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"properties": {}}}}
 
 

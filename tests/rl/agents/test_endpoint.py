@@ -111,7 +111,7 @@ def test_the_end_of_a_turn_is_not_given_out_before_it_is_known_as_such():
     with episodes_on(Speaker(["It is 3."])) as episodes:
         opened = episodes.open("a").begin(asked([USER], is_streamed=True))
         opened.done.result(60)
-        stream, spoken = chat.Stream(opened.answer, {}, episodes.writer.decode), [Spoken()]
+        stream, spoken = chat.ReplyStream(opened.answer, {}, episodes.writer.decode), [Spoken()]
         assert opened.tokens[0][-1] == END
         parts = more(episodes.writer, opened, spoken, stream)
         assert b"It is 3." in parts[0]

@@ -22,7 +22,7 @@ from tests.rl.agents.helpers import (
 )
 from treewise.data.io.encoded_arrays import decoded
 from treewise.rl.agents.forks import FORKS
-from treewise.rl.agents.wire.asked import Asked, RefusedError
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 
 SYSTEM, USER = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+2?"}
 START = [SYSTEM, USER]
@@ -313,7 +313,7 @@ def test_texts_and_ids_go_on_where_they_do():
         episode = episodes.open("a")
 
         def complete(prompt):
-            opened = episode.begin(Asked(model="m", prompt=prompt, max_tokens=64))
+            opened = episode.begin(AgentRequest(model="m", prompt=prompt, max_tokens=64))
             return opened.done.result(60)[0].content
 
         text = complete("one")

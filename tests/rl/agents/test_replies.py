@@ -13,7 +13,7 @@ from treewise.data.render.messages import WeightedMessages
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
 from treewise.rl.agents.families import FAMILIES, calls_in
-from treewise.rl.agents.replies import Parts, Reader
+from treewise.rl.agents.replies import Parts, ReplyReader
 
 MISTRAL = """\
 {{- bos_token }}{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}
@@ -39,7 +39,7 @@ NAMED = {  # of TRL's templates: who reads
 
 
 def reader_of(template):
-    return Reader(Template(Encoder(TOKENIZER), template, {}), with_own=False)
+    return ReplyReader(Template(Encoder(TOKENIZER), template, {}), with_own=False)
 
 
 def template_of_trl(name):
@@ -169,7 +169,7 @@ def test_the_tokenizers_own_response_template_comes_first():
             "content": {"content": "text"},
         },
     }
-    reader = Reader(Template(Encoder(tokenizer), None, {}), with_own=True)
+    reader = ReplyReader(Template(Encoder(tokenizer), None, {}), with_own=True)
     assert reader.name == "the tokenizer's response template"
     found = reader.whole('Well. CALL {"a": 1}!', "<|im_start|>assistant\n", [ADD])
     assert found == Parts("", "Well.", (("add", '{"a": 1}'),))

@@ -41,16 +41,16 @@ def shares(drawn, size=4):
 def practised(sampler, count=3, rollouts=6):
     """One iteration on tasks of fixed success rates; the items of all its waves."""
     rng = np.random.default_rng([sampler.iteration, 99])
-    indices, outcomes, kept = sampler.draw(count), [], 0
-    drawn = list(indices)
-    while indices:
-        wave = [outcome(index, *(rng.random(rollouts) < RATES[index])) for index in indices]
-        outcomes += wave
-        kept += sum(map(sampler.is_kept, wave))
-        indices = sampler.refill(count - kept) if kept < count else []
-        drawn += indices
+    outcomes, kept = [], 0
+    for wave in itertools.count():
+        indices = sampler.draw(count - kept, wave) if kept < count else []
+        own = [outcome(index, *(rng.random(rollouts) < RATES[index])) for index in indices]
+        outcomes += own
+        kept += sum(sampler.is_kept(item.rewards) for item in own)
+        if not indices:
+            break
     sampler.observe(outcomes)
-    return drawn
+    return [item.index for item in outcomes]
 
 
 def test_uniform_draws_every_item_once_per_pass_and_none_twice_in_an_iteration():
@@ -64,7 +64,7 @@ def test_uniform_draws_every_item_once_per_pass_and_none_twice_in_an_iteration()
         sampler.position = position
         chosen = sampler.draw(4)
         assert len(set(chosen)) == 4
-        assert sorted([*chosen, *sampler.refill(4)]) == list(range(5))  # one was left
+        assert sorted([*chosen, *sampler.draw(4, wave=1)]) == list(range(5))  # one was left
     endless = new_sampler("uniform", None)
     assert endless.draw(7) + endless.draw(3) == list(range(10))
 
@@ -153,13 +153,11 @@ def test_the_seed_names_the_draws():
 
 def test_dynamic_refills_at_most_so_often():
     sampler = new_sampler("dynamic", refills=2)
-    sampler.draw(2)
-    assert len(sampler.refill(2)) == len(sampler.refill(2)) == 2
-    assert sampler.refill(2) == []
+    assert [len(sampler.draw(2, wave)) for wave in range(4)] == [2, 2, 2, 0]
     assert sampler.position == 6
-    assert not sampler.is_kept(outcome(0, 1, 1))
-    assert sampler.is_kept(outcome(0, 1, 0))
-    assert new_sampler("uniform").refill(3) == []
+    assert not sampler.is_kept((1.0, 1.0))
+    assert sampler.is_kept((1.0, 0.0))
+    assert new_sampler("uniform").draw(3, wave=1) == []
 
 
 def test_wrong_pools_angles_and_states():

@@ -93,6 +93,7 @@ def test_a_token_that_a_collector_loses_is_an_error(tmp_path):
         run_of(tmp_path / "run", Flat(num_lost=1), iterations=1, eval_every=0).train()
 
 
-def test_a_collector_of_which_too_many_rollouts_fail_ends_the_run(tmp_path):
+def test_a_collector_of_which_too_many_rollouts_fail_ends_the_run_after_what_it_warned_of(tmp_path, caplog):
     with pytest.raises(TaskError, match=r"iteration 1: 2 of 8 rollouts without reward.*The first: no answer"):
         run_of(tmp_path / "run", Flat(), iterations=1, eval_every=0, max_failed=0.2).train()
+    assert "iteration 1: look here" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from treewise.errors import TaskError
-from treewise.rl.online.growing import check_failures
+from treewise.rl.online.drawn import check_failures
 from treewise.rl.online.journal import Journal
 from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask, SumTask, TaskItem, calls
 from treewise.rl.tasks.rewards import RewardTally

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from rich.console import Console
 
 from treewise import bench
-from treewise.bench.settings import AGAINST, LAYERS
+from treewise.bench.settings import AGAINST, LAYERS, USUAL
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.models.load_model import DTYPES, load_tokenizer, load_weights
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut each tree of DATA after as many trajectories as fit",
     )
     against = parser.add_argument_group("contestants")
-    against.add_argument("--against", nargs="+", default=list(AGAINST), choices=AGAINST)
+    against.add_argument("--against", nargs="+", default=list(USUAL), choices=AGAINST)
     against.add_argument("--max_tokens", nargs="+", type=int, help="budgets; a quarter of each tree")
     against.add_argument("--checkpointing", action="store_true", help="each also with gradient checkpointing")
     against.add_argument("--row_tokens", type=int, help="of a packed row of flat training; by memory")

@@ -17,6 +17,7 @@ from treewise.data.io.forms import Record
 from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
+REPLY_KEYS = {"role", "type", "kwargs", "message", "messages", "choices", "body", "generations", "output"}
 MANY_SCORES = "several scores of a trace, none of which is used as its reward; name one: treewise import --reward NAME"
 
 
@@ -49,11 +50,10 @@ def _langfuse_call(location: str, value: Record, labels: Record, context: Contex
     own = {"rollout": first_of(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
     fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
     messages = asked.get("messages", asked) if isinstance(asked, dict) else asked
-    output = _json(value.get("output"))
     if str(value.get("level")).upper() == "ERROR":
         context.leave_out(location, f"a call that failed ({shown(value.get('statusMessage'))})")
         return
-    yield _call(location, messages, output, tools, value.get("metadata"), fields, context)
+    yield _call(location, messages, value.get("output"), tools, value.get("metadata"), fields, context)
 
 
 def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -67,7 +67,7 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         if value.get("error"):
             context.leave_out(record.location, f"a call that failed ({shown(value['error'])})")
             continue
-        inputs, outputs = _json(value.get("inputs")), _json(value.get("outputs"))
+        inputs = _json(value.get("inputs"))
         extra = _json(value.get("extra"))
         invocation = extra.get("invocation_params") if isinstance(extra, dict) else None
         holders = [holder for holder in (inputs, invocation) if isinstance(holder, dict)]
@@ -84,7 +84,7 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
             "reward": _score(scores, record.location, context),
         }
         metadata = extra.get("metadata") if isinstance(extra, dict) else None
-        yield _call(record.location, messages, outputs, tools, metadata, labels, context)
+        yield _call(record.location, messages, value.get("outputs"), tools, metadata, labels, context)
 
 
 def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -114,6 +114,11 @@ def _batch_call(record: Placed, context: Context) -> Iterator[Placed]:
     other = "response" if half == "request" else "request"
     key = f"{other} {name}"
     if key not in context.halves:
+        if (twice := context.halves.get(f"{half} {name}")) is not None:
+            raise DataError(
+                f"{record.location}: a second batch {half} with custom_id {shown(name)}, after {twice[0]}; which reply "
+                "belongs to it is not known. Import each batch with its own output."
+            )
         context.halves[f"{half} {name}"] = (record.location, body)
         return
     location, known = context.halves.pop(key)
@@ -143,7 +148,7 @@ def _call(
 
 def _reply(output: Any, location: str) -> Record:
     """A response of OpenAI's shape from a reply in any of these shapes; without choices where there is no reply."""
-    output = _json(output)
+    output = _read_reply(output)
     if isinstance(output, str):
         return {"choices": [{"message": {"role": "assistant", "content": output}}]} if output else {"choices": []}
     if isinstance(output, list) and output:
@@ -152,20 +157,34 @@ def _reply(output: Any, location: str) -> Record:
         return {"choices": []}
     if "choices" in output or "body" in output:
         return output
-    holders = [output]  # of why it ended, the innermost first
     generations = output.get("generations")
     if isinstance(generations, list) and generations:
-        first = generations[0][0] if isinstance(generations[0], list) and generations[0] else generations[0]
-        output = first.get("message") or {"role": "assistant", "content": first.get("text")}
-        holders = [output, first, *holders]
-    elif isinstance(output.get("message"), dict):
+        choices = generations[0] if isinstance(generations[0], list) else generations
+        return {"choices": [_choice(each, output, location) for each in choices]}
+    holder = output  # of why it ended
+    if isinstance(output.get("message"), dict):
         output = output["message"]
     elif isinstance(output.get("messages"), list) and output["messages"]:
         output = output["messages"][-1]
     elif "output" in output and len(output) == 1:
         return _reply(output["output"], location)
     message = _openai_message(output, location)
-    return {"choices": [with_reason({"message": message}, message, output, *holders)]}
+    return {"choices": [with_reason({"message": message}, message, output, holder)]}
+
+
+def _read_reply(output: object) -> object:
+    """A reply that was logged as JSON text; text that is JSON of another kind is what the model said."""
+    value = _json(output)
+    last = value[-1] if isinstance(value, list) and value else value
+    is_reply = isinstance(last, dict) and not REPLY_KEYS.isdisjoint(last)
+    return output if isinstance(output, str) and not is_reply else value
+
+
+def _choice(generation: Record, holder: Record, location: str) -> Record:
+    """One of LangChain's generations; `holder` has what holds for all of them."""
+    given = generation.get("message") or {"role": "assistant", "content": generation.get("text")}
+    message = _openai_message(given, location)
+    return with_reason({"message": message}, message, given, generation, holder)
 
 
 def _openai_message(message: Record, location: str) -> Record:
@@ -181,6 +200,9 @@ def _openai_message(message: Record, location: str) -> Record:
             raise DataError(f"{location}: a message without a role: {shown(message)}.")
         message = {**message, "role": LANGCHAIN_ROLES.get(kind, kind)}
     result = {name: item for name, item in message.items() if name not in ("type", "id", "additional_kwargs")}
+    invalid = result.pop("invalid_tool_calls", None)  # LangChain's, whose arguments could not be read
+    if isinstance(invalid, list) and invalid:
+        result["tool_calls"] = [*(result.get("tool_calls") or []), *invalid]
     extra = message.get("additional_kwargs")
     if isinstance(extra, dict):
         for name in ("tool_calls", "function_call", "reasoning_content"):

@@ -26,13 +26,14 @@ from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
-from treewise.data.io.replies import KEYS
+from treewise.data.io.replies import KEYS, REASONING_NAMES
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
 GROUP_NAMES = ("group", "task_id")
 # What belongs to a message when it is sent back; the rest of a reply (refusal, annotations, audio) is not.
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+CONTENT_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+MESSAGE_KEYS = (*CONTENT_KEYS, *REASONING_NAMES)
 AMBIGUOUS = "calls that continue several equal conversations; name runs with a rollout id per line"
 ANTHROPIC = "a call of Anthropic's Messages interface"
 RESPONSES = "a call of OpenAI's Responses interface"
@@ -195,7 +196,10 @@ def _prefix_keys(history: list[Record]) -> Iterator[str]:
     """A key for every prefix of a conversation."""
     digest = hashlib.sha256()
     for message in history:
-        same = {name: message[name] for name in MESSAGE_KEYS[:5] if message.get(name)}
+        same = {name: message[name] for name in CONTENT_KEYS if message.get(name)}
+        parts = same.get("content")
+        if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            same["content"] = "".join(str(part.get("text", "")) for part in parts)  # of one text, however it is written
         digest.update(json.dumps(same, sort_keys=True).encode() + b"\n")
         yield digest.hexdigest()
 
@@ -308,4 +312,6 @@ def _plain(message: Record, context: Context) -> Record:
     plain = {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
     if message.get("refusal") and not plain.get("content"):
         plain["content"] = message["refusal"]
+    if (old := message.get("function_call")) and not plain.get("tool_calls"):  # OpenAI's older name of one call
+        plain["tool_calls"] = [{"type": "function", "function": old}]
     return with_arguments(plain, context)

@@ -26,7 +26,7 @@ ROW = (CHAT | PAIR | SHOWN | {"token_ids", "text", *STREAMS}) - {"functions"}
 REWRITTEN: frozenset[str] = frozenset()
 MESSAGE = frozenset(
     {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "id", "refusal", "weight", "train"}
-    | {"training", "train_detail", "reasoning_content", "reasoning", "thinking", *ENDING}
+    | {"training", "loss", "train_detail", "reasoning_content", "reasoning", "thinking", *ENDING}
 )
 # Lists of objects within records, and the keys of these.
 PARTS = {

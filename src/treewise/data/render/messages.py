@@ -17,7 +17,7 @@ IMAGES = "images"  # key of a message
 KINDS = ("image", "image_url", "input_image")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BAD_CALL = "bad_call"  # key of a message with a tool call that cannot be written: the error
-WEIGHTS = ("weight", "train", "training")  # the last two are axolotl's
+WEIGHTS = ("weight", "train", "training", "loss")  # two of axolotl's, and that of ms-swift and xtuner
 # What blocks and items of other interfaces are in a chat record, where they are no text.
 _AS_CALLS, _AS_REPLY = "Write it among the tool_calls of its message.", "Write it as a message of role tool."
 _AS_REASONING = "Write it as the reasoning_content of its message."
@@ -83,7 +83,8 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
             raise DataError(f"{location} ({role}) has train_detail; only assistant messages can be trained.")
         message.pop("train_detail", None)
         if trains:
-            raise DataError(f"{location} ({role}) has train: true; only assistant messages can be trained.")
+            mark = next(name for name in WEIGHTS[1:] if value.get(name) is not None)
+            raise DataError(f"{location} ({role}) has {mark}: true; only assistant messages can be trained.")
         return message, 0.0
     if said := {key: message.pop(key) for key in KEYS if key in message}:
         message = feature("endings").with_reason(message, said)
@@ -125,13 +126,14 @@ def as_parts(message: Message, *, always: bool) -> Message:
 
 
 def _train_mark(value: Message, location: str) -> bool | None:
-    """axolotl's mark of a message, `train` or `training`; None without one."""
-    marks = [value[name] for name in WEIGHTS[1:] if value.get(name) is not None]
+    """The mark of a message in other libraries, `train`, `training` or `loss`; None without one."""
+    marks = {name: value[name] for name in WEIGHTS[1:] if value.get(name) is not None}
     if not marks:
         return None
-    if len(set(map(str, marks))) > 1 or not isinstance(marks[0], bool | int) or marks[0] not in (0, 1):
-        raise DataError(f"{location}: train is {shown(marks[0])}; give true, or false for a message that is context.")
-    return bool(marks[0])
+    name, mark = next(iter(marks.items()))
+    if not isinstance(mark, bool | int) or any(each != mark for each in marks.values()) or mark not in (0, 1):
+        raise DataError(f"{location}: {name} is {shown(mark)}; give true, or false for a message that is context.")
+    return bool(mark)
 
 
 def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:

@@ -13,6 +13,7 @@ from treewise.nn.attention import flex
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.needs import require_of_call
+from treewise.nn.platform.card import capability_of
 from treewise.nn.platform.versions import untested_torch_named
 
 # Rows of a block of queries and of keys, by the major number of the compute capability.
@@ -54,8 +55,8 @@ def flash_attention_tree(
 
 def blocks_on(device: torch.device) -> tuple[int, int]:
     """Blocks of queries and keys for a GPU; on a CPU, where only counts and tests ask, those of Hopper."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return BLOCKS[major]
+    capability = capability_of(device)
+    return BLOCKS[9 if capability is None else capability[0]]
 
 
 def num_key_rows(mask: TreeMask, device: torch.device) -> int:

@@ -20,7 +20,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, cast, no_type_check
+from typing import Any, cast, no_type_check
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from treewise.base.shapes import Float
 from treewise.errors import PlanError, UnsupportedModelError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, extend
 from treewise.nn.attention.mask import LayerRule, TreeMask
+from treewise.nn.platform.card import Card, card
 from treewise.nn.platform.compiler_errors import compiler_failure
 from treewise.nn.platform.versions import untested_torch_named
 
@@ -397,22 +398,6 @@ def _called(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, MaybeTenso
 # benchmarks/flex_kernels.py compiled them: every head size fits.
 RUN_ON = ((9, 0),)
 COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-
-
-class Card(NamedTuple):
-    """What tiles depend on. capability: of CUDA; None on ROCm, whose numbers are those of other chips (gfx10 reports
-    (10, x), as NVIDIA's sm_100 does). shared_bytes: shared memory that one block may have."""
-
-    capability: tuple[int, int] | None
-    shared_bytes: int
-
-
-@functools.cache
-def card(device: torch.device) -> Card:
-    """The GPU of a device."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = None if torch.version.hip else (properties.major, properties.minor)
-    return Card(capability, getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def tiles(dtype: torch.dtype, sizes: tuple[int, int], card: Card) -> dict[str, int]:

@@ -129,7 +129,9 @@ def place_of(device_type: str, dtype: "torch.dtype | None") -> Place:
         return Place(device_type, None, _short(dtype))
     import torch
 
-    capability = None if torch.version.hip or not torch.cuda.is_available() else torch.cuda.get_device_capability()
+    from treewise.nn.platform.card import capability_of
+
+    capability = capability_of(torch.device(device_type)) if torch.cuda.is_available() else None
     asks = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return Place(device_type, capability, _short(dtype), asks)
 

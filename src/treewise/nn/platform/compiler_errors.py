@@ -1,11 +1,11 @@
 """Errors of compilers told as what they are: which kernels, on which card, with which versions, and the reason."""
 
-import platform
 from collections.abc import Iterator
 
 import torch
 
 from treewise.errors import UnsupportedModelError
+from treewise.nn.platform.card import card_name
 from treewise.nn.platform.versions import installed_version
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
@@ -29,14 +29,6 @@ def compiler_failure(error: BaseException, kernels: str, device: torch.device) -
         f"{type(chain[-1]).__name__}: {_reason(chain[-1])} attention='reference' computes the same without kernels of "
         "its own; `treewise doctor --gpu` tries them all."
     )
-
-
-def card_name(device: torch.device) -> str:
-    """`NVIDIA H100 80GB HBM3 (compute capability 9.0)`, or the processor's architecture."""
-    if device.type != "cuda":
-        return platform.machine()
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

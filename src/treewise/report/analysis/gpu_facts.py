@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 import treewise
-from treewise.bench.varlen import kernel
+from treewise.bench.varlen import kernels
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import flex_attention_tree
 from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, shown
 from treewise.nn.device import synchronized_clock
-from treewise.nn.platform.compiler_errors import card_name
+from treewise.nn.platform.card import card_name
 from treewise.nn.platform.versions import installed_version
 from treewise.report.analysis.side_by_side import Died, side_by_side
 
@@ -44,8 +44,9 @@ def gpu_facts(device: torch.device) -> dict[str, str]:
     }
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        tree, flat = choose(AUTO, device.type, dtype), kernel(device.type, dtype)
-        facts[f"in {name}"] = f"trees take {tree}, packed flat rows of the benchmarks {flat}"
+        tree, flat = choose(AUTO, device.type, dtype), kernels(device.type, dtype)
+        which = flat[0] if len(flat) == 1 else f"the fastest of {', '.join(flat)}"
+        facts[f"in {name}"] = f"trees take {tree}, packed flat rows of the benchmarks {which}"
     return facts
 
 

@@ -13,8 +13,9 @@ import treewise
 from treewise.engine.engine import TreeEngine
 from treewise.errors import bytes_as_text, pip_install
 from treewise.nn.attention import AUTO, choose
-from treewise.nn.attention.flex import COMPILED_FOR, RUN_ON, card
+from treewise.nn.attention.flex import COMPILED_FOR, RUN_ON
 from treewise.nn.device import half_precision_times
+from treewise.nn.platform.card import card
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.versions import installed_version, untested_torch
 from treewise.nn.support_table import CapabilityTable

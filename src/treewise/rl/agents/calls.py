@@ -40,6 +40,6 @@ def write_calls(run: Path, iteration: int, records: Sequence[Mapping[str, Any]],
     path = run / CALLS / f"iteration-{iteration:05d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ("task", "reward", "kind", "failure", "calls")
-    text = "".join(json.dumps({name: each[name] for name in names}) + "\n" for each in records)
+    text = "".join(json.dumps({name: record[name] for name in names}) + "\n" for record in records)
     with path.open("w" if is_first else "a", encoding="utf-8") as file:
         file.write(text)

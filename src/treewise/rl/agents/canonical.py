@@ -27,7 +27,7 @@ def canonical(message: Message, calls_before: Sequence[str] = (), *, with_reason
     if role == "assistant" and not reasoning and (thought := _THOUGHT.match(content)):
         reasoning, content = thought.group(1), content[thought.end() :]
     calls = tuple(
-        (each["function"]["name"], _json(each["function"]["arguments"])) for each in message.get("tool_calls") or ()
+        (call["function"]["name"], _json(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
     )
     result: Any = None
     if role == "tool":

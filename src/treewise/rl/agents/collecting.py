@@ -271,7 +271,7 @@ class _InProgress:
             SamplerError, ConfigError: nothing can be sampled, or no agent be run.
             TaskError: an episode failed, and settings say to end the run then.
         """
-        left = [each for each in wanted if not self._recalled(each)]
+        left = [episode for episode in wanted if not self._recalled(episode)]
         if left:
             self._run_agents(left)
         if self.collector.task.functions is not None:
@@ -288,7 +288,7 @@ class _InProgress:
         batcher.num_expected = 0
         threads = ThreadPoolExecutor(min(own.at_once, len(left)), "treewise-episodes")
         try:
-            futures = [threads.submit(self._one, each, batcher) for each in left]
+            futures = [threads.submit(self._one, episode, batcher) for episode in left]
             num_left = len(left)
             for future in futures:
                 future.add_done_callback(lambda done: self.events.put(done.result))
@@ -367,34 +367,36 @@ class _InProgress:
         """The rewards of reward functions, for all episodes that ended well."""
         journal, collector = self.moment.journal, self.collector
         missing = []
-        for each in wanted:
-            record = self.found[each.name]
+        for episode in wanted:
+            record = self.found[episode.name]
             if record["failure"] is not None:
                 continue
-            answer = journal.recall("reward", each.name, _question_of_reward(record))
+            answer = journal.recall("reward", episode.name, _question_of_reward(record))
             if answer is None:
-                missing.append((each, _question_of_reward(record)))
+                missing.append((episode, _question_of_reward(record)))
             else:
-                self._keep(each, {**record, **answer})
+                self._keep(episode, {**record, **answer})
         runner = RewardRunner(
             calls=collector.calls,
             on_reward_error=collector.settings.on_reward_error,
             extras=collector.extras,
             trainer_state=self.moment.trainer_state,
         )
-        requests = [request_of(each.item, self.found[each.name]["talk"], question[1]) for each, question in missing]
+        requests = [
+            request_of(episode.item, self.found[episode.name]["talk"], question[1]) for episode, question in missing
+        ]
         outcomes, logged = runner.rewards(collector.task, requests)
         answers = []
-        for number, ((each, question), outcome) in enumerate(zip(missing, outcomes, strict=True)):
+        for number, ((episode, question), outcome) in enumerate(zip(missing, outcomes, strict=True)):
             is_known = isinstance(outcome, float)
             answer = {"reward": outcome if is_known else None, "metrics": logged.metrics if number == 0 else {}}
             if not is_known:
                 answer |= {"failure": str(outcome), "kind": "no reward"}
-            answers.append((each.name, question, answer))
+            answers.append((episode.name, question, answer))
         if answers:
             journal.record("reward", answers)
-        for (each, _), (_, _, answer) in zip(missing, answers, strict=True):
-            self._keep(each, {**self.found[each.name], **answer})
+        for (episode, _), (_, _, answer) in zip(missing, answers, strict=True):
+            self._keep(episode, {**self.found[episode.name], **answer})
 
 
 # -- what an episode came to ------------------------------------------------------------------------------------------
@@ -483,4 +485,4 @@ def _longest(settings: OnlineSettings, model: Any) -> int | None:
         )
     found = length_limit(model)
     limits = [settings.max_length, positions, None if found is None else found[0]]
-    return min((each for each in limits if each is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=None)

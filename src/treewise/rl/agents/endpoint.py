@@ -26,7 +26,7 @@ from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
 from treewise.rl.agents.passing_on import passed_on
 from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
 from treewise.rl.agents.wire import chat, completions, messages, responses
-from treewise.rl.agents.wire.asked import Asked, RefusedError
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, openai_error
 
 logger = logging.getLogger("treewise")
@@ -167,24 +167,24 @@ class Endpoint:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        return await self._call(request, chat.read, chat.Stream, chat.answer)
+        return await self._call(request, chat.read, chat.ReplyStream, chat.answer)
 
     async def _messages(self, request: Request) -> Response:
-        return await self._call(request, messages.read, messages.Stream, messages.answer)
+        return await self._call(request, messages.read, messages.ReplyStream, messages.answer)
 
     async def _responses(self, request: Request) -> Response:
         def answer(found: Any, text_of_ids: Any, *, shows_ids: bool = False) -> Any:
             del shows_ids
             return responses.answer(found, self._json(request), text_of_ids)
 
-        return await self._call(request, responses.read, responses.Stream, answer)
+        return await self._call(request, responses.read, responses.ReplyStream, answer)
 
     async def _call(self, request: Request, read: Any, stream: Any, answer: Any) -> Response:
         episode, body = self._episode(request), self._json(request)
         use = self.episodes.settings.use_of(str(body.get("model") or ""))
         if use not in (TRAIN, CONTEXT):
             return await self._passed_on(request, episode, body, use)
-        asked: Asked = read(body, self.episodes.writer.source)
+        asked: AgentRequest = read(body, self.episodes.writer.source)
         opened = await self._begun(episode, asked, is_trained=use == TRAIN)
         decode, shows_ids = self.episodes.writer.decode, bool(body.get("return_token_ids"))
         if asked.is_streamed:
@@ -198,17 +198,17 @@ class Endpoint:
         if use not in (TRAIN, CONTEXT):
             return await self._passed_on(request, episode, body, use)
         asked, decode = completions.read(body), self.episodes.writer.decode
-        opened = [await self._begun(episode, each, is_trained=use == TRAIN) for each in asked]
+        opened = [await self._begun(episode, prompt, is_trained=use == TRAIN) for prompt in asked]
         if asked[0].is_streamed:
-            firsts = [index * each.num_choices for index, each in enumerate(asked)]
+            firsts = [index * prompt.num_choices for index, prompt in enumerate(asked)]
             streams = [
-                completions.Stream(each.answer, body, decode, at) for each, at in zip(opened, firsts, strict=True)
+                completions.ReplyStream(call.answer, body, decode, at) for call, at in zip(opened, firsts, strict=True)
             ]
             return self._streamed(request, episode, opened, streams)
-        for each in opened:
-            await self._ended(request, episode, each)
+        for call in opened:
+            await self._ended(request, episode, call)
         found = completions.answer(
-            [each.answer for each in opened], decode, shows_ids=bool(body.get("return_token_ids"))
+            [call.answer for call in opened], decode, shows_ids=bool(body.get("return_token_ids"))
         )
         return JSONResponse(found)
 
@@ -222,7 +222,7 @@ class Endpoint:
         ids = await run_in_threadpool(lambda: writer.prompt_ids(writer.written(asked).text))
         return JSONResponse({"input_tokens": len(ids)})
 
-    async def _begun(self, episode: Episode, asked: Asked, *, is_trained: bool) -> OpenCall:
+    async def _begun(self, episode: Episode, asked: AgentRequest, *, is_trained: bool) -> OpenCall:
         most = self.episodes.settings.max_waiting
         if episode.batcher.num_waiting >= most:
             raise RefusedError(f"{most} calls wait already (max_waiting).", status=429, is_final=False)
@@ -253,9 +253,9 @@ class Endpoint:
         self, request: Request, episode: Episode, opened: list[OpenCall], streams: list[Any]
     ) -> StreamingResponse:
         def gone() -> None:
-            for each in opened:
-                if not each.done.done():
-                    episode.cancel(each)
+            for call in opened:
+                if not call.done.done():
+                    episode.cancel(call)
 
         return _Events(self._events(request, opened, streams), gone)
 
@@ -263,10 +263,10 @@ class Endpoint:
         """The events of one stream."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         end = loop.time() + self.episodes.settings.call_seconds
-        spoken = [[Spoken() for _ in each.tokens] for each in opened]
-        for each in opened:
-            each.on_progress = lambda: _wake(loop, event)
-            each.done.add_done_callback(lambda _: _wake(loop, event))
+        spoken = [[Spoken() for _ in call.tokens] for call in opened]
+        for call in opened:
+            call.on_progress = lambda: _wake(loop, event)
+            call.done.add_done_callback(lambda _: _wake(loop, event))
         left = list(range(len(opened)))
         try:
             for index in left:
@@ -291,8 +291,8 @@ class Endpoint:
                         raise RefusedError("no reply in time (call_seconds).", status=504, code="timeout") from None
                     yield b": ping\n\n"
                 event.clear()
-            parts = [each.answer.usage for each in opened]
-            usage = Usage(*(sum(getattr(each, name) for each in parts) for name in ("prompt", "completion", "cached")))
+            parts = [call.answer.usage for call in opened]
+            usage = Usage(*(sum(getattr(part, name) for part in parts) for name in ("prompt", "completion", "cached")))
             for part in streams[-1].end(usage):
                 yield part
         except RefusedError as error:

@@ -18,9 +18,9 @@ import numpy as np
 
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
-from treewise.rl.agents.recording import Account, Call, Choice, Recording
+from treewise.rl.agents.recording import Account, RecordedCall, RecordedTurn, Recording
 from treewise.rl.agents.replies import Parts
-from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.samplers.protocol import Completion
@@ -34,7 +34,7 @@ class OpenCall:
     """A call that is sampled. stop_ids: that end its turns. done: its replies, once they are recorded. on_progress: is
     called where its tokens have become more; from another thread."""
 
-    call: Call
+    call: RecordedCall
     answer: Answer
     stop_ids: tuple[int, ...]
     done: "Future[tuple[Reply, ...]]" = field(default_factory=Future)
@@ -79,7 +79,7 @@ class Episode:
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
-    def begin(self, asked: Asked, *, is_trained: bool = True) -> OpenCall:
+    def begin(self, asked: AgentRequest, *, is_trained: bool = True) -> OpenCall:
         """Writes a call and hands it to the sampler.
 
         Raises:
@@ -155,7 +155,7 @@ class Episode:
             )
         return requests
 
-    def _seed(self, call: Call, index: int) -> int:
+    def _seed(self, call: RecordedCall, index: int) -> int:
         """Of a call and how often it was made before, so that it does not matter which of several comes first."""
         own = [self.seed, call.asked.seed, call.digest, call.repeat, index]
         return int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "big")
@@ -185,15 +185,15 @@ class Episode:
                 opened.on_progress()
 
     def _record(self, opened: OpenCall, completions: Sequence[Completion]) -> tuple[Reply, ...]:
-        choices = [self._choice(opened, index, each) for index, each in enumerate(completions)]
+        choices = [self._choice(opened, index, completion) for index, completion in enumerate(completions)]
         self.recording.end(opened.call, choices)
         replies = tuple(choice.reply for choice in choices)
-        usage = replace(opened.answer.usage, completion=sum(each.num_tokens for each in completions))
+        usage = replace(opened.answer.usage, completion=sum(completion.num_tokens for completion in completions))
         ids = tuple(self.recording.prompt_ids(opened.call).tolist())
         opened.answer = replace(opened.answer, replies=replies, usage=usage, prompt_ids=ids)
         return replies
 
-    def _choice(self, opened: OpenCall, index: int, completion: Completion) -> Choice:
+    def _choice(self, opened: OpenCall, index: int, completion: Completion) -> RecordedTurn:
         """A sampled completion as an answer: text, calls and tokens."""
         call, asked = opened.call, opened.call.asked
         sampled = completion.token_ids.astype(np.int32)
@@ -213,9 +213,11 @@ class Episode:
         finish = "cancelled" if opened.is_cancelled else reply.finish
         version = completion.version if completion.version is not None else self._version
         experts = completion.routed_experts
-        return Choice(call, 0, turn, is_sampled, logprobs, finish, reply, version, routed_experts=experts)
+        return RecordedTurn(call, 0, turn, is_sampled, logprobs, finish, reply, version, routed_experts=experts)
 
-    def _reply(self, call: Call, index: int, parts: Parts, completion: Completion, stop_text: str | None) -> Reply:
+    def _reply(
+        self, call: RecordedCall, index: int, parts: Parts, completion: Completion, stop_text: str | None
+    ) -> Reply:
         tops: tuple[Mapping[int, float], ...] = ()
         if completion.top_ids is not None and completion.top_logprobs is not None:
             pairs = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
@@ -255,8 +257,8 @@ class Episode:
         """No further call is taken; those under way are cancelled, and recorded."""
         with self._lock:
             self._is_open = False
-            for each in self._under_way:
-                each.is_cancelled = True
+            for opened in self._under_way:
+                opened.is_cancelled = True
             self._lock.wait_for(lambda: not self._under_way, seconds)
 
     def rows(self) -> tuple[list[dict[str, Any]], Account]:

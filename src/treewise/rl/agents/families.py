@@ -40,8 +40,8 @@ class Family:
 def _calls_of(value: Any) -> list[Found]:
     """Of an object, or a list of them: `name` or `tool_name`, `arguments` or `parameters`."""
     found: list[Found] = []
-    for each in value if isinstance(value, list) else [value]:
-        function = each.get("function", each) if isinstance(each, dict) else None
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
             return []
         name = function.get("name", function.get("tool_name"))
@@ -69,10 +69,10 @@ def _objects(match: re.Match[str], _: Types) -> list[Found]:
 def _named(pattern: re.Pattern[str], match: re.Match[str], _: Types) -> list[Found]:
     """Names, each with a JSON object."""
     found: list[Found] = []
-    for each in pattern.finditer(match["body"]):
-        if not isinstance(json.loads(each["arguments"]), dict):
+    for call in pattern.finditer(match["body"]):
+        if not isinstance(json.loads(call["arguments"]), dict):
             return []
-        found.append((each["name"].removeprefix("functions."), each["arguments"].strip()))
+        found.append((call["name"].removeprefix("functions."), call["arguments"].strip()))
     return found
 
 
@@ -80,7 +80,7 @@ def _tagged(pattern: re.Pattern[str], match: re.Match[str], types: Types) -> lis
     """Arguments one by one between tags, as text; of the type that the tool's schema gives."""
     name = match["name"].strip()
     schemas = types.get(name, {})
-    values = {each["key"].strip(): each["value"] for each in pattern.finditer(match["body"])}
+    values = {argument["key"].strip(): argument["value"] for argument in pattern.finditer(match["body"])}
     arguments = {key: _typed(value, schemas.get(key)) for key, value in values.items()}
     return [(name, json.dumps(arguments, ensure_ascii=False))]
 
@@ -100,11 +100,11 @@ def _python(match: re.Match[str], _: Types) -> list[Found]:
     """`[f(a=1), g()]`"""
     tree = ast.parse(match["body"].strip(), mode="eval").body
     found = []
-    for each in tree.elts if isinstance(tree, ast.List) else [tree]:
-        if not isinstance(each, ast.Call) or each.args or any(word.arg is None for word in each.keywords):
+    for call in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
             return []
-        arguments = {str(word.arg): ast.literal_eval(word.value) for word in each.keywords}
-        found.append((ast.unparse(each.func), json.dumps(arguments, ensure_ascii=False)))
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        found.append((ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)))
     return found
 
 
@@ -212,10 +212,10 @@ _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 def calls_in(family: Family, text: str, start: int, types: Types) -> tuple[list[Found], int]:
     """The calls that a text holds from `start` on, and where they end; none where it is no call."""
-    for each in (family, _NEWER) if family.name == "mistral" else (family,):
-        match = each.block.match(text, start)
+    for form in (family, _NEWER) if family.name == "mistral" else (family,):
+        match = form.block.match(text, start)
         try:
-            found = each.read(match, types) if match else []
+            found = form.read(match, types) if match else []
         except (ValueError, SyntaxError, RecursionError, TypeError, AttributeError):  # of json and ast
             continue
         if match and found:

@@ -102,8 +102,8 @@ class Host:
         self._selector = selectors.DefaultSelector()
         self._lines = b""
         wakes, woken = os.pipe()
-        for each in (wakes, woken, link.fileno()):
-            os.set_blocking(each, False)
+        for end in (wakes, woken, link.fileno()):
+            os.set_blocking(end, False)
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the run decides
@@ -115,7 +115,7 @@ class Host:
     def serve(self) -> None:
         """Until the link is closed."""
         while True:
-            ends = [each.end for each in self._running.values()]
+            ends = [running.end for running in self._running.values()]
             limit = min(max(0.0, min(ends) - time.monotonic()), 3600.0) if ends else None
             for key, _ in self._selector.select(limit):
                 if key.fileobj is self._link:
@@ -126,9 +126,9 @@ class Host:
                 elif key.data is not None:
                     self._read(key.data, int(key.fd))
             now = time.monotonic()
-            for each in list(self._running.values()):
-                if now >= each.end:
-                    self._stop(each, "timeout")
+            for running in list(self._running.values()):
+                if now >= running.end:
+                    self._stop(running, "timeout")
             self._reap()
 
     # -- episodes -----------------------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ class Host:
         for line in lines:
             asked = json.loads(line)
             if asked.get("end"):
-                for each in self._running.values():
-                    if each.id == asked["id"]:
-                        self._stop(each, "ended")
+                for running in self._running.values():
+                    if running.id == asked["id"]:
+                        self._stop(running, "ended")
             else:
                 self._start(asked)
         return True
@@ -164,9 +164,9 @@ class Host:
         reads = {ends[0]: name for name, ends in pipes.items()}
         running = Running(asked["id"], warden, time.monotonic() + asked["seconds"], reads)
         self._running[warden] = running
-        for each in reads:
-            os.set_blocking(each, False)
-            self._selector.register(each, selectors.EVENT_READ, running)
+        for pipe in reads:
+            os.set_blocking(pipe, False)
+            self._selector.register(pipe, selectors.EVENT_READ, running)
 
     def _read(self, running: Running, pipe: int) -> bool:
         """What came through a pipe; whether more may come."""
@@ -309,7 +309,7 @@ def _outcome(function: Any, task: Any) -> dict[str, Any]:
             value = function(task, _client()) if takes_client else function(task)
     except BaseException as error:  # an agent may raise anything, SystemExit included
         frames = traceback.extract_tb(error.__traceback__)
-        own = [each for each in frames if each.filename != __file__] or frames
+        own = [frame for frame in frames if frame.filename != __file__] or frames
         traceback.print_exc()
         return {"error": f"{own[-1].filename}:{own[-1].lineno}: {type(error).__name__}: {error}"[:2000]}
     if value is None:
@@ -432,8 +432,8 @@ def main() -> None:
     try:
         agent = loaded(sys.argv[2])
     except BaseException as error:  # of the user's module
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
-        own = [each for each in frames if each.filename != __file__]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        own = [frame for frame in frames if frame.filename != __file__]
         place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
         link.sendall(json.dumps({"error": f"{place}{type(error).__name__}: {error}"}).encode() + b"\n")
         return

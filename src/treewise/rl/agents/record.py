@@ -54,8 +54,8 @@ class RowsFile:
             name = episode.name if number == 1 else f"{episode.name}-{number}"
             written = [self._with_text({**row, "rollout": name}) for row in rows]
             self._write(written)
-            for each, value in asdict(account).items():
-                setattr(self.total, each, getattr(self.total, each) + value)
+            for kind, value in asdict(account).items():
+                setattr(self.total, kind, getattr(self.total, kind) + value)
             self.reasons += episode.recording.reasons
             self.num_rows, self.num_episodes = self.num_rows + len(rows), self.num_episodes + 1
         if account.sampled != account.recorded + account.context or account.recorded != account.trained:
@@ -172,7 +172,7 @@ def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, list[int
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
         (length_limit(model) or (None,))[0],
     ]
-    most = min((each for each in found if each is not None), default=None)
+    most = min((limit for limit in found if limit is not None), default=None)
     sampler = sampler_named(settings.sampler, given, model)
     return tokenizer, sampler, most, stop_ids_of(tokenizer, settings.chat_template, model)
 

@@ -66,6 +66,6 @@ class RecordSettings:
         values: dict[str, Any] = {name: getattr(self, name) for name in (*names, "call_seconds", "records_experts")}
         if self.models is not None:
             values["models"] = {"*": "train", **self.models}
-        most = [each for each in (self.max_length, max_length) if each is not None]
+        most = [limit for limit in (self.max_length, max_length) if limit is not None]
         keeps = self.thinking == "keep"
         return EndpointSettings(max_length=min(most, default=None), keeps_thinking=keeps, **values)

@@ -21,21 +21,21 @@ import numpy as np
 from treewise.base.features import feature
 from treewise.rl.agents.canonical import canonical, canonical_all, chain, root_of
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
-from treewise.rl.agents.replies import Reader
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.replies import ReplyReader
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.writing import Turn, Writer, Written
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class RecordedTurn:
     """One sampled turn. number: of its draw in the episode. is_sampled: False for ids that were written for it (a call
     that was asked for). items: the messages of its call and its own, in canonical form. routed_experts: of prompt and
     turn, as in `Completion`.
     """
 
-    call: "Call"
+    call: "RecordedCall"
     number: int
     turn: Turn
     is_sampled: np.ndarray
@@ -54,7 +54,7 @@ class Choice:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class RecordedCall:
     """A call.
 
     start, num_kept: the turn whose path it goes on from, and how many of that turn's own ids stay; new_ids: what stands
@@ -64,12 +64,12 @@ class Call:
 
     number: int
     id: str
-    asked: Asked
-    reader: Reader | None
+    asked: AgentRequest
+    reader: ReplyReader | None
     is_trained: bool
     keys: list[str]
     items: list[tuple[Any, ...]]
-    start: Choice | None
+    start: RecordedTurn | None
     num_kept: int
     new_ids: np.ndarray
     new_text: str
@@ -78,18 +78,18 @@ class Call:
     forced_ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
     reason: str | None = None
     num_again: int = 0
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[RecordedTurn] = field(default_factory=list)
     state: str = "open"
     digest: str = ""
     repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecordedPart:
     """A part of a path. choice: whose turn it is, from its first id on; None for what was written."""
 
     token_ids: np.ndarray
-    choice: Choice | None
+    choice: RecordedTurn | None
 
 
 @dataclass(slots=True)
@@ -111,16 +111,16 @@ class Recording:
 
     def __init__(self, writer: Writer, name: str = "episode") -> None:
         self.writer, self.name = writer, name
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.reasons: Counter[str] = Counter()
-        self._ends: dict[str, Choice] = {}  # by the name of a conversation: the turn that ends it
+        self._ends: dict[str, RecordedTurn] = {}  # by the name of a conversation: the turn that ends it
         self._lock = threading.RLock()
         self._num_choices = 0
         self._digests: Counter[str] = Counter()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def begin(self, asked: Asked, *, is_trained: bool = True, max_length: int | None = None) -> Call:
+    def begin(self, asked: AgentRequest, *, is_trained: bool = True, max_length: int | None = None) -> RecordedCall:
         """A call before it is sampled.
 
         Raises:
@@ -146,12 +146,12 @@ class Recording:
                 self.reasons[call.reason] += 1
             return call
 
-    def prompt_ids(self, call: Call) -> np.ndarray:
+    def prompt_ids(self, call: RecordedCall) -> np.ndarray:
         """int32, what is sampled from."""
-        pieces = [] if call.start is None else self._pieces(call.start, call.num_kept)
-        return np.concatenate([*(piece.token_ids for piece in pieces), call.new_ids, call.forced_ids])
+        parts = [] if call.start is None else self._parts(call.start, call.num_kept)
+        return np.concatenate([*(part.token_ids for part in parts), call.new_ids, call.forced_ids])
 
-    def end(self, call: Call, choices: Sequence[Choice]) -> None:
+    def end(self, call: RecordedCall, choices: Sequence[RecordedTurn]) -> None:
         """Records what was sampled."""
         with self._lock:
             for choice in choices:
@@ -165,11 +165,11 @@ class Recording:
                     self._ends[chain(call.keys[0], choice.items)[-1]] = choice
             call.state = "done"
 
-    def fail(self, call: Call) -> None:
+    def fail(self, call: RecordedCall) -> None:
         """Of a call nothing was sampled."""
         call.state = "failed"
 
-    def choice_of(self, call_id: str, index: int = 0) -> Choice | None:
+    def choice_of(self, call_id: str, index: int = 0) -> RecordedTurn | None:
         """The turn that a reward of a call means."""
         with self._lock:
             found = next((call for call in self.calls if call.id == call_id), None)
@@ -177,7 +177,7 @@ class Recording:
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def _chat(self, asked: Asked) -> Call:
+    def _chat(self, asked: AgentRequest) -> RecordedCall:
         written = self.writer.written(asked)
         items = canonical_all(written.given, with_reasoning=not self.writer.keeps_thinking)
         keys = chain(root_of(asked.tools, asked.variables), items)
@@ -197,7 +197,7 @@ class Recording:
         has_gone_on = start is not None and reason != "template" and size == _last_turn(items)
         nearest = None if has_gone_on else self._nearest(items)
         if has_gone_on:
-            others = [each.new_text == text for each in self.calls if each.start is start]
+            others = [call.new_text == text for call in self.calls if call.start is start]
             reason = reason or ((AGAIN if any(others) else BRANCHED) if others else None)
         else:
             reason = reason or self._reason(nearest, items, keys[0])
@@ -217,22 +217,24 @@ class Recording:
             call.forced_ids = self.writer.following_ids(opening)
         return call
 
-    def _plain(self, asked: Asked) -> Call:
+    def _plain(self, asked: AgentRequest) -> RecordedCall:
         """Of a text or ids, without a template."""
         start, num_kept, text, ids = None, 0, "", _NO_IDS
         others = [choice for call in self.calls if call.asked.prompt is not None for choice in call.choices]
         if isinstance(asked.prompt, str):
             text = asked.prompt
-            start, num_kept, text = self._longest([each for each in others if each.call.start is None], text, None)
+            start, num_kept, text = self._longest(
+                [choice for choice in others if choice.call.start is None], text, None
+            )
             ids = self._new_ids(start, text) if start is not None else self.writer.text_ids(text)
         else:
             ids = np.array(asked.prompt, dtype=np.int32)
             best = 0
-            for each in others:
-                path = np.concatenate([piece.token_ids for piece in self._pieces(each)])
-                own, same = len(path) - len(each.turn.token_ids), _same(path, ids)
+            for choice in others:
+                path = np.concatenate([part.token_ids for part in self._parts(choice)])
+                own, same = len(path) - len(choice.turn.token_ids), _same(path, ids)
                 if same > max(own, best):
-                    start, num_kept, best = each, same - own, same
+                    start, num_kept, best = choice, same - own, same
             ids = ids[best:]
         if not len(ids) and start is None:
             raise RefusedError("the prompt has no tokens.", param="prompt")
@@ -240,57 +242,63 @@ class Recording:
         call.reason = None if start is not None else NEW
         return call
 
-    def _new_ids(self, start: Choice | None, text: str) -> np.ndarray:
+    def _new_ids(self, start: RecordedTurn | None, text: str) -> np.ndarray:
         return self.writer.prompt_ids(text) if start is None else self.writer.following_ids(text)
 
     def _new_call(
-        self, asked: Asked, reader: Any, keys: Any, items: Any, start: Any, kept: int, ids: Any, text: str
-    ) -> Call:
+        self, asked: AgentRequest, reader: Any, keys: Any, items: Any, start: Any, kept: int, ids: Any, text: str
+    ) -> RecordedCall:
         before = 0 if start is None else start.call.num_prompt + kept
         number = len(self.calls)
         name = hashlib.sha256(f"{self.name}/{number}".encode()).hexdigest()[:24]
         is_trained, num_prompt = True, before + len(ids)
-        return Call(number, name, asked, reader, is_trained, keys, items, start, kept, ids, text, num_prompt, "")
+        return RecordedCall(
+            number, name, asked, reader, is_trained, keys, items, start, kept, ids, text, num_prompt, ""
+        )
 
-    def _further(self, start: Choice | None, num_kept: int, text: str, root: str) -> tuple[Choice | None, int, str]:
+    def _further(
+        self, start: RecordedTurn | None, num_kept: int, text: str, root: str
+    ) -> tuple[RecordedTurn | None, int, str]:
         """Along what was sampled behind a path, as far as a text agrees with it."""
         while True:
             on = [choice for call in self.calls for choice in call.choices if call.asked.prompt is None]
             if start is None:
-                behind = [each for each in on if each.call.start is None and each.call.keys[0] == root]
+                behind = [choice for choice in on if choice.call.start is None and choice.call.keys[0] == root]
             else:
-                behind = [each for each in on if each.call.start is start and each.call.num_kept == num_kept]
+                behind = [choice for choice in on if choice.call.start is start and choice.call.num_kept == num_kept]
             found, kept, rest = self._longest(behind, text, start)
             if found is start:
                 return start, num_kept, text
             start, num_kept, text = found, kept, rest
 
-    def _longest(self, choices: Sequence[Choice], text: str, start: Choice | None) -> tuple[Choice | None, int, str]:
+    def _longest(
+        self, choices: Sequence[RecordedTurn], text: str, start: RecordedTurn | None
+    ) -> tuple[RecordedTurn | None, int, str]:
         """The turn with which a text agrees longest behind what was written before it, how many of its ids, and what is
         left of the text; `start` where there is none."""
         found, num_kept, most = start, 0, 0
-        for each in choices:
-            before = len(each.call.new_text)
-            if len(each.call.forced_ids) or not text.startswith(each.call.new_text):
+        for choice in choices:
+            before = len(choice.call.new_text)
+            if len(choice.call.forced_ids) or not text.startswith(choice.call.new_text):
                 continue
-            kept = self.writer.num_within(each.turn.token_ids, text[before:])
-            size = before + len(self.writer.decode(each.turn.token_ids[:kept]))
+            kept = self.writer.num_within(choice.turn.token_ids, text[before:])
+            size = before + len(self.writer.decode(choice.turn.token_ids[:kept]))
             if kept and size > most:
-                found, num_kept, most = each, kept, size
+                found, num_kept, most = choice, kept, size
         return found, num_kept, text[most:]
 
-    def _nearest(self, items: list[tuple[Any, ...]]) -> Choice | None:
+    def _nearest(self, items: list[tuple[Any, ...]]) -> RecordedTurn | None:
         """The turn whose conversation has most messages in common with a call's; the latest of several."""
         others = [choice for call in self.calls if call.asked.prompt is None for choice in call.choices]
-        return max(others, key=lambda each: (num_equal(items, each.items), each.number), default=None)
+        return max(others, key=lambda choice: (num_equal(items, choice.items), choice.number), default=None)
 
-    def _reason(self, nearest: Choice | None, items: list[tuple[Any, ...]], root: str) -> str:
+    def _reason(self, nearest: RecordedTurn | None, items: list[tuple[Any, ...]], root: str) -> str:
         if nearest is None:
             return NEW
         same = nearest.call.keys[0] == root
         return reason_of(items, nearest.items, num_messages=len(nearest.call.items), same_tools=same)
 
-    def _num_again(self, call: Call, nearest: Choice | None, written: Written) -> int:
+    def _num_again(self, call: RecordedCall, nearest: RecordedTurn | None, written: Written) -> int:
         """Tokens that are written once more: of messages up to the last turn of the model, behind what the path shares
         with the nearest one."""
         size = _last_turn(call.items)
@@ -298,23 +306,23 @@ class Recording:
             return 0
         head = written.template.render([list(written.messages[:size])], written.tools, "the call")[0]
         behind = written.text[len(head) :] if written.text.startswith(head) else ""
-        path = np.concatenate([piece.token_ids for piece in self._pieces(nearest)])
+        path = np.concatenate([part.token_ids for part in self._parts(nearest)])
         num_old = call.num_prompt - len(self.writer.following_ids(behind))
         return max(num_old - _same(path, self.prompt_ids(call)), 0)
 
     # -- paths and rows -----------------------------------------------------------------------------------------------
 
-    def _pieces(self, choice: Choice, num_kept: int | None = None) -> list[Piece]:
+    def _parts(self, choice: RecordedTurn, num_kept: int | None = None) -> list[RecordedPart]:
         """The path to a turn, with the first `num_kept` of its ids (all where not given)."""
-        found: list[Piece] = []
-        at: Choice | None = choice
+        found: list[RecordedPart] = []
+        at: RecordedTurn | None = choice
         while at is not None:
-            found.append(Piece(at.turn.token_ids if num_kept is None else at.turn.token_ids[:num_kept], at))
-            found.append(Piece(at.call.new_ids, None))
+            found.append(RecordedPart(at.turn.token_ids if num_kept is None else at.turn.token_ids[:num_kept], at))
+            found.append(RecordedPart(at.call.new_ids, None))
             num_kept, at = at.call.num_kept, at.call.start
-        return [piece for piece in reversed(found) if len(piece.token_ids)]
+        return [part for part in reversed(found) if len(part.token_ids)]
 
-    def _leaves(self) -> Iterator[Choice]:
+    def _leaves(self) -> Iterator[RecordedTurn]:
         """Turns from which nothing goes on that holds them whole."""
         whole = {
             id(call.start)
@@ -336,7 +344,7 @@ class Recording:
         with self._lock:
             account, rows, trained = Account(calls=len(self.calls)), [], set[int]()
             for leaf in self._leaves():
-                row = self._row(self._pieces(leaf), trained)
+                row = self._row(self._parts(leaf), trained)
                 account.trained += int(sum(row["loss_weights"]))
                 if any(row["loss_weights"]):
                     rows.append(row)
@@ -350,13 +358,13 @@ class Recording:
                         account.context += choice.num_sampled
             return rows, account
 
-    def _row(self, pieces: Sequence[Piece], trained: set[int]) -> dict[str, Any]:
+    def _row(self, parts: Sequence[RecordedPart], trained: set[int]) -> dict[str, Any]:
         at, turns = 0, list[dict[str, Any]]()
         ids, weights, draws, versions = list[int](), list[int](), list[int](), list[int]()
         logprobs = list[float]()
         experts: np.ndarray | None = None  # of each token, by the forward that was first given it
-        for piece in pieces:
-            size, choice = len(piece.token_ids), piece.choice
+        for part in parts:
+            size, choice = len(part.token_ids), part.choice
             is_new = (
                 choice is not None
                 and size == len(choice.turn.token_ids)
@@ -364,7 +372,7 @@ class Recording:
                 and choice.call.is_trained
             )
             own = np.zeros(size, dtype=bool) if choice is None else choice.is_sampled[:size]
-            ids += piece.token_ids.tolist()
+            ids += part.token_ids.tolist()
             weights += (own & is_new).astype(int).tolist()
             logprobs += [0.0] * size if choice is None else np.where(own, choice.logprobs[:size], 0.0).tolist()
             draws += np.where(own, -1 if choice is None else choice.number, -1).tolist()
@@ -389,7 +397,7 @@ class Recording:
         return {**row, "turns": turns}
 
 
-def _turn_facts(choice: Choice, start: int, end: int) -> dict[str, Any]:
+def _turn_facts(choice: RecordedTurn, start: int, end: int) -> dict[str, Any]:
     facts = {
         "call": choice.call.id,
         "role": choice.call.asked.model,

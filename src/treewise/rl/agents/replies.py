@@ -48,7 +48,7 @@ class Parts:
     end: int | None = None
 
 
-class Reader:
+class ReplyReader:
     """Reads the turns of one chat template. with_own: whether the tokenizer's response template is that template's."""
 
     def __init__(self, template: Template, *, with_own: bool) -> None:
@@ -58,7 +58,9 @@ class Reader:
         self.own = getattr(tokenizer, "response_template", None) if with_own else None
         self.thinking = next((pair for pair in THINKING if pair[1] in source), None)
         self._turn = _written(template)
-        self.family: Family | None = next((each for each in FAMILIES if any(s in self._turn for s in each.signs)), None)
+        self.family: Family | None = next(
+            (family for family in FAMILIES if any(s in self._turn for s in family.signs)), None
+        )
         self.is_harmony = HARMONY in self._turn and "<|message|>" in self._turn
 
     @property
@@ -135,33 +137,33 @@ class Reader:
         reasoning, content, _ = self._thought(text, prompt)
         if self.family is None or not reads_calls:
             return Parts(reasoning.strip(), content)
-        pieces, calls, last, at = list[str](), list[Found](), 0, 0
+        texts, calls, last, at = list[str](), list[Found](), 0, 0
         while True:
-            starts = [content.find(each, at) for each in self.family.opens]
+            starts = [content.find(opening, at) for opening in self.family.opens]
             if self.family.is_whole:
                 start = len(content) - len(content.lstrip()) if content.lstrip().startswith(self.family.opens) else -1
                 starts = [start if at <= start else -1]
-            start = min((each for each in starts if each >= 0), default=-1)
+            start = min((place for place in starts if place >= 0), default=-1)
             if start < 0:
                 break
             found, end = calls_in(self.family, content, start, _types(tools))
             if len(found) == 1 and not is_parallel:
                 return Parts(reasoning.strip(), content[:start].rstrip(), tuple(found), len(text) - len(content) + end)
             if found:
-                pieces.append(content[last:start])
+                texts.append(content[last:start])
                 calls, last = calls + found, end
             at = max(end, start + 1)
         if not calls:
             return Parts(reasoning.strip(), content)
-        first, *others = [*pieces, content[last:]]
-        kept = [first.rstrip(), *(each.strip() for each in others)]
-        return Parts(reasoning.strip(), "\n".join(each for each in kept if each), tuple(calls))
+        first, *others = [*texts, content[last:]]
+        kept = [first.rstrip(), *(text.strip() for text in others)]
+        return Parts(reasoning.strip(), "\n".join(text for text in kept if text), tuple(calls))
 
     def _by_template(self, text: str, prompt: str, tools: Tools) -> Parts | None:
         try:
             parsed = self.tokenizer.parse_response(text, prefix=prompt, tools=tools)
-            calls = [each.get("function", each) for each in parsed.get("tool_calls") or ()]
-            found = [(str(each["name"]), _text_of(each.get("arguments"))) for each in calls]
+            calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+            found = [(str(call["name"]), _text_of(call.get("arguments"))) for call in calls]
         except (ValueError, TypeError, KeyError, AttributeError):  # it reads only what it is made for
             return None
         reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or ""

@@ -92,8 +92,8 @@ class AgentSettings:
 def check_online(settings: OnlineSettings) -> None:
     """Raises `ConfigError` for a setting of rollouts that an agent's episodes do not have."""
     usual = OnlineSettings()
-    for each in fields(settings):
-        if each.name in _ELSEWHERE and getattr(settings, each.name) != getattr(usual, each.name):
-            raise ConfigError(f"{each.name} is given with an agent: {_ELSEWHERE[each.name]}.")
+    for setting in fields(settings):
+        if setting.name in _ELSEWHERE and getattr(settings, setting.name) != getattr(usual, setting.name):
+            raise ConfigError(f"{setting.name} is given with an agent: {_ELSEWHERE[setting.name]}.")
     if settings.chosen_curriculum().measures_angles:
         raise ConfigError(f"curriculum {settings.curriculum!r} measures prompts, and an agent writes its own.")

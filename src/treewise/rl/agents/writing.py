@@ -18,8 +18,8 @@ from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessag
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import MARK, Template
 from treewise.errors import ConfigError, DataError
-from treewise.rl.agents.replies import UNFINISHED, Reader
-from treewise.rl.agents.wire.asked import Asked, RefusedError
+from treewise.rl.agents.replies import UNFINISHED, ReplyReader
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,11 +72,11 @@ class Writer:
         self.chat_template = chat_template
         self.notes: dict[str, None] = {}
         self._lock = threading.RLock()
-        self._templates: dict[str, tuple[Template, Reader]] = {}
+        self._templates: dict[str, tuple[Template, ReplyReader]] = {}
         self._writes_tools: dict[str, bool] = {}
         self.template_of({})
 
-    def template_of(self, variables: Mapping[str, Any]) -> tuple[Template, Reader]:
+    def template_of(self, variables: Mapping[str, Any]) -> tuple[Template, ReplyReader]:
         """The template with its variables, and what reads its turns."""
         name = json.dumps(dict(variables), sort_keys=True, default=str)
         with self._lock:
@@ -85,7 +85,7 @@ class Writer:
                     del self._templates[list(self._templates)[-1]]
                 template = Template(self.encoder, self.chat_template, dict(variables), on_hidden="warn")
                 template.notes = self.notes
-                reader = Reader(template, with_own=self.chat_template is None)
+                reader = ReplyReader(template, with_own=self.chat_template is None)
                 self._templates[name] = (template, reader)
             return self._templates[name]
 
@@ -95,7 +95,7 @@ class Writer:
         template = self.template_of({})[0]
         return str(template.text or getattr(self.tokenizer, "chat_template", None) or "")
 
-    def written(self, asked: Asked) -> Written:
+    def written(self, asked: AgentRequest) -> Written:
         """The conversation of a call.
 
         Raises:
@@ -108,7 +108,7 @@ class Writer:
             except (DataError, ConfigError) as error:
                 raise RefusedError(str(error), param="messages") from None
 
-    def _written(self, asked: Asked) -> Written:
+    def _written(self, asked: AgentRequest) -> Written:
         if reserved := RESERVED & set(asked.variables):
             raise RefusedError(
                 f"chat_template_kwargs holds {', '.join(sorted(reserved))}; give the template's variables."

@@ -94,7 +94,7 @@ class LcrBranching:
         """
         ends = dict(tree.path_parts(start.node, start.position))
         path = [point for point in allowed if point.position <= ends.get(point.node, 0)]
-        for point in sorted(path, key=lambda each: (each.node, each.position), reverse=True):
+        for point in sorted(path, key=lambda earlier: (earlier.node, earlier.position), reverse=True):
             taken = [
                 branch.first_token for branch in asked if (branch.node, branch.position) == (point.node, point.position)
             ]

@@ -261,7 +261,8 @@ class Branching:
             tree: so far; a rollout without a reward has no outcome.
             budget_left: generated tokens (`RolloutTree.num_sampled_tokens` counts those spent).
         """
-        if budget_left <= 0 and (signals.longest_tokens is None or not open_ends(tree)):
+        unfinished = [] if signals.longest_tokens is None else open_ends(tree)
+        if budget_left <= 0 and not unfinished:
             return []
         signals = replace(signals, budget_left=budget_left)
         lengths = [tree.num_sampled_before(leaf, len(tree[leaf])) for leaf in tree.leaves]
@@ -269,8 +270,7 @@ class Branching:
         affordable: list[Branch] = []
         left, is_full = float(budget_left), budget_left <= 0
         for branch in self.settings.ask(tree, signals, rng):
-            goes_on = signals.longest_tokens is not None and branch.node in open_ends(tree)
-            least = int(goes_on or not (affordable or is_full))
+            least = int(branch.node in unfinished or not (affordable or is_full))
             if typical is None or is_full:
                 count = least if is_full else branch.count
                 affordable += [replace(branch, count=count)] if count else []

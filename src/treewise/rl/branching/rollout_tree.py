@@ -265,6 +265,7 @@ class RolloutTree:
             DataError: a rollout without any generated token.
         """
         rows = []
+        has_routes = any(node.routed_experts is not None for node in self._nodes)
         context = np.zeros(len(self.prompt_ids))
         for leaf in self.rewarded_leaves:
             parts = self.path_parts(leaf)
@@ -278,7 +279,7 @@ class RolloutTree:
                     sampler_logprobs=np.concatenate([context, self.path(leaf, "logprobs")]),
                     draws=np.concatenate([context - 1, *draws]),
                     policy_versions=versions,
-                    routed_experts=self._routes(leaf),
+                    routed_experts=self._routes(leaf) if has_routes else None,
                     group=self.group,
                     reward=self._nodes[leaf].reward,
                     rollout=leaf,
@@ -289,8 +290,6 @@ class RolloutTree:
 
     def _routes(self, leaf: int) -> np.ndarray | None:
         """[tokens of a row, L, k] int16; what computed a token first is what it was sampled with."""
-        if all(node.routed_experts is None for node in self._nodes):
-            return None
         filled, routes, end = feature("routes").filled, None, len(self.prompt_ids)
         length = len(self.prefix_ids(leaf))
         for part in self.path_parts(leaf):

@@ -215,7 +215,7 @@ def check_angles(
     """
     pairs = [(rows, prompt) for rows, prompt in zip(trees, prompts, strict=True) if len(rows) >= 2]
     require_tasks(len(pairs))
-    rows, prompts = [each for each, _ in pairs], [prompt for _, prompt in pairs]
+    rows, prompts = [tree for tree, _ in pairs], [prompt for _, prompt in pairs]
     angles = angles_of(engine, prompts, num_shared)
     return check_signals(
         {
@@ -225,5 +225,5 @@ def check_angles(
         np.array(gradient_norms(engine, [credited(own) for own in rows], objective)),
         num_rollouts=sum(map(len, trees)),
         num_tokens=num_tokens,
-        num_varied=sum(len({row.reward for row in each}) > 1 for each in rows),
+        num_varied=sum(len({row.reward for row in tree}) > 1 for tree in rows),
     )

@@ -123,7 +123,6 @@ class TaskSampler:
         self.iteration = self.position = 0  # items that passes have drawn
         self.memory: dict[str, Any] = {}  # what it has learned, plain JSON values
         self._taken: list[int] = []  # of this iteration
-        self._wave = 0
 
     def begin(self, scores: Sequence[float], num_shared: int) -> None:
         """Takes the angle concentration of all items over, before the first draw.
@@ -132,20 +131,25 @@ class TaskSampler:
         """
         self.memory = {"mean": 0.0, "num_shared": num_shared, "scores": [float(score) for score in scores]}
 
-    def draw(self, count: int) -> list[int]:
-        """The first items of the next iteration: different ones, fewer than asked for where the pool has fewer."""
-        self._taken, self._wave = [], 0
-        return self._drawn(count)
+    def draw(self, count: int, wave: int = 0) -> list[int]:
+        """Different items, fewer than asked for where the pool has fewer. Wave 0 begins the next iteration; later ones
+        stand in place of what is left out of it, and are empty where the curriculum replaces no more.
+        """
+        if wave == 0:
+            self._taken = []
+        elif wave > getattr(self.curriculum.settings, "refills", 0):
+            return []
+        if self.curriculum.measures_angles:
+            rng = np.random.default_rng([self.seed, self.iteration, _CHOICE, *([wave] if wave else [])])
+            indices = self._by_weight(count, self._gaussian(), rng)
+        else:
+            indices = self._in_passes(count)
+        self._taken += indices
+        return indices
 
-    def refill(self, count: int) -> list[int]:
-        """Further items of the iteration, in place of what is left out; empty where the curriculum replaces nothing."""
-        self._wave += 1
-        settings = self.curriculum.settings
-        return self._drawn(count) if self._wave <= getattr(settings, "refills", 0) else []
-
-    def is_kept(self, outcome: PractisedItem) -> bool:
-        """Whether the tree of an item is trained; of `dynamic` those alone whose rewards differ."""
-        return self.curriculum.name != "dynamic" or len(set(outcome.rewards)) > 1
+    def is_kept(self, rewards: Sequence[float]) -> bool:
+        """Whether the tree of these rewards is trained; of `dynamic` those alone whose rewards differ."""
+        return self.curriculum.name != "dynamic" or len(set(rewards)) > 1
 
     def observe(self, outcomes: Sequence[PractisedItem]) -> None:
         """Ends the iteration, of all of whose trees these are the outcomes."""
@@ -157,16 +161,6 @@ class TaskSampler:
             mean = self.memory.get("mean", 0.0) + settings.step * size * tanhs.sum()
             self.memory = {**self.memory, "mean": float(np.clip(mean, 0, size - 1))}
         self.iteration += 1
-        self._taken, self._wave = [], 0
-
-    def _drawn(self, count: int) -> list[int]:
-        if self.curriculum.measures_angles:
-            rng = np.random.default_rng([self.seed, self.iteration, _CHOICE, *([self._wave] if self._wave else [])])
-            indices = self._by_weight(count, self._gaussian(), rng)
-        else:
-            indices = self._in_passes(count)
-        self._taken += indices
-        return indices
 
     def _in_passes(self, count: int) -> list[int]:
         """The next items of the present pass. Where a pass ends within an iteration, an item that comes again at once
@@ -230,7 +224,6 @@ class TaskSampler:
             self.memory = dict(state["memory"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not the state of a curriculum: {type(error).__name__}: {error}.") from None
-        self._taken, self._wave = [], 0
 
 
 def ranks_by_angle(scores: Sequence[float]) -> np.ndarray:

@@ -17,7 +17,7 @@ spells through another: in the run's own a thread may gather weights that are in
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from treewise.distributed import ranks
 from treewise.rl.online.drawn import Drawn
@@ -185,8 +185,3 @@ class Ahead:
         ranks.go_through(None)
         self._thread.join(JOIN_SECONDS)
         return not self._thread.is_alive()
-
-
-def working(ahead: Ahead | None, version: int | None = None) -> AbstractContextManager[None]:
-    """`Ahead.working`, where there is a thread."""
-    return nullcontext() if ahead is None else ahead.working(version)

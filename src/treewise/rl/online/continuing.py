@@ -87,44 +87,43 @@ class _SideBySide:
     def run(self, continuations: Sequence[Continuation]) -> None:
         self.gathering_since = time.monotonic()
         self._go_on(continuations)
-        while self.ready or self.unrewarded or self._num_under_way:
-            if self.ready and (self.servers.at_once or not self._num_under_way):
+        while True:
+            num_under_way = self.environments.num_under_way + self.servers.num_under_way
+            if self.ready and (self.servers.at_once or not num_under_way):
                 self._sample()
             elif self.unrewarded and not self.ready and not self.num_rewarding:
                 batch, self.unrewarded = _in_order(self.unrewarded), []
                 self._reward(batch)
+            elif num_under_way:
+                self._take_answer(num_under_way)
             else:
-                self._take_answer()
-
-    @property
-    def _num_under_way(self) -> int:
-        return self.environments.num_under_way + self.servers.num_under_way
+                return
 
     def _go_on(self, continuations: Sequence[Continuation]) -> None:
         """Whatever comes next for each: its environment, a request, its reward, or what follows its end."""
         left = deque(continuations)
         while left:
-            each = left.popleft()
-            if each.wait is not None:
-                self.environments.start(partial(self._waited, each), each.wait)
-            elif not each.is_finished:
-                self.ready.append(each)
-            elif each.has_ended and each.outcome is None and self.rounds.rewards is not None:
-                answer = self.rounds.moment.journal.recall("reward", str(each.seed), _question(each))
+            continuation = left.popleft()
+            if continuation.wait is not None:
+                self.environments.start(partial(self._waited, continuation), continuation.wait)
+            elif not continuation.is_finished:
+                self.ready.append(continuation)
+            elif continuation.has_ended and continuation.outcome is None and self.rounds.rewards is not None:
+                answer = self.rounds.moment.journal.recall("reward", str(continuation.seed), _question(continuation))
                 if answer is not None:
-                    self._give(each, *answer)
-                    left.append(each)
-                elif isinstance(each.conversation, ManyTurns):
-                    self._reward([each])
+                    self._give(continuation, *answer)
+                    left.append(continuation)
+                elif isinstance(continuation.conversation, ManyTurns):
+                    self._reward([continuation])
                 else:
-                    self.unrewarded.append(each)
+                    self.unrewarded.append(continuation)
             else:
-                left.extend(self.ended(each))
+                left.extend(self.ended(continuation))
 
-    def _take_answer(self) -> None:
+    def _take_answer(self, num_under_way: int) -> None:
         """The next one; where none comes in time for the requests that are ready, one batch of these."""
         asked, limit, is_idle = time.monotonic(), self.rounds.gather_seconds, not self.servers.num_under_way
-        waits_for = "reward" if self.num_rewarding == self._num_under_way else "environments"
+        waits_for = "reward" if self.num_rewarding == num_under_way else "environments"
         left = None if limit is None or not self.ready else max(0.0, self.gathering_since + limit - asked)
         try:
             then, result = self.environments.take(left)
@@ -146,45 +145,34 @@ class _SideBySide:
     def _sample(self) -> None:
         """One batch of all that are ready; what the journal holds is not sampled again."""
         batch, self.ready = _in_order(self.ready), []
-        missing: list[tuple[Continuation, SampleRequest]] = []
+        moment, missing = self.rounds.moment, list[tuple[Continuation, SampleRequest, Any]]()
         for continuation in batch:
             request = continuation.request(self.rounds.request)
-            answer = self.rounds.moment.journal.recall("sample", str(request.seed), question_of(request))
+            question = question_of(request)
+            answer = moment.journal.recall("sample", str(request.seed), question)
             if answer is None:
-                missing.append((continuation, request))
+                missing.append((continuation, request, question))
             else:
                 self._take(continuation, answer)
+        requests, found = [request for _, request, _ in missing], list[tuple[str, Any, Any]]()
+
+        def done(number: int, completions: Sequence[Completion]) -> None:
+            continuation, request, question = missing[number]
+            answer = completion_to_json(replace(completions[0], version=moment.version))
+            if self.servers.at_once:  # the others of the batch may come much later
+                moment.journal.record("sample", [(str(request.seed), question, answer)])
+            else:
+                found.append((str(request.seed), question, answer))
+            self._take(continuation, answer)
+
         if self.servers.at_once:
-            for continuation, request in missing:
-                self.servers.start(
-                    partial(self._sampled, continuation, request), partial(self.rounds.moment.sampler.sample, [request])
-                )
+            for number, request in enumerate(requests):
+                work = partial(moment.sampler.sample, [request])
+                self.servers.start(lambda completions, number=number: done(number, completions[0]), work)
         elif missing:
-            found: list[tuple[SampleRequest, Any]] = []
-
-            def done(number: int, completions: Sequence[Completion]) -> None:
-                each, request = missing[number]
-                found.append((request, self._answer(completions[0])))
-                self._take(each, found[-1][1])
-
-            sample_in_parts(self.rounds.moment.sampler, [request for _, request in missing], done)
-            self._record(found)
+            sample_in_parts(moment.sampler, requests, done)
+            moment.journal.record("sample", found)
         self.gathering_since = time.monotonic()
-
-    def _sampled(
-        self, continuation: Continuation, request: SampleRequest, result: Sequence[Sequence[Completion]]
-    ) -> None:
-        answer = self._answer(result[0][0])
-        self._record([(request, answer)])
-        self._take(continuation, answer)
-
-    def _answer(self, completion: Completion) -> Any:
-        return completion_to_json(replace(completion, version=self.rounds.moment.version))
-
-    def _record(self, found: Sequence[tuple[SampleRequest, Any]]) -> None:
-        self.rounds.moment.journal.record(
-            "sample", [(str(request.seed), question_of(request), answer) for request, answer in found]
-        )
 
     def _take(self, continuation: Continuation, answer: Any) -> None:
         continuation.take(completion_from_json(answer))
@@ -197,7 +185,7 @@ class _SideBySide:
     def _reward(self, batch: Sequence[Continuation]) -> None:
         """One call, in a thread: of the environment of one rollout, or of the reward functions."""
         runner: Any = self.rounds.rewards
-        rollouts: list[Any] = [each.conversation for each in batch]
+        rollouts: list[Any] = [continuation.conversation for continuation in batch]
         if isinstance(rollouts[0], ManyTurns):
             work: Callable[[], Any] = partial(runner.of_episodes, [rollout.episode for rollout in rollouts])
         else:
@@ -232,7 +220,7 @@ class _SideBySide:
 
 def _in_order(continuations: Sequence[Continuation]) -> list[Continuation]:
     """Whoever was ready first, so that no batch depends on it."""
-    return sorted(continuations, key=lambda each: each.seed)
+    return sorted(continuations, key=lambda continuation: continuation.seed)
 
 
 def _question(continuation: Continuation) -> list[Any]:

@@ -1,20 +1,24 @@
-"""What an iteration draws: requests for groups; and what it has drawn: its groups, in the order of their items,
-and what they leave in the loop's state.
+"""What an iteration draws: items, wave by wave, whose groups a `Collector` collects; and what it has drawn: these
+groups, in the order of their items, and what they leave in the loop's state.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from treewise.errors import ConfigError, num
-from treewise.rl.curriculum import PractisedItem
-from treewise.rl.online.collector import Collected, Group, GroupRequest
-from treewise.rl.online.journal import LoopState
+from treewise.distributed import ranks
+from treewise.errors import ConfigError, TaskError, num
+from treewise.rl.curriculum import PractisedItem, TaskSampler
+from treewise.rl.online.collector import Collector, Group, GroupRequest, Moment
+from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks.protocol import Task
-from treewise.rl.tasks.rewards import RewardTally
+from treewise.rl.tasks.rewards import RewardTally, too_many_failed
+
+logger = logging.getLogger("treewise")
 
 
 @dataclass(slots=True)
@@ -37,29 +41,8 @@ class Drawn:
     angles: list[float] = field(default_factory=list)
     state: LoopState | None = None
 
-    def add(self, collected: Collected, indices: Sequence[int], budgets: Sequence[int]) -> None:
-        """Takes in the next wave. budgets: generated tokens of each of its groups."""
-        wave = self.waves[-1] + 1 if self.waves else 0
-        self.groups += collected.groups
-        self.indices += indices
-        self.waves += [wave] * len(indices)
-        self.extra_budget += sum(budgets) if wave else 0
-        self.tally.add(collected.tally)
-        for name, seconds in collected.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def figures(self) -> dict[str, float]:
-        """What is logged: groups that were drawn, trained, and refilled, where there were any; what reward functions
-        logged.
-        """
-        num_refilled = float(sum(wave > 0 for wave in self.waves))
-        shown = {"refilled_trees": num_refilled} if num_refilled else {}
-        if len(self.kept) < len(self.groups):
-            shown |= {"drawn_trees": float(len(self.groups)), "kept_trees": float(len(self.kept))}
-        return shown | {name: float(np.mean(values)) for name, values in self.tally.metrics.items()}
-
     def outcomes(self, book: SuccessBook) -> list[PractisedItem]:
-        """What came of all groups so far. book: before it observes them."""
+        """What came of all groups. book: before it observes them."""
         return [
             PractisedItem(
                 index=index,
@@ -84,6 +67,51 @@ class Drawn:
         for kind, count in self.tally.kinds.items():
             loop.failures[kind] = loop.failures.get(kind, 0) + count
         loop.iteration += 1
+
+
+def draw_groups(
+    items: TaskSampler,
+    collector: Collector,
+    task: Task,
+    settings: OnlineSettings,
+    moment: Moment,
+    stream: tuple[int, ...],
+) -> Drawn:
+    """Draws the items of an iteration, wave by wave, and has their groups collected. All first groups together may
+    spend its budget of generated tokens, and a refilled one the share of one more. stream: as of `requests_of`.
+
+    Raises:
+        TaskError: more rewards failed than may.
+    """
+    drawn, count, budget, wave = Drawn(), settings.trees_per_iteration, budget_of(settings, moment.state), 0
+    indices = items.draw(count)
+    share, more = divmod(budget, max(len(indices), 1))
+    budgets = [share + (number < more) for number in range(len(indices))]
+    while indices:
+        first = len(drawn.groups)
+        collected = collector.collect(requests_of(task, indices, budgets, stream, first), moment)
+        drawn.groups += collected.groups
+        drawn.indices += indices
+        drawn.waves += [wave] * len(indices)
+        drawn.extra_budget += sum(budgets) if wave else 0
+        drawn.tally.add(collected.tally)
+        for name, seconds in collected.seconds.items():
+            drawn.seconds[name] = drawn.seconds.get(name, 0.0) + seconds
+        for line in collected.warnings:
+            if ranks.own() == 0:
+                logger.warning("%s: %s", moment.where, line)
+        is_kept = [items.is_kept(group.known_rewards) for group in collected.groups]
+        drawn.kept += (first + np.flatnonzero(is_kept)).tolist()
+        missing, wave = count - len(drawn.kept), wave + 1
+        indices = items.draw(missing, wave) if missing > 0 else []
+        budgets = [max(1, budget // count)] * len(indices)
+    check_failures(drawn.tally, settings.max_failed, moment.where, moment.journal)
+    return drawn
+
+
+def budget_of(settings: OnlineSettings, state: LoopState) -> int:
+    """Generated tokens of the next iteration: less what earlier ones took too many."""
+    return max(settings.tokens_per_iteration - state.overshoot, settings.trees_per_iteration)
 
 
 def requests_of(
@@ -116,3 +144,17 @@ def num_practised(task: Task, settings: OnlineSettings) -> int | None:
             f"the trees of an iteration are of different items; give trees_per_iteration: {total}, or more items."
         )
     return total
+
+
+def check_failures(tally: RewardTally, max_failed: float, where: str, journal: Journal) -> None:
+    """Ends a run of which too many rewards fail; the failed ones are not recorded, so `--resume` computes them again.
+
+    Raises:
+        TaskError: more than `max_failed` of the rollouts have no reward.
+    """
+    found = too_many_failed(tally, max_failed)
+    if found is not None:
+        journal.forget_from_mark()
+        raise TaskError(
+            f"{where}: {found} Mend the reward and go on with --resume, or raise max_failed if that is meant."
+        )

@@ -12,21 +12,19 @@ which.
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from treewise.distributed import ranks
-from treewise.errors import TaskError
-from treewise.rl.branching import PROMPT, Branch, RolloutTree
+from treewise.rl.branching import PROMPT, Branch, RolloutTree, Signals
 from treewise.rl.online.collector import GroupRequest
 from treewise.rl.online.continuing import Rounds, continue_all
-from treewise.rl.online.journal import Journal
 from treewise.rl.online.rollout import Continuation, Conversation
 from treewise.rl.tasks import RewardFailure
-from treewise.rl.tasks.rewards import RewardTally, too_many_failed
+from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
 _say_once = cache(logger.warning)
@@ -60,9 +58,11 @@ class GrowingTree:
         if self.is_complete:
             return []
         limits = rounds.limits
-        longest = min(limits.max_new_tokens, limits.max_length - len(self.tree.prompt_ids))
-        signals = rounds.moment.state.book.signals(self.request.key, self.tree)
-        signals = replace(signals, expected_tokens=rounds.expected_tokens, longest_tokens=longest)
+        signals = Signals(
+            success=rounds.moment.state.book.success(self.request.key),  # before its own rollouts, which `lcr` counts
+            expected_tokens=rounds.expected_tokens,
+            longest_tokens=min(limits.max_new_tokens, limits.max_length - len(self.tree.prompt_ids)),
+        )
         started = []
         budget_left = self.request.budget - self.num_sampled  # negative where the tree passed its budget
         for branch in rounds.branching.next_requests(self.tree, signals, budget_left, self.rng):
@@ -146,18 +146,4 @@ def _grow(trees: Sequence[GrowingTree], rounds: Rounds) -> None:
             tree.add(done)
         return next_round(tree)
 
-    continue_all([each for tree in trees for each in next_round(tree)], rounds, ended)
-
-
-def check_failures(tally: RewardTally, max_failed: float, where: str, journal: Journal) -> None:
-    """Ends a run of which too many rewards fail; the failed ones are not recorded, so `--resume` computes them again.
-
-    Raises:
-        TaskError: more than `max_failed` of the rollouts have no reward.
-    """
-    found = too_many_failed(tally, max_failed)
-    if found is not None:
-        journal.forget_from_mark()
-        raise TaskError(
-            f"{where}: {found} Mend the reward and go on with --resume, or raise max_failed if that is meant."
-        )
+    continue_all([continuation for tree in trees for continuation in next_round(tree)], rounds, ended)

@@ -15,18 +15,18 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy, deepcopy
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
+from treewise.base.features import feature
 from treewise.base.progress import busy_with
 from treewise.distributed import groups, ranks
-from treewise.distributed.mesh import copy_first
 from treewise.distributed.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import StepOutput
@@ -34,15 +34,10 @@ from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
 from treewise.rl.curriculum import TaskSampler
-from treewise.rl.curriculum.self_check import CheckReport
-from treewise.rl.curriculum.signals import angles_of
 from treewise.rl.online import journal, records, report
-from treewise.rl.online.ahead import Ahead, working
 from treewise.rl.online.collector import Collector, Group, Moment
-from treewise.rl.online.curriculum import begin_angles, checked, items_to_check, told
-from treewise.rl.online.drawn import Drawn, num_practised, requests_of
+from treewise.rl.online.drawn import Drawn, budget_of, check_failures, draw_groups, num_practised, requests_of
 from treewise.rl.online.first_tree import FirstTree
-from treewise.rl.online.growing import check_failures
 from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, sampling_progress
 from treewise.rl.online.settings import OnlineSettings, online_objective
@@ -60,6 +55,10 @@ from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.rl.curriculum.self_check import CheckReport
+    from treewise.rl.online.ahead import Ahead
 
 logger = logging.getLogger("treewise")
 
@@ -120,7 +119,9 @@ class OnlineTrainer:
         self.trainer = TreeTrainer(
             model, args, train_dataset=first, objective=objective, processing_class=tokenizer, callbacks=[*callbacks]
         )
-        self.model, self.processing_class, self.control = self.trainer.model, tokenizer, self.trainer.control
+        self.model, self.processing_class = self.trainer.model, tokenizer
+        self.state, self.control = self.trainer.state, self.trainer.control
+        self.runner = self.trainer.runner  # of the optimizer's steps
         for callback in (PrinterCallback, ProgressCallback):
             self.trainer.remove_callback(callback)
         if args.process_index == 0:
@@ -138,18 +139,15 @@ class OnlineTrainer:
         self._journals: dict[int, Journal] = {}
         self._ended = time.perf_counter()  # the last iteration
         self.items = TaskSampler(self.settings.chosen_curriculum(), num_practised(task, self.settings), args.seed)
+        self._draw = partial(draw_groups, self.items, self.collector, task, self.settings)
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
+        self._own_trees = slice(args.data_index, None, args.data_size)  # of a step's, where nobody places them
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
-
-    @property
-    def state(self) -> TrainerState:
-        """Transformers' state of the run; a step of it is an iteration."""
-        return self.trainer.state
 
     @property
     def engine(self) -> TreeEngine:
         """The engine of the model."""
-        return self.trainer.engine
+        return self.runner.engine
 
     @property
     def log_history(self) -> list[dict[str, float]]:
@@ -201,7 +199,7 @@ class OnlineTrainer:
                 if is_last:
                     break
             self._tell("on_train_end")
-            with working(self._ahead):
+            with self._working():
                 self.save_model()
             if self.args.should_save:
                 self.state.save_to_json(str(self.folder / contents.STATE))
@@ -242,7 +240,7 @@ class OnlineTrainer:
         if self.args.should_save:
             records.write_rollouts(self.folder, number, rows, tokenizer)
         # Credit, train.
-        with working(self._ahead, version=number):
+        with self._working(version=number):
             update = self._credited([rows[kept] for kept in drawn.kept])
             account = report.account_of(groups, update, number)
             trained = {"optimizer_steps": 0.0} if update is None else self._train_on(update, iteration)
@@ -253,8 +251,7 @@ class OnlineTrainer:
         self.loop.num_updates, self.state.global_step = num_updates, self.loop.iteration
         # Log.
         logs = {"iteration": float(number)}
-        logs |= report.figures(groups, account, self.loop.book, drawn.seconds, settings.success_at)
-        logs |= trained | drawn.figures()
+        logs |= report.figures(drawn, account, self.loop.book, settings.success_at) | trained
         if self._ahead is not None:
             logs |= {"staleness": report.staleness_of(update, iteration), "seconds_waiting": self._ahead.seconds_waited}
             self._ahead.seconds_waited = 0.0
@@ -284,16 +281,18 @@ class OnlineTrainer:
             TaskError: more rewards failed than may.
         """
         where = f"iteration {iteration + 1}"
-        amount = self.collector.amount(self.settings.trees_per_iteration, self._budget(self.loop), self.loop)
+        budget = budget_of(self.settings, self.loop)
+        amount = self.collector.amount(self.settings.trees_per_iteration, budget, self.loop)
         with sampling_progress(where, *amount, hidden=bool(self.args.disable_tqdm)) as advance:
             by = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
-            drawn = self._collect(iteration, Moment(where, self.loop, *by))
+            drawn = self._draw(Moment(where, self.loop, *by), (self.args.seed, iteration, _TREES))
         if self.items.curriculum.measures_angles:
             prompts = [group.prompt_ids for group in drawn.groups]
-            drawn.angles = angles_of(self.engine, prompts, self.items.memory["num_shared"]).total.tolist()
+            angles = feature("angles").angles_of(self.engine, prompts, self.items.memory["num_shared"])
+            drawn.angles = angles.total.tolist()
         return drawn
 
-    def _start_ahead(self, first: int) -> Ahead:
+    def _start_ahead(self, first: int) -> "Ahead":
         """The thread that collects from an iteration on, with a state of its own."""
         loop = deepcopy(self.loop)
 
@@ -301,7 +300,8 @@ class OnlineTrainer:
             state = copy(self.state)
             state.global_step = iteration
             where, recorded = f"iteration {iteration + 1}", self._journal(iteration + 1)
-            drawn = self._collect(iteration, Moment(where, loop, recorded, self.sampler, version, state, ahead.check))
+            moment = Moment(where, loop, recorded, self.sampler, version, state, ahead.check)
+            drawn = self._draw(moment, (self.args.seed, iteration, _TREES))
             self._observe(loop, drawn)
             loop.curriculum = deepcopy(self.items.state_dict())
             drawn.state = deepcopy(loop)
@@ -309,39 +309,15 @@ class OnlineTrainer:
 
         ranks.go_through(groups.new_group())
         hand_over, last = partial(begin_hand_over, self.sampler, self.model, self._whole), self.settings.iterations
-        ahead = Ahead(collect, hand_over, first, last, self.settings.max_staleness, groups.new_group())
+        ahead: Ahead = feature("ahead").Ahead(
+            collect, hand_over, first, last, self.settings.max_staleness, groups.new_group()
+        )
         ahead.start()
         return ahead
 
-    def _collect(self, iteration: int, moment: Moment) -> Drawn:
-        """Draws the items of an iteration, wave by wave, and has their groups collected. All first groups together may
-        spend its budget of generated tokens, and a refilled one the share of one more.
-
-        Raises:
-            TaskError: more rewards failed than may.
-        """
-        drawn, count = Drawn(), self.settings.trees_per_iteration
-        budget, stream = self._budget(moment.state), (self.args.seed, iteration, _TREES)
-        indices = self.items.draw(count)
-        share, more = divmod(budget, max(len(indices), 1))
-        budgets = [share + (number < more) for number in range(len(indices))]
-        while indices:
-            first = len(drawn.groups)
-            collected = self.collector.collect(requests_of(self.task, indices, budgets, stream, first), moment)
-            drawn.add(collected, indices, budgets)
-            for line in collected.warnings if self.args.should_log else ():
-                logger.warning("%s: %s", moment.where, line)
-            outcomes = drawn.outcomes(moment.state.book)
-            drawn.kept += [place for place in range(first, len(outcomes)) if self.items.is_kept(outcomes[place])]
-            missing = count - len(drawn.kept)
-            indices = self.items.refill(missing) if missing > 0 else []
-            budgets = [max(1, budget // count)] * len(indices)
-        check_failures(drawn.tally, self.settings.max_failed, moment.where, moment.journal)
-        return drawn
-
-    def _budget(self, loop: LoopState) -> int:
-        """Generated tokens of the next iteration: less what earlier ones took too many."""
-        return max(self.settings.tokens_per_iteration - loop.overshoot, self.settings.trees_per_iteration)
+    def _working(self, version: int | None = None) -> AbstractContextManager[None]:
+        """Around work during which no thread that collects ahead takes the weights; version: theirs afterwards."""
+        return nullcontext() if self._ahead is None else self._ahead.working(version)
 
     def _observe(self, loop: LoopState, drawn: Drawn) -> None:
         """Takes what an iteration sampled into a state."""
@@ -362,7 +338,7 @@ class OnlineTrainer:
     def _credited(self, rows: Sequence[list[Trajectory]]) -> Update | None:
         """The rows with advantages and the log-probs that the objective needs; None where nothing is left to train."""
         settings = self.settings
-        with self.trainer.runner.scoring():
+        with self.runner.scoring():
             update = own_update(
                 [own for own in rows if own],
                 self.objective,
@@ -383,7 +359,7 @@ class OnlineTrainer:
         Raises:
             NonFiniteError: a loss or gradient that is not finite, as the arguments say.
         """
-        logs, runner, trees = dict[str, float](), self.trainer.runner, update.trees
+        logs, runner, trees = dict[str, float](), self.runner, update.trees
         if not isinstance(self.objective, PolicyGradient):  # which measures it in its first step
             with runner.scoring():
                 logs["logprob_gap"] = logprob_gap(self.engine.scored([row for own in trees for row in own]))
@@ -392,8 +368,7 @@ class OnlineTrainer:
         merges = self.args.merge_across_trees and getattr(self.objective, "weighting", "once") != "once"
         for batch in self.settings.batches(len(trees), (self.args.seed, iteration, _BATCHES)):
             of_step = [trees[index] for index in batch]
-            own = of_step if placer is not None else of_step[self.args.data_index :: self.args.data_size]
-            forests = collate(own, merges)
+            forests = collate(of_step if placer is not None else of_step[self._own_trees], merges)
             clear_gradients(self.model.parameters())
             prepared = runner.prepare(forests if placer is None else placer.own_part(forests))
             runner.measure_budget(lambda: forest_of(trees[0]))
@@ -454,23 +429,25 @@ class OnlineTrainer:
         if not items.curriculum.measures_angles:
             return
         train = (self.task.item("train", index) for index in range(items.size or 0))
-        begin_angles(items, list(map(self.collector.prompt_ids, train)), self.engine)
+        angles = feature("angles")
+        angles.begin_angles(items, list(map(self.collector.prompt_ids, train)), self.engine)
         if not settings.check_items:
             return
         found, groups = self.check_items(settings.check_items, settings.check_rollouts)
-        told(found, items.curriculum, self.folder if self.args.should_save else None)
+        angles.told(found, items.curriculum, self.folder if self.args.should_save else None)
         for group in groups:
             self.loop.book.observe(group.request.key, group.success, group.trials)
         self.loop.num_sampled += found.num_tokens
         self._log({"check_tokens": float(found.num_tokens)})
 
-    def check_items(self, num_items: int, num_rollouts: int) -> tuple[CheckReport, list[Group]]:
+    def check_items(self, num_items: int, num_rollouts: int) -> "tuple[CheckReport, list[Group]]":
         """Samples rollouts of some items and compares their angles with the norms of their gradients.
 
         Raises:
             DataError: fewer than 3 items have two rewards.
         """
-        chosen, stream = items_to_check(self.items, num_items, _CHECK), (self.args.seed, 0, _CHECK)
+        angles, stream = feature("angles"), (self.args.seed, 0, _CHECK)
+        chosen = angles.items_to_check(self.items, num_items, _CHECK)
         requests = requests_of(self.task, chosen, [1] * len(chosen), stream, num_rollouts=num_rollouts)
         moment = Moment("self-check", self.loop, self._journal(0), self.eval_sampler, 0, self.state)
         groups = self.collector.collect(requests, moment).groups
@@ -481,7 +458,7 @@ class OnlineTrainer:
             own = (self.objective, self.engine)
             return own_update([rows], *own, reference=reference, method=method, settings=more).trees[0]
 
-        return checked(groups, self.items, self.engine, self.objective, credited), groups
+        return angles.checked(groups, self.items, self.engine, self.objective, credited), groups
 
     # -- what people see ----------------------------------------------------------------------------------------------
 
@@ -503,7 +480,8 @@ class OnlineTrainer:
     def _begin(self, wanted: str | bool | None) -> None:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
         trainer = self.trainer
-        copy_first(self.model, self.args.device)
+        if self.args.world_size > 1:
+            feature("mesh").copy_first(self.model, self.args.device)
         _ = self._first_tree[0]  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
@@ -512,8 +490,8 @@ class OnlineTrainer:
         elif ranks.on_first_rank(lambda: bool(store.checkpoints(self.folder) or journals(self.folder))):
             raise ConfigError(f"{self.folder} holds an online run: --resume or --overwrite it, or choose another.")
         if found is not None:
-            trainer.runner.resume_budget(found.max_tokens)
-            trainer.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
+            self.runner.resume_budget(found.max_tokens)
+            trainer.state = self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
             load_weights(self.model, found.folder)
             resume.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
@@ -530,7 +508,7 @@ class OnlineTrainer:
         if self._ahead is None:
             self.loop.curriculum = self.items.state_dict()
         own = (self.trainer.optimizer, self.trainer.lr_scheduler, self.state, [self.loop], self.processing_class)
-        with working(self._ahead), busy_with("saving a checkpoint"):
+        with self._working(), busy_with("saving a checkpoint"):
             self._checkpoints.save(contents.RunState(self.args, self.model, *own), self.folder, self.engine.max_tokens)
         if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
             for path in journals(self.folder, self.loop.iteration):

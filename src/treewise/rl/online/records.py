@@ -14,13 +14,13 @@ from treewise.base.features import feature
 from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import PractisedItem
-from treewise.rl.curriculum.self_check import CheckReport
 from treewise.trainer.checkpoint.store import write_atomically
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from treewise.rl.curriculum.self_check import CheckReport
     from treewise.rl.online.drawn import Drawn
 
 ROLLOUTS, EVALUATIONS, DRAWS = "rollouts", "evaluations", "curriculum"  # folders
@@ -155,6 +155,6 @@ def write_draws(
     _write(draws_file(run_dir, iteration), sealed(values) + "\n")
 
 
-def write_check(run_dir: Path, curriculum: str, report: CheckReport) -> None:
+def write_check(run_dir: Path, curriculum: str, report: "CheckReport") -> None:
     """Writes the result of a self-check."""
     _write(run_dir / DRAWS / CHECK, json.dumps({"curriculum": curriculum, **report.to_dict()}, indent=1) + "\n")

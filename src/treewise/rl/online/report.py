@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -25,6 +26,9 @@ from treewise.rl.success_book import SuccessBook
 from treewise.rl.update import Update
 from treewise.trainer.step import StepRunner
 from treewise.tree.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from treewise.rl.online.drawn import Drawn
 
 # What the line shows, in this order, with its format, or the noun of a count.
 _LINE = (
@@ -119,14 +123,11 @@ def few_recorded(account: Mapping[str, int]) -> str | None:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def figures(
-    groups: Sequence[Group],
-    account: Mapping[str, int],
-    book: SuccessBook,
-    seconds: Mapping[str, float],
-    success_at: float,
-) -> dict[str, float]:
-    """What is logged of the rollouts of an iteration; means over rollouts, token counts, seconds."""
+def figures(drawn: "Drawn", account: Mapping[str, int], book: SuccessBook, success_at: float) -> dict[str, float]:
+    """What is logged of what an iteration drew: means over rollouts, token counts, seconds; groups that were drawn,
+    trained and refilled, where not all are trained; what reward functions logged.
+    """
+    groups = drawn.groups
     known = np.array([reward for group in groups for reward in group.known_rewards])
     lengths = [length for group in groups for length in group.lengths]
     values: dict[str, float] = {
@@ -134,8 +135,8 @@ def figures(
         "failed_rollouts": float(len(lengths) - len(known)),
         "rollout_length": float(np.mean(lengths)) if lengths else 0.0,
         **{f"{name}_tokens": float(count) for name, count in account.items()},
-        **{f"seconds_{name}": spent for name, spent in seconds.items()},
-        "sampled_tokens_per_second": account["sampled"] / max(seconds["sampling"], 1e-9),
+        **{f"seconds_{name}": spent for name, spent in drawn.seconds.items()},
+        "sampled_tokens_per_second": account["sampled"] / max(drawn.seconds["sampling"], 1e-9),
     }
     for name in dict.fromkeys(name for group in groups for name in group.counts):
         values[name] = float(sum(group.counts.get(name, 0) for group in groups))
@@ -146,7 +147,11 @@ def figures(
         values |= {"reward": float(known.mean()), "success": float((known >= success_at).mean())}
     if book.brier == book.brier:
         values["book_brier"] = book.brier
-    return values
+    if num_refilled := sum(wave > 0 for wave in drawn.waves):
+        values["refilled_trees"] = float(num_refilled)
+    if len(drawn.kept) < len(groups):
+        values |= {"drawn_trees": float(len(groups)), "kept_trees": float(len(drawn.kept))}
+    return values | {name: float(np.mean(logged)) for name, logged in drawn.tally.metrics.items()}
 
 
 def update_figures(

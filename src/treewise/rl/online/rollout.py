@@ -200,13 +200,14 @@ class Continuation:
             observation, finish = self.conversation.answered(self._reason)
             is_too_long = len(self.conversation.token_ids) > self._limits.max_length
             self._observe([] if is_too_long else observation)
-            if finish is None and self._room_in_loop() <= 0:
+            in_loop, in_segment = self._room()
+            if finish is None and in_loop <= 0:
                 finish = "length"
-            self._finish, self.is_finished = finish, finish is not None or self._is_segment_full()
+            self._finish, self.is_finished = finish, finish is not None or in_segment <= 0
         elif self._chosen is not None:  # stands in front of what is sampled; where it ends the turn, nothing is
             self.num_chosen = 1
             is_stop = int(self._chosen.token_ids[0]) in self._limits.stop_ids
-            if is_stop or self._room() <= 1:
+            if is_stop or min(self._room()) <= 1:
                 self._append(self._chosen)
                 self._end_part("stop" if is_stop else self._chosen.finish_reason)
             else:
@@ -215,7 +216,7 @@ class Continuation:
     def request(self, common: SampleRequest) -> SampleRequest:
         """What to sample next, of settings that all requests have in common."""
         first = [] if self._first is None else self._first.token_ids.tolist()
-        prefix, room = (*self.conversation.token_ids, *first), self._room() - len(first)
+        prefix, room = (*self.conversation.token_ids, *first), min(self._room()) - len(first)
         (seed,) = np.random.SeedSequence([*self.seed, self._num_turns]).generate_state(1, np.uint64).tolist()
         return replace(common, prefix_ids=prefix, max_new_tokens=room, seed=seed >> 1, tree=id(self._tree))
 
@@ -232,7 +233,8 @@ class Continuation:
         self._end_part(completion.finish_reason)
 
     def _end_part(self, reason: str) -> None:
-        if reason == "length" and self._is_segment_full():
+        in_loop, in_segment = self._room()
+        if reason == "length" and in_segment <= 0 < in_loop:
             self.is_finished = True
             return
         self._num_turns += 1
@@ -262,19 +264,12 @@ class Continuation:
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _room_in_loop(self) -> int:
-        """Tokens that may be generated before a limit of the loop is reached."""
-        left = self._limits.max_new_tokens - self._num_before - sum(self._is_sampled)
-        return min(left, self._limits.max_length - len(self.conversation.token_ids))
-
-    def _room(self) -> int:
-        """Tokens that may be generated before any limit is reached, that of a segment, too."""
-        most = self.branch.max_tokens
-        return self._room_in_loop() if most is None else min(self._room_in_loop(), most - sum(self._is_sampled))
-
-    def _is_segment_full(self) -> bool:
-        """Whether `Branch.max_tokens` ended the continuation, and no limit of the loop did."""
-        return self._room() <= 0 < self._room_in_loop()
+    def _room(self) -> tuple[int, int]:
+        """Tokens that may be generated before a limit of the loop is reached, and before that of a segment is."""
+        own, most = sum(self._is_sampled), self.branch.max_tokens
+        in_loop = self._limits.max_new_tokens - self._num_before - own
+        in_loop = min(in_loop, self._limits.max_length - len(self.conversation.token_ids))
+        return in_loop, in_loop if most is None else most - own
 
     # -- streams ------------------------------------------------------------------------------------------------------
 

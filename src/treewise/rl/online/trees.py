@@ -50,20 +50,26 @@ class TreeCollector:
     model: Any
 
     @cached_property
+    def followed(self) -> int | None:
+        """The most tokens of a row that training follows (`length_limit`); None where the model has no such limit."""
+        found = length_limit(self.model)
+        return None if found is None else found[0]
+
+    @cached_property
     def limits(self) -> Limits:
-        """When a rollout stops: at most where training no longer follows (`length_limit`).
+        """When a rollout stops: at most where training no longer follows.
 
         Raises:
             ConfigError: `max_length` is beyond the model's positions.
         """
-        settings, found = self.settings, length_limit(self.model)
+        settings = self.settings
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         longest = settings.max_length or positions
         if longest > positions:
             raise ConfigError(
                 f"max_length={longest} is beyond the {positions:,} positions of the model (max_position_embeddings)."
             )
-        longest = longest if found is None else min(longest, found[0])
+        longest = longest if self.followed is None else min(longest, self.followed)
         return Limits(settings.max_new_tokens, longest, self.chat.end_ids())
 
     def prompt_ids(self, item: TaskItem) -> list[int]:
@@ -160,7 +166,7 @@ class TreeCollector:
             ]
 
         with torch.no_grad():
-            found = sorted((each for part in ranks.on_every_rank(work) for each in part), key=lambda each: each[0])
+            found = sorted((pair for part in ranks.on_every_rank(work) for pair in part), key=lambda pair: pair[0])
         held_out = [rollout for _, rollout in found]
         failed = [rollout.failure for rollout in held_out if rollout.failure is not None]
         return held_out, RewardTally(len(items), len(failed), failed[0] if failed else None)
@@ -192,9 +198,10 @@ class TreeCollector:
         num_new, most = self.settings.max_new_tokens, self.settings.max_length
         for item, conversation in zip(items, conversations, strict=True):
             num_prompt = len(conversation.token_ids)
-            what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
-            num_tokens = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
-            refuse_lengths(self.model, num_tokens, what, "Lower max_new_tokens, or set max_length")
+            if self.followed is not None:
+                what = f"item {item.key}: a prompt of {num_prompt} tokens with max_new_tokens={num_new}"
+                num_tokens = num_prompt + num_new if most is None else min(num_prompt + num_new, most)
+                refuse_lengths(self.model, num_tokens, what, "Lower max_new_tokens, or set max_length")
             if num_prompt >= longest:
                 raise DataError(
                     f"{item.key}: the prompt has {num_prompt:,} tokens, and prompt and rollout together may have "

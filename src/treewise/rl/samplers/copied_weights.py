@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 
+from treewise.base.features import feature
 from treewise.distributed import ranks
-from treewise.distributed.fsdp import whole_tensor
 from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.platform.memory import free_bytes
@@ -45,8 +45,8 @@ class WholeCopy:
             for parameter in model.parameters()
             if shares_frozen and not parameter.requires_grad
         }
-        copied = [each for each in _tensors(model).values() if id(each) not in frozen]
-        self.num_bytes = sum(each.numel() * each.element_size() for each in copied) if is_held else 0
+        copied = [tensor for tensor in _tensors(model).values() if id(tensor) not in frozen]
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in copied) if is_held else 0
         free = free_bytes(device)
         if self.num_bytes > free:
             raise ConfigError(
@@ -69,7 +69,7 @@ class WholeCopy:
         own = {} if self.model is None else _tensors(self.model)
         with torch.no_grad():
             for name, tensor in given.items():
-                whole = whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                whole = feature("fsdp").whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
                 if name in own and whole is not own[name]:
                     own[name].copy_(whole)
 
@@ -118,6 +118,8 @@ def begin_hand_over(sampler: Sampler, model: nn.Module, whole: WholeCopy | None)
     """Takes the model's weights, which may change then; what is returned gives them to the sampler of each process;
     servers get those of the first. whole: as of `samplers_of`.
     """
+    if type(sampler) is TransformersSampler and sampler.model is model:
+        return lambda: None  # it samples from these weights themselves
     if whole is not None:
         whole.take(model)
     give = begin_update(sampler, model if whole is None else whole.model)

@@ -3,7 +3,7 @@
 `SharedPrefix` (shared_prefix.py) keeps one copy of a prefix's keys and values for all rows that continue it;
 `CopiedCache` copies a transformers cache for each row, so that recurrent states and any kind of layer cache follow;
 `Recompute` has no cache and runs the whole rows again, for models that offer none. `choose_decoder` takes the first
-whose logits are those of plain forwards, measured on the model. A prompt with images has its own (`SeenPrompt`).
+whose logits are those of plain forwards, measured on the model. A prompt with images has its own (seen_prompt.py).
 
 Letters: G groups (distinct prefixes), R rows, V vocabulary.
 """
@@ -18,11 +18,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from treewise.data.images import decoded
-from treewise.errors import DataError, UnsupportedModelError
-from treewise.nn.model import split_model
-from treewise.nn.vision import pixel_inputs, row_arguments, tree_positions, vision_model
-from treewise.nn.wrapped import base_model
+from treewise.errors import UnsupportedModelError
 from treewise.rl.samplers.shared_prefix import (
     Prefix,
     SharedPrefix,
@@ -31,9 +27,6 @@ from treewise.rl.samplers.shared_prefix import (
     inner_model,
     known_arguments,
 )
-from treewise.tree.forest import Forest
-from treewise.tree.images import ImageSpan
-from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from treewise.nn.routing import HeardRoutes
@@ -131,7 +124,7 @@ def _difference(
     short = 6 if decoder.needs_equal_lengths else 4
     prefixes = [tuple(ids[:6]), tuple([*ids[:3], *ids[4:7]][:short])]
     pair = (decoder, reference)
-    outs = [each.start(prefixes, [2, 2], NUM_STEPS).float() for each in pair]
+    outs = [way.start(prefixes, [2, 2], NUM_STEPS).float() for way in pair]
     gaps, scales = [], []
     for step in range(NUM_STEPS + 1):
         gaps.append(float((outs[0] - outs[1]).abs().max()))
@@ -139,9 +132,9 @@ def _difference(
         if step < NUM_STEPS:
             rows = [1, 2] if step else [0, 1, 2, 3]
             tokens = torch.tensor(ids[6 + 4 * step :][: len(rows)], device=outs[0].device)
-            for each in pair if step == 1 else ():
-                each.keep(rows)
-            outs = [each.step(tokens).float() for each in pair]
+            for way in pair if step == 1 else ():
+                way.keep(rows)
+            outs = [way.step(tokens).float() for way in pair]
     return float("inf") if any(gap != gap for gap in gaps) else max(gaps), max(scales)
 
 
@@ -238,56 +231,6 @@ class CopiedCache:
     def keep(self, rows: list[int]) -> None:
         """See `Decoder`; a row may come several times."""
         self.cache.reorder_cache(torch.tensor(rows, device=device_of(self.model)))
-
-
-class SeenPrompt(CopiedCache):
-    """One prompt with images, by the model's own forward; rows go on in text from copies of its cache.
-
-    Parameters:
-        processor: the model's. images: of the prompt, in order.
-    """
-
-    def __init__(self, model: nn.Module, processor: object, images: Sequence[ImageSpan]) -> None:
-        super().__init__(model)
-        self.processor, self.images = processor, tuple(images)
-        self.skipped = 0  # by how much positions after the prompt are below the number of tokens before
-
-    def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
-        """See `Decoder`; of one prefix.
-
-        Raises:
-            DataError: an image that cannot be read, or of which the model makes another number of tokens.
-            UnsupportedModelError: a model whose images are not supported.
-        """
-        del max_new_tokens
-        vision, base = vision_model(split_model(self.model)), base_model(self.model)
-        pictures = {image.digest: decoded(image.read(), image.name) for image in self.images}
-        ids = torch.tensor(prefixes, device=device_of(self.model))
-        is_later = [float(index > 0) for index in range(ids.shape[1])]
-        forest = Forest.from_trajectories([Trajectory(prefixes[0], is_later, images=self.images)])
-        positions = tree_positions(
-            vision.module,
-            vision.image_token,
-            forest,
-            lambda each: pixel_inputs(self.processor, [pictures[each.digest]]),
-        )
-        given = row_arguments(base, self.processor, [pictures[image.digest] for image in self.images], ids[0])
-        if given["pixel_values"].is_floating_point():
-            given["pixel_values"] = given["pixel_values"].to(next(base.parameters()).dtype)
-        if positions is not None:
-            given["position_ids"] = torch.from_numpy(positions)[:, None].to(ids.device)
-            self.skipped = len(prefixes[0]) - 1 - int(positions.max())
-        try:
-            logits = self._forward(ids, 0, **given)
-        except ValueError as error:
-            raise DataError(f"the images of a prompt of {ids.shape[1]} tokens: {error}") from error
-        self._hear_prefixes(1)
-        self.keep([0] * num_rows[0])
-        return logits.expand(num_rows[0], -1)
-
-    def step(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `Decoder`."""
-        return self._step(token_ids, self.length - self.skipped)
 
 
 DECODERS: Mapping[str, type[Decoder]] = {

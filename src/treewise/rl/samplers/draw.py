@@ -63,7 +63,7 @@ def draw_tokens(
     temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
     is_greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
-    kept = _truncated(logprobs, rules)
+    kept = _truncated(logprobs, rules) if any(rule.truncates for rule in rules) else logprobs
     best = logprobs.argmax(-1)
     ids = torch.empty_like(best)
     for low in range(0, len(rules), ROWS_AT_ONCE):
@@ -86,8 +86,6 @@ def draw_tokens(
 
 def _truncated(logprobs: torch.Tensor, rules: Sequence[SampleRequest]) -> torch.Tensor:
     """Log-probs with what top-k, then top-p leave out at -inf."""
-    if not any(rule.truncates for rule in rules):
-        return logprobs
     kept = logprobs.clone()
     for row, rule in enumerate(rules):
         if not rule.truncates:

@@ -60,7 +60,9 @@ def _scored(head: Any, hidden: torch.Tensor, asked: PromptRequest) -> dict[str, 
     for low in range(0, max(num_after, 1), _ROWS_AT_ONCE):
         rows = slice(low, min(low + _ROWS_AT_ONCE, num_after))
         logits = head.logits(hidden[rows]).float().cpu()
-        logprobs, tempered = (torch.log_softmax(logits / each, -1) for each in (1.0, asked.temperature or 1.0))
+        logprobs, tempered = (
+            torch.log_softmax(logits / temperature, -1) for temperature in (1.0, asked.temperature or 1.0)
+        )
         own, targets = torch.from_numpy(asked.token_ids[1:, None][rows]), torch.from_numpy(asked.targets[rows])
         best, drawn = logprobs.topk(asked.num_top, dim=-1), torch.zeros((len(logits), 0), dtype=torch.int64)
         if asked.num_drawn and len(logits):
@@ -74,7 +76,7 @@ def _scored(head: Any, hidden: torch.Tensor, asked: PromptRequest) -> dict[str, 
             "drawn_ids": drawn,
         }.items():
             parts.setdefault(name, []).append(found)
-    scores = {name: torch.cat(each).numpy() for name, each in parts.items()}
+    scores = {name: torch.cat(chunks).numpy() for name, chunks in parts.items()}
     first = num_after - (num_after if asked.num_last is None else asked.num_last) + 1
     for name, fill in {"own": np.nan, "top": -np.inf, "top_ids": 0}.items():
         scores[name] = np.concatenate(

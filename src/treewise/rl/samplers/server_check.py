@@ -79,7 +79,7 @@ def check_server(
 
 
 def _answers(server: Server) -> Found:
-    models = [each["id"] for each in server.call("/v1/models")["data"]]
+    models = [model["id"] for model in server.call("/v1/models")["data"]]
     try:
         version = f"vLLM {server.call('/version', retried=())['version']}"
     except (SamplerError, KeyError, TypeError):
@@ -95,7 +95,7 @@ def _ids(sampler: ServerSampler) -> Found:
 def _logprobs(sampler: ServerSampler) -> Found:
     """Distances of the most likely ids of one position, at temperature 1 and 0.5."""
     request = SampleRequest(_PROMPT, max_new_tokens=1, num_top=NUM_TOP)
-    whole, half = (_distances(_one(sampler, replace(request, temperature=each))) for each in (1.0, 0.5))
+    whole, half = (_distances(_one(sampler, replace(request, temperature=temperature))) for temperature in (1.0, 0.5))
     common = [token for token in whole if token in half and whole[token] < -1e-3]
     if not common:
         return False, "the most likely ids differ by temperature; nothing to compare"
@@ -118,7 +118,7 @@ def _distances(completion: Completion) -> dict[int, float]:
 
 def _seeds(sampler: ServerSampler) -> Found:
     request = SampleRequest(_PROMPT, 4, 8, seed=1)
-    first, again = ([each.token_ids.tolist() for each in sampler.sample([request])[0]] for _ in range(2))
+    first, again = ([completion.token_ids.tolist() for completion in sampler.sample([request])[0]] for _ in range(2))
     if len({tuple(ids) for ids in first}) == 1:
         return False, "four seeds gave the same tokens", "seeds are not honoured"
     if first != again:
@@ -144,15 +144,15 @@ def _weights(sampler: ServerSampler, model: Any) -> Found:
     request, num_prompt = SampleRequest(_PROMPT, 4, 16, seed=2), len(_PROMPT)
     rows = [
         Trajectory(
-            np.concatenate([_PROMPT, each.token_ids]),
-            np.repeat([0.0, 1.0], [num_prompt, each.num_tokens]),
-            sampler_logprobs=np.concatenate([np.zeros(num_prompt), each.logprobs]),
+            np.concatenate([_PROMPT, completion.token_ids]),
+            np.repeat([0.0, 1.0], [num_prompt, completion.num_tokens]),
+            sampler_logprobs=np.concatenate([np.zeros(num_prompt), completion.logprobs]),
         )
-        for each in sampler.sample([request])[0]
+        for completion in sampler.sample([request])[0]
     ]
     scored = TreeEngine(model).scored(rows, stream="old_logprobs")
     gap = logprob_gap(scored)
-    pairs: list[tuple[Any, Any]] = [(each.old_logprobs, each.sampler_logprobs) for each in scored]
+    pairs: list[tuple[Any, Any]] = [(row.old_logprobs, row.sampler_logprobs) for row in scored]
     most = max(float(np.abs(own - served).max()) for own, served in pairs)
     text = f"log-probs differ from the model's by {most:.1e} at most (logprob_gap {gap:.6f}; 1: none)"
     way_out = "other weights, or a coarser dtype; start it from the model's folder (a run hands them over at its start)"

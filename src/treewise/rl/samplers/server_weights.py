@@ -196,7 +196,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     name = model.active_adapter
     model.peft_config[name].save_pretrained(str(folder))
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    state = {key: each.detach().cpu().contiguous() for key, each in state.items()}
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -227,8 +227,8 @@ def whole_weights(model: Any, *, merged: bool = True) -> Iterator[tuple[str, tor
 def _refuse_tied(base: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    owners = Counter(id(each) for _, each in base.named_parameters(remove_duplicate=False))
-    parted, tables = parted_table(base), [innermost(each) for each in tables_of(base).values()]
+    owners = Counter(id(parameter) for _, parameter in base.named_parameters(remove_duplicate=False))
+    parted, tables = parted_table(base), [innermost(table) for table in tables_of(base).values()]
     for path, module in base.named_modules():
         is_parted = path == parted
         if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters):
@@ -258,8 +258,8 @@ def _below(prefix: str, module: Any, merged: bool | None) -> Iterator[tuple[str,
                 yield from _below(prefix, layer, None)
             return
     passing = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for it
-    kept = [(name, each) for name, each in module.named_buffers(recurse=False) if name not in passing]
-    yield from ((f"{prefix}{name}", each) for name, each in [*module.named_parameters(recurse=False), *kept])
+    kept = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in passing]
+    yield from ((f"{prefix}{name}", tensor) for name, tensor in [*module.named_parameters(recurse=False), *kept])
     for name, child in module.named_children():
         yield from _below(f"{prefix}{name}.", child, merged)
 
@@ -271,12 +271,12 @@ def _merged(layer: Any) -> Iterator[nn.Module]:
     if layer.merged or layer.disable_adapters:
         yield base
         return
-    kept = {name: each.detach().clone() for name, each in base.named_parameters()}
+    kept = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
     layer.merge()
     try:
         yield base
     finally:
         layer.unmerge()
         with torch.no_grad():
-            for name, each in base.named_parameters():
-                each.copy_(kept[name])
+            for name, parameter in base.named_parameters():
+                parameter.copy_(kept[name])

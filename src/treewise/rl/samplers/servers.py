@@ -258,7 +258,7 @@ class ServerSampler:
         if self.model is None:
             url, listed = self.servers[0].url, self.servers[0].call("/v1/models")
             try:
-                names = [each["id"] for each in listed["data"] if not each.get("parent")]  # adapters have one
+                names = [model["id"] for model in listed["data"] if not model.get("parent")]  # adapters have one
             except (KeyError, TypeError, AttributeError):
                 raise SamplerError(f"{url}/v1/models does not list models; is this a server of completions?") from None
             if len(names) != 1:
@@ -284,7 +284,9 @@ class ServerSampler:
 
     def _were_restarted(self, servers: Iterable[Server], starts: Mapping[str, str | None]) -> bool:
         """Whether a server was started anew since `starts`: some of its answers may be of the weights it began with."""
-        lost = [each for each in servers if starts.get(each.url) is not None and each.start() != starts[each.url]]
+        lost = [
+            server for server in servers if starts.get(server.url) is not None and server.start() != starts[server.url]
+        ]
         for server in lost:
             logger.warning("%s was started anew; it gets the weights again, and the batch is repeated", server.url)
             if self._held.starts[server.url] == starts[server.url]:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,12 @@ from treewise.base.features import feature
 from treewise.base.progress import busy_with, tell_progress
 from treewise.errors import ConfigError, NonFiniteError, num
 from treewise.nn.model import split_model
-from treewise.nn.model_checks import refuse_lengths
+from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.nn.wrapped import uncompiled
-from treewise.rl.samplers.decoder import DECODERS, Decoder, SeenPrompt, choose_decoder
+from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
 from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
+from treewise.tree.images import ImageSpan
 
 METHODS = ("auto", *DECODERS)
 _STREAMS = {"logprobs": np.float32, "entropies": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
@@ -78,6 +78,7 @@ class TransformersSampler:
         self.isolate_requests = isolate_requests
         self.method, self.processor = method, processor
         self._decoder: type[Decoder] | None = None
+        self._is_limited = length_limit(model) is not None
         self._lock = threading.Lock()  # a decoder switches the model's attention, and several threads may sample
 
     @property
@@ -100,10 +101,11 @@ class TransformersSampler:
         """
         if not requests:
             return
-        longest = max(requests, key=lambda each: len(each.prefix_ids) + each.max_new_tokens)
-        num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
-        what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
-        refuse_lengths(self.model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
+        if self._is_limited:
+            longest = max(requests, key=lambda request: len(request.prefix_ids) + request.max_new_tokens)
+            num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
+            what = f"a prefix of {num_prefix} tokens with max_new_tokens={num_new}"
+            refuse_lengths(self.model, num_prefix + num_new, what, "Lower max_new_tokens or shorten the prompt")
         rows = [
             _SampledRow(index, request, i)
             for index, request in enumerate(requests)
@@ -127,6 +129,7 @@ class TransformersSampler:
         """Nothing to hand over: the weights are those that are trained. A new model replaces the old one."""
         if model is not None and model is not self.model:
             self.model, self._decoder = model, None
+            self._is_limited = length_limit(model) is not None
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -157,43 +160,43 @@ class TransformersSampler:
         cached = num_prefix + places * max(row.request.max_new_tokens for row in batch)
         return places <= self.max_rows and cached <= self.max_cached_tokens
 
-    def _run(self, rows: list[_SampledRow]) -> None:
-        wants_routes = any(row.request.want_routes for row in rows)
-        listening = partial(feature("routing").heard, split_model(self.model).decoder) if wants_routes else nullcontext
-        with listening() as heard:
-            self._run_heard(rows, heard)
+    def _seen(self, images: Sequence[ImageSpan]) -> Decoder:
+        found: Decoder = feature("seen_prompts").SeenPrompt(self.model, self.processor, images)
+        return found
 
-    def _run_heard(self, rows: list[_SampledRow], heard: Any) -> None:
-        """heard: the experts that routers choose; None: nobody asks."""
+    def _run(self, rows: list[_SampledRow]) -> None:
+        """Samples the rows of a batch to their ends, token by token."""
         assert self._decoder is not None
         images = rows[0].request.images
-        decoder: Decoder = SeenPrompt(self.model, self.processor, images) if images else self._decoder(self.model)
-        decoder.heard = heard
+        decoder: Decoder = self._decoder(self.model) if not images else self._seen(images)
         counts = Counter(row.request.prefix_ids for row in rows)
         limit = max(row.request.max_new_tokens for row in rows)
-        logits = decoder.start(list(counts), list(counts.values()), limit)
-        if heard is not None:
-            groups = dict(zip(counts, decoder.prefix_routes, strict=True))
-            for row in rows:
-                row.routes.append(groups[row.request.prefix_ids])
-        while True:
-            if decoder.row_routes is not None:
-                for row, own in zip(rows, decoder.row_routes, strict=True):
-                    row.routes.append(own[None])
-            token_ids = _append(rows, logits)
-            tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
-            alive = [
-                i
-                for i, row in enumerate(rows)
-                if len(row.token_ids) < row.request.max_new_tokens and not row.request.is_stopped(row.token_ids)
-            ]
-            if not alive:
-                return
-            if len(alive) < len(rows):
-                decoder.keep(alive)
-                rows = [rows[i] for i in alive]
-                token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
-            logits = decoder.step(token_ids)
+        wants_routes = any(row.request.want_routes for row in rows)
+        listening = feature("routing").heard(split_model(self.model).decoder) if wants_routes else nullcontext()
+        with listening as decoder.heard:  # the experts that routers choose; None: nobody asks
+            logits = decoder.start(list(counts), list(counts.values()), limit)
+            if decoder.heard is not None:
+                groups = dict(zip(counts, decoder.prefix_routes, strict=True))
+                for row in rows:
+                    row.routes.append(groups[row.request.prefix_ids])
+            while True:
+                if decoder.row_routes is not None:
+                    for row, own in zip(rows, decoder.row_routes, strict=True):
+                        row.routes.append(own[None])
+                token_ids = _append(rows, logits)
+                tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
+                alive = [
+                    i
+                    for i, row in enumerate(rows)
+                    if len(row.token_ids) < row.request.max_new_tokens and not row.request.is_stopped(row.token_ids)
+                ]
+                if not alive:
+                    return
+                if len(alive) < len(rows):
+                    decoder.keep(alive)
+                    rows = [rows[i] for i in alive]
+                    token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
+                logits = decoder.step(token_ids)
 
 
 @contextmanager

@@ -52,10 +52,11 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class RewardFunctions:
-    """The functions of a task, and the weight of each."""
+    """The functions of a task, the first `num_plain` of which are no coroutine functions, and the weight of each."""
 
     functions: tuple[RewardFunction, ...]
     weights: tuple[float, ...]
+    num_plain: int
 
     @classmethod
     def of(cls, given: Sequence[str | RewardFunction], weights: Sequence[float] | None, name: str) -> "RewardFunctions":
@@ -72,13 +73,15 @@ class RewardFunctions:
             isinstance(weight, int | float) and math.isfinite(weight) for weight in weights
         ):
             raise ConfigError(f"task {name}: reward_weights are {shown(list(weights))}; they must be finite numbers.")
-        return cls(tuple(map(loaded_function, given)), tuple(weights or [1.0] * len(given)))
+        weighted = zip(map(loaded_function, given), weights or [1.0] * len(given), strict=True)
+        functions, of_each = zip(*sorted(weighted, key=lambda pair: is_async(pair[0])), strict=True)
+        return cls(functions, of_each, num_plain=len(functions) - sum(map(is_async, functions)))
 
     def jobs(self, requests: Sequence[RewardRequest], trainer_state: object = None) -> list[Job]:
         """The calls for a batch: one for each plain function, and one for all coroutine functions together."""
         batch = reward_arguments(requests) | {"trainer_state": trainer_state}
-        coroutines = tuple(function for function in self.functions if is_async(function))
-        jobs = [Job(_called, (function, batch), function) for function in self.functions if not is_async(function)]
+        plain, coroutines = self.functions[: self.num_plain], self.functions[self.num_plain :]
+        jobs = [Job(_called, (function, batch), function) for function in plain]
         return jobs + ([Job(_called_together, (coroutines, batch), coroutines[0])] if coroutines else [])
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[float | None]:
@@ -89,10 +92,8 @@ class RewardFunctions:
     def combined(self, results: Sequence[Any]) -> tuple[list[float | FailedCall], Logged]:
         """The reward of each rollout, from what the jobs returned."""
         flat = [answer for result in results for answer in (result if isinstance(result, list) else [result])]
-        pairs = list(zip(self.functions, self.weights, strict=True))
-        pairs = [pair for pair in pairs if not is_async(pair[0])] + [pair for pair in pairs if is_async(pair[0])]
         logged = Logged()
-        for (function, _), (values, own) in zip(pairs, flat, strict=True):
+        for function, (values, own) in zip(self.functions, flat, strict=True):
             logged.add(own)
             known = [value for value in values if isinstance(value, float)]
             if known:
@@ -101,7 +102,7 @@ class RewardFunctions:
         rewards: list[float | FailedCall] = []
         for values in zip(*(values for values, _ in flat), strict=True):
             wrong = next((value for value in values if isinstance(value, FailedCall)), None)
-            terms = [weight * v for v, (_, weight) in zip(values, pairs, strict=True) if isinstance(v, float)]
+            terms = [weight * v for v, weight in zip(values, self.weights, strict=True) if isinstance(v, float)]
             if wrong is not None:
                 rewards.append(wrong)
             elif terms:

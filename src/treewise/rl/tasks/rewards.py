@@ -112,7 +112,8 @@ class RewardRunner:
             if self.on_reward_error == "raise":
                 raise TaskError(str(_failure(requests[0].item.key, outcomes))) from outcomes.cause
             outcomes, logged = self._without_culprits(task, requests, outcomes)
-        self._write_extras(requests, logged)
+        if self.extras is not None and logged.columns:
+            self._write_extras(self.extras, requests, logged)
         return self._checked([request.item.key for request in requests], outcomes), logged
 
     def of_episodes(self, episodes: Sequence[EnvironmentEpisode]) -> list[Outcome]:
@@ -203,12 +204,12 @@ class RewardRunner:
             result.append(failed)
         return result
 
-    def _write_extras(self, requests: Sequence[RewardRequest], logged: Logged) -> None:
+    def _write_extras(self, path: Path, requests: Sequence[RewardRequest], logged: Logged) -> None:
         columns = {name: values for name, values in logged.columns.items() if len(values) == len(requests)}
-        if self.extras is None or not columns:
+        if not columns:
             return
-        self.extras.parent.mkdir(parents=True, exist_ok=True)
-        with self.extras.open("a", encoding="utf-8") as stream:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as stream:
             for index, request in enumerate(requests):
                 own = {name: values[index] for name, values in columns.items()}
                 row = {"item": request.item.key, "completion": request.text, **own}

@@ -1,1 +1,1 @@
-"""The protocols: requests to `Asked`, replies to answers and events. Pure functions of plain values."""
+"""The protocols: requests to `AgentRequest`, replies to answers and events. Pure functions of plain values."""

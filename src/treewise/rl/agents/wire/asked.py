@@ -28,7 +28,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AgentRequest:
     """A call.
 
     model: the name that it asks for. messages: of a chat, as the template gets them; or prompt: a text or token ids.
@@ -99,8 +99,8 @@ class GivenCall:
 class Reply:
     """A choice as it is given out.
 
-    finish: `stop`, `length`, `tool_calls`. stop_text: the text of `Asked.stop` that ended it. token_ids, logprobs, tops
-    (id to log-prob) and texts of its tokens, for those who ask.
+    finish: `stop`, `length`, `tool_calls`. stop_text: the text of `AgentRequest.stop` that ended it. token_ids,
+    logprobs, tops (id to log-prob) and texts of its tokens, for those who ask.
     """
 
     content: str

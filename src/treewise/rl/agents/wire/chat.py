@@ -6,7 +6,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.common import (
     Answer,
     Delta,
@@ -32,7 +32,7 @@ IGNORED = (
 PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "min_p": 0, "repetition_penalty": 1}
 
 
-def read(body: object, template: str = "") -> Asked:
+def read(body: object, template: str = "") -> AgentRequest:
     """A call. template: the text of the chat template, which may read `reasoning_effort`. Raises `RefusedError`."""
     fields = Fields(body)
     messages = fields.need("messages", list)
@@ -56,9 +56,9 @@ def read(body: object, template: str = "") -> Asked:
     fields.only("function_call", ("auto", "none"), hint="give tool_choice")
     fields.only("verbosity", ("medium",))
     fields.ignore(*IGNORED, "return_token_ids")
-    asked = Asked(
+    asked = AgentRequest(
         model=fields.take("model", str, default=""),
-        messages=tuple(_message(each, f"messages[{index}]") for index, each in enumerate(messages)),
+        messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages)),
         tools=tools,
         reads_calls=reads_calls,
         must_call=must_call,
@@ -154,7 +154,7 @@ def answer(found: Answer, text_of_ids: TextOf, *, shows_ids: bool = False) -> di
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
-            message["tool_calls"] = [_call(each) for each in reply.calls]
+            message["tool_calls"] = [_call(call) for call in reply.calls]
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reply.finish}
         choice["logprobs"] = logprobs_of(reply, text_of_ids) if found.asked.num_top is not None else None
         choices.append({**choice, **({"token_ids": list(reply.token_ids)} if shows_ids else {})})
@@ -182,7 +182,7 @@ def _logprob(token: int, text_of_ids: TextOf, value: float) -> dict[str, Any]:
     return {"token": text, "bytes": list(text.encode()), "logprob": max(float(value), -9999.0)}
 
 
-class Stream:
+class ReplyStream:
     """The events of one answer. body: of the request."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.errors import did_you_mean
-from treewise.rl.agents.wire.asked import Asked, GivenCall, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= {408: "timeout_error", 410: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -103,9 +103,9 @@ def function_tool(value: object, location: str) -> dict[str, Any]:
     for name, kinds in (("description", str), ("parameters", dict)):
         if (given := inner.take(name, kinds)) is not None:
             function[name] = given
-    for each in (inner, fields):
-        each.ignore("strict", "cache_control", "defer_loading")
-        each.done()
+    for part in (inner, fields):
+        part.ignore("strict", "cache_control", "defer_loading")
+        part.done()
     return {"type": "function", "function": function}
 
 
@@ -113,7 +113,7 @@ def stops_of(fields: Fields, name: str) -> tuple[str, ...]:
     """Texts that end a continuation."""
     value = fields.take(name, str, list, default=[])
     found = [value] if isinstance(value, str) else value
-    if not all(isinstance(each, str) and each for each in found):
+    if not all(isinstance(text, str) and text for text in found):
         raise RefusedError(f"{name} must be texts that are not empty, found {shown(value)}.", param=name)
     return tuple(found)
 
@@ -134,7 +134,7 @@ class Answer:
 
     id: str
     created: int
-    asked: Asked
+    asked: AgentRequest
     usage: Usage
     replies: tuple[Reply, ...] = ()
     prompt_ids: tuple[int, ...] = ()
@@ -177,4 +177,4 @@ def template_variables(fields: Fields) -> dict[str, Any]:
 
 def named_tools(values: Iterable[object]) -> list[dict[str, Any]] | None:
     """Function schemas; None where there are none."""
-    return [function_tool(each, f"tools[{index}]") for index, each in enumerate(values)] or None
+    return [function_tool(tool, f"tools[{index}]") for index, tool in enumerate(values)] or None

@@ -3,14 +3,14 @@
 from typing import Any
 
 from treewise.data.io.field_checks import shown
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, top_k_of, usage_of
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def read(body: object) -> list[Asked]:
+def read(body: object) -> list[AgentRequest]:
     """A call for each prompt. Raises `RefusedError`."""
     fields = Fields(body)
     prompts = _prompts(fields.need("prompt", str, list))
@@ -36,32 +36,36 @@ def read(body: object) -> list[Asked]:
         "is_streamed": fields.take("stream", bool, default=False),
     }
     fields.done()
-    return [Asked(prompt=prompt, **common) for prompt in prompts]
+    return [AgentRequest(prompt=prompt, **common) for prompt in prompts]
 
 
 def _prompts(value: str | list[Any]) -> list[str | tuple[int, ...]]:
     def is_ids(item: object) -> bool:
-        return isinstance(item, list) and all(type(each) is int and each >= 0 for each in item)
+        return isinstance(item, list) and all(type(token) is int and token >= 0 for token in item)
 
     if isinstance(value, str):
         return [value]
     if value and is_ids(value):
         return [tuple(value)]
-    if not value or not all(isinstance(each, str) or is_ids(each) for each in value):
+    if not value or not all(isinstance(prompt, str) or is_ids(prompt) for prompt in value):
         raise RefusedError(f"prompt must be texts or token ids, found {shown(value)}.", param="prompt")
-    return [each if isinstance(each, str) else tuple(each) for each in value]
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value]
 
 
 def answer(found: list[Answer], text_of_ids: TextOf, *, shows_ids: bool = False) -> dict[str, Any]:
     """A whole answer: the replies of all prompts, in order."""
     choices: list[dict[str, Any]] = []
-    for each in found:
-        for reply in each.replies:
-            logprobs = _logprobs(reply, text_of_ids) if each.asked.num_top is not None else None
+    for answered in found:
+        for reply in answered.replies:
+            logprobs = _logprobs(reply, text_of_ids) if answered.asked.num_top is not None else None
             choice = {"index": len(choices), "text": reply.content, "logprobs": logprobs, "finish_reason": reply.finish}
-            ids = {"token_ids": list(reply.token_ids), "prompt_token_ids": list(each.prompt_ids)} if shows_ids else {}
+            ids = (
+                {"token_ids": list(reply.token_ids), "prompt_token_ids": list(answered.prompt_ids)} if shows_ids else {}
+            )
             choices.append({**choice, **ids})
-    usage = Usage(*(sum(getattr(each.usage, name) for each in found) for name in ("prompt", "completion", "cached")))
+    usage = Usage(
+        *(sum(getattr(answered.usage, name) for answered in found) for name in ("prompt", "completion", "cached"))
+    )
     return {**_head(found[0]), "choices": choices, "usage": usage_of(usage)}
 
 
@@ -84,7 +88,7 @@ def _logprobs(reply: Reply, text_of_ids: TextOf) -> dict[str, Any]:
     }
 
 
-class Stream:
+class ReplyStream:
     """The events of one prompt's answer. first: the index of its first choice."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf, first: int = 0) -> None:

@@ -5,20 +5,20 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.chat import TextOf, tool_choice
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of, template_variables, text_of
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read(body: object, template: str = "", *, counts: bool = False) -> Asked:
+def read(body: object, template: str = "", *, counts: bool = False) -> AgentRequest:
     """A call. template: the text of the chat template, which may read `enable_thinking`. counts: whether only tokens
     are counted. Raises `RefusedError`."""
     fields = Fields(body)
     given = fields.need("messages", list)
     tools = [
-        _tool(each, f"tools[{index}]") for index, each in enumerate(fields.take("tools", list, default=[]))
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.take("tools", list, default=[]))
     ] or None
     choice = fields.take("tool_choice", dict, default={"type": "auto"})
     kind = choice.get("type")
@@ -30,8 +30,8 @@ def read(body: object, template: str = "", *, counts: bool = False) -> Asked:
     if thinking and "enable_thinking" in template:
         variables = {"enable_thinking": thinking["type"] != "disabled", **variables}
     messages = _system(fields.take("system", str, list))
-    for index, each in enumerate(given):
-        messages += _messages(each, f"messages[{index}]")
+    for index, message in enumerate(given):
+        messages += _messages(message, f"messages[{index}]")
     if not given or not any(message["role"] != "system" for message in messages):
         raise RefusedError("messages is empty.", param="messages")
     prefill = (
@@ -43,7 +43,7 @@ def read(body: object, template: str = "", *, counts: bool = False) -> Asked:
     fields.only("output_format")
     fields.ignore("metadata", "service_tier", "cache_control", "inference_geo", "context_management")
     most = fields.take("max_tokens", int) if counts else fields.need("max_tokens", int)
-    asked = Asked(
+    asked = AgentRequest(
         model=fields.take("model", str, default=""),
         messages=tuple(messages),
         tools=tools,
@@ -94,7 +94,7 @@ def _messages(value: object, location: str) -> list[Message]:
         )
     role, content = value["role"], value.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(each, dict) for each in blocks):
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise RefusedError(f"{location}.content must be text or blocks, found {shown(content)}.", param=location)
     found: list[Message] = []
     texts, calls, reasoning = [], [], []
@@ -149,12 +149,12 @@ def answer(found: Answer, text_of_ids: TextOf, *, shows_ids: bool = False) -> di
     blocks += [
         {
             "type": "tool_use",
-            "id": each.id,
-            "name": each.name,
-            "input": json.loads(each.arguments),
+            "id": call.id,
+            "name": call.name,
+            "input": json.loads(call.arguments),
             "caller": {"type": "direct"},
         }
-        for each in reply.calls
+        for call in reply.calls
     ]
     return {**_head(found), "content": blocks, **_stop(reply), "usage": usage_of(found.usage)}
 
@@ -168,7 +168,7 @@ def _stop(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": reply.stop_text}
 
 
-class Stream:
+class ReplyStream:
     """The events of one answer."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
-from treewise.rl.agents.wire.asked import Asked, RefusedError, Reply
+from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.wire.chat import IGNORED, TextOf, effort, logprobs_of, tool_choice
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, named_tools, sse, template_variables, text_of
 
@@ -22,7 +22,7 @@ SHOWN = (
 )
 
 
-def read(body: object, template: str = "") -> Asked:
+def read(body: object, template: str = "") -> AgentRequest:
     """A call. template: the text of the chat template, which may read `reasoning_effort`. Raises `RefusedError`."""
     fields = Fields(body)
     items = fields.need("input", str, list)
@@ -33,7 +33,7 @@ def read(body: object, template: str = "") -> Asked:
     reasoning = fields.take("reasoning", dict, default={})
     variables |= effort(reasoning.get("effort"), template, "reasoning.effort")
     included = fields.take("include", list, default=[])
-    if unknown := [each for each in included if each not in INCLUDED]:
+    if unknown := [name for name in included if name not in INCLUDED]:
         raise RefusedError(f"include={shown(unknown)} is not served.", param="include")
     wants = "message.output_text.logprobs" in included
     num_top = fields.take("top_logprobs", int)
@@ -53,7 +53,7 @@ def read(body: object, template: str = "") -> Asked:
     messages = [*head, *_messages(items)]
     if not messages:
         raise RefusedError("input is empty.", param="input")
-    asked = Asked(
+    asked = AgentRequest(
         model=fields.take("model", str, default=""),
         messages=tuple(messages),
         tools=tools,
@@ -181,7 +181,7 @@ def _output(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[dict[str, 
     items = [_reasoning(found, reply.reasoning)] if reply.reasoning else []
     if reply.content or not reply.calls:
         items.append(_message(found, reply.content, status, _logprobs(found, reply, text_of_ids)))
-    return [*items, *(_call(each, each.arguments, "completed") for each in reply.calls)]
+    return [*items, *(_call(call, call.arguments, "completed") for call in reply.calls)]
 
 
 def _logprobs(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[Any]:
@@ -195,7 +195,7 @@ def answer(found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> dict[str
     return _response(found, body, _output(found, reply, text_of_ids), status, found.usage)
 
 
-class Stream:
+class ReplyStream:
     """The events of one answer."""
 
     def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:

@@ -50,7 +50,7 @@ def loaded(
     ((_, seat), *_) = agent_config_fields(config).items()
     for number, task in enumerate(tasks):
         for problem in _problems(found, seat, task):
-            if not any(problem in each for each in problems):
+            if not any(problem in known for known in problems):
                 problems.append(f"{problem} (task {number})")
     if problems:
         raise ConfigError("; ".join(problems))
@@ -83,7 +83,7 @@ def _problems(env: Any, seat: Any, task: Any) -> Iterator[str]:
     if not hooks and not judges and type(env).run is vf.SingleAgentEnv.run:
         yield "has no rewards"
     if rewriting := discover_decorated(task, "intercept"):
-        yield f"rewrites turns ({', '.join(each.__name__ for each in rewriting)})"
+        yield f"rewrites turns ({', '.join(hook.__name__ for hook in rewriting)})"
     if task.data.skills:
         yield "installs skills"
     for toolset in toolsets:
@@ -106,7 +106,7 @@ def unsandboxed(env: Any, tasks: Sequence[Any]) -> list[str]:
     for task in {type(task): task for task in tasks}.values():
         hooks = [*task.hooks("metric"), *task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
         own = [
-            getattr(task, each) for each in ("setup", "finalize") if getattr(type(task), each) != getattr(vf.Task, each)
+            getattr(task, name) for name in ("setup", "finalize") if getattr(type(task), name) != getattr(vf.Task, name)
         ]
         found |= dict.fromkeys(hook.__name__ for hook in hooks + own if "runtime" in inspect.signature(hook).parameters)
     return list(found)

@@ -46,7 +46,7 @@ class Tools:
         if self._is_open:
             return
         self._is_open = True
-        for toolset in [in_this_process(each) for each in self.own]:
+        for toolset in [in_this_process(toolset) for toolset in self.own]:
             await toolset.setup()
             await toolset.setup_task(data)
         for toolset in [*self._shared, *self.own]:
