@@ -20,7 +20,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, cast, no_type_check
+from typing import Any, NamedTuple, cast, no_type_check
 
 import torch
 from torch import Tensor
