@@ -12,7 +12,7 @@ import torch.nn.attention.varlen
 from torch.nn.attention import SDPBackend
 
 from treewise.bench import varlen
-from treewise.bench.varlen import CUDNN, FLASH, LOOP, TORCH, Heads, fastest, kernels, varlen_attention
+from treewise.bench.varlen import CUDNN, FLASH, LOOP, TORCH, AttentionHeads, fastest, kernels, varlen_attention
 from treewise.errors import ConfigError
 from treewise.nn.attention.mask import LayerRule, TreeMask
 from treewise.nn.attention.reference import reference_attention
@@ -155,7 +155,7 @@ def test_cudnn_has_each_sequence_to_itself_and_no_other_kernel(monkeypatch: pyte
 
 # -- the fastest of those at hand -------------------------------------------------------------------------------------
 
-HEADS = Heads(4, 2, 8, 8)
+HEADS = AttentionHeads(4, 2, 8, 8)
 HERE = torch.device("cpu")
 
 
@@ -217,12 +217,12 @@ def test_cudnn_is_not_asked_for_rows_with_more_keys(at_hand) -> None:
 
 def test_where_none_is_right_each_sequence_has_a_call_of_its_own(at_hand) -> None:
     at_hand({"a": 1.0, "b": 1.0}, a=lambda q, *_, **__: q, b=lambda q, *_, **__: q)
-    assert fastest(HERE, torch.float32, HEADS, (5, 7), (5, 7)) == varlen.Choice(LOOP, {})
+    assert fastest(HERE, torch.float32, HEADS, (5, 7), (5, 7)) == varlen.VarlenKernel(LOOP, {})
 
 
 def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_seconds", None)
-    assert fastest(HERE, torch.float32, HEADS, (5, 7), (5, 7)) == varlen.Choice(LOOP, {})
+    assert fastest(HERE, torch.float32, HEADS, (5, 7), (5, 7)) == varlen.VarlenKernel(LOOP, {})
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajec
 from treewise.bench.pace import OnPart
 from treewise.bench.settings import AGAINST, LAYERS, Settings
 from treewise.bench.trl_rows import TrlRows, packing_module
-from treewise.bench.varlen import Choice
+from treewise.bench.varlen import VarlenKernel
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
@@ -65,7 +65,7 @@ class Contestant:
     bound: float | None = None
     flops: float | None = None
     note: str | None = None
-    kernel: Choice | None = None
+    kernel: VarlenKernel | None = None
 
 
 Builders = dict[str, Callable[[], Contestant]]

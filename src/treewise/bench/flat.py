@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from treewise.bench.pace import OnPart
-from treewise.bench.varlen import LOOP, Choice, Heads, fastest, varlen_attention
+from treewise.bench.varlen import LOOP, AttentionHeads, VarlenKernel, fastest, varlen_attention
 from treewise.nn import recurrent
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import LayerReach
@@ -69,7 +69,7 @@ class FlatRows:
         self.denominator = sum(float(item.loss_weights.sum()) for item in items)
         rows = best_fit([len(item) for item in items], max_row_tokens if self.packs else 1)
         self.rows = [self._packed([items[index] for index in row], processor) for row in rows]
-        self.kernel: Choice | None = None  # where rows are packed
+        self.kernel: VarlenKernel | None = None  # where rows are packed
         if self.packs:
             longest = max(self.rows, key=lambda row: len(row.token_ids))
             self.kernel = fastest_for(lm, longest.bounds, longest.bounds)
@@ -131,12 +131,12 @@ class FlatRows:
         return hidden
 
 
-def fastest_for(lm: DecoderAndHead, bounds: np.ndarray, key_bounds: np.ndarray) -> Choice:
+def fastest_for(lm: DecoderAndHead, bounds: np.ndarray, key_bounds: np.ndarray) -> VarlenKernel:
     """The kernel for a row of a model whose sequences have these queries and keys, `[sequences + 1]` each."""
     config = lm.decoder.config.get_text_config()
     if getattr(config, "num_attention_heads", None) is None:
-        return Choice(LOOP)  # recurrent layers alone
-    heads = Heads(*head_sizes(config))
+        return VarlenKernel(LOOP)  # recurrent layers alone
+    heads = AttentionHeads(*head_sizes(config))
     lengths, key_lengths = (tuple(np.diff(each).tolist()) for each in (bounds, key_bounds))
     return fastest(lm.device, lm.decoder.dtype, heads, lengths, key_lengths)
 

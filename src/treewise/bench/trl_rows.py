@@ -20,7 +20,7 @@ import torch
 
 from treewise.bench.flat import attention, checkpointing, fastest_for
 from treewise.bench.pace import OnPart
-from treewise.bench.varlen import LOOP, Choice, varlen_attention
+from treewise.bench.varlen import LOOP, VarlenKernel, varlen_attention
 from treewise.errors import ConfigError, UnsupportedModelError, bytes_as_text, pip_install
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.lm_head import edge_values
@@ -58,7 +58,7 @@ class TrlRows:
         samples = [_sample(item) for item in items]
         self.denominator = sum(float(sample["old_log_probs"].sum()) for sample in samples)
         self.rows = [row.pack() for row in self._rows(samples, max_tokens)]
-        self.kernel = Choice(LOOP)
+        self.kernel = VarlenKernel(LOOP)
         self._require_support(samples[0])
         longest = max(self.rows, key=lambda row: len(row["tree_kv_index"]))
         bounds, key_bounds = (longest[f"tree_cu_seqlens_{each}"].numpy() for each in "qk")

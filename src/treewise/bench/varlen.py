@@ -51,7 +51,7 @@ TRIED, TRIED_KEYS, TOLERANCE = (150, 1, 261), (150, 40, 300), 2e-2
 NUM_TIMED = 3
 
 
-class Heads(NamedTuple):
+class AttentionHeads(NamedTuple):
     """Of queries, of keys; sizes of keys, of values (`nn.model_flops.head_sizes`)."""
 
     queries: int
@@ -61,7 +61,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VarlenKernel:
     """The kernel of a row, and the seconds of a layer's forward and backward by each that was timed on it."""
 
     name: str
@@ -70,14 +70,18 @@ class Choice:
 
 @lru_cache(maxsize=64)
 def fastest(
-    device: torch.device, dtype: torch.dtype, heads: Heads, lengths: tuple[int, ...], key_lengths: tuple[int, ...]
-) -> Choice:
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: AttentionHeads,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+) -> VarlenKernel:
     """The fastest kernel at hand for a row of sequences. lengths: of their queries; key_lengths: of their keys."""
     names = kernels(device.type, dtype)
     if lengths != key_lengths:
         names = tuple(name for name in names if name != CUDNN)
     if len(names) == 1:
-        return Choice(names[0])
+        return VarlenKernel(names[0])
     seconds = {}
     for name in names:
         try:
@@ -88,10 +92,10 @@ def fastest(
         except Exception as error:  # whatever a kernel raises that does not run here; there are others
             first, *_ = str(error).splitlines() or [""]
             logger.warning("flat rows: %s is left out: %s: %s", name, type(error).__name__, first)
-    return Choice(min(seconds, key=seconds.__getitem__), seconds) if seconds else Choice(LOOP)
+    return VarlenKernel(min(seconds, key=seconds.__getitem__), seconds) if seconds else VarlenKernel(LOOP)
 
 
-def _error(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, has_more_keys: bool) -> float:
+def _error(name: str, device: torch.device, dtype: torch.dtype, heads: AttentionHeads, has_more_keys: bool) -> float:
     """The largest relative error of output and gradients, against one call of SDPA a sequence in float32."""
     row = _row(device, dtype, heads, TRIED, TRIED_KEYS if has_more_keys else TRIED)
     found = row.run(partial(varlen_attention, kernel=name))
@@ -100,7 +104,9 @@ def _error(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, ha
     return float(torch.stack(errors).max())  # NaN where one is
 
 
-def _seconds(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, *lengths: tuple[int, ...]) -> float:
+def _seconds(
+    name: str, device: torch.device, dtype: torch.dtype, heads: AttentionHeads, *lengths: tuple[int, ...]
+) -> float:
     row, seconds = _row(device, dtype, heads, *lengths), []
     for _ in range(1 + NUM_TIMED):
         started = synchronized_clock(device)
@@ -129,7 +135,7 @@ class _Row:
         return _Row((query, key, value), self.grad.float(), self.bounds, self.longest)
 
 
-def _row(device: torch.device, dtype: torch.dtype, heads: Heads, *lengths: tuple[int, ...]) -> _Row:
+def _row(device: torch.device, dtype: torch.dtype, heads: AttentionHeads, *lengths: tuple[int, ...]) -> _Row:
     made = torch.Generator(device).manual_seed(0)  # the global one is the run's
     rows, keys = map(sum, lengths)
     sizes = (rows, heads.queries, heads.size), (keys, heads.keys, heads.size), (keys, heads.keys, heads.value_size)
