@@ -1,10 +1,13 @@
-"""Dropout is an error in training, and set to 0 where a measurement asks for it."""
+"""Dropout is an error in training, and set to 0 where a measurement asks for it; tables of positions end somewhere."""
 
 import pytest
 
-from treewise.errors import UnsupportedModelError
+from treewise import Forest, TreeEngine
+from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model_checks import refuse_dropout, zero_dropout
+from treewise.objectives import SFT
 from treewise.testing import tiny_model
+from treewise.tree.trajectory import Trajectory
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,31 @@ def test_every_dropout_is_set_to_zero_and_named(family: str, settings: dict[str,
     assert first in note
     refuse_dropout(model)
     assert zero_dropout(model) is None
+
+
+@pytest.mark.parametrize("max_tokens", [None, 32])
+@pytest.mark.parametrize(
+    ("family", "table"),
+    [
+        ("gpt2", "transformer.wpe"),
+        ("opt", "decoder.embed_positions"),
+        ("gptj", "transformer.rotary_emb.embed_positions"),
+        ("gpt_neo", "transformer.wpe"),
+        ("llama", None),
+    ],
+)
+def test_a_path_beyond_a_table_of_positions_is_named(family: str, table: str | None, max_tokens: int | None) -> None:
+    model = tiny_model(family, max_position_embeddings=64)
+
+    def step(length: int) -> None:
+        ids = [3 + number % 40 for number in range(length - 1)]
+        forest = Forest.from_trajectories([Trajectory([*ids, last]) for last in (50, 51)])
+        TreeEngine(model, max_tokens).step(forest, SFT())
+
+    step(64)
+    if table is None:
+        step(65)
+        return
+    found = rf"longest path has 65 tokens, and the model a table of 64 positions \(.*{table.rpartition('.')[2]}"
+    with pytest.raises(DataError, match=found):
+        step(65)

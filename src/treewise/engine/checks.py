@@ -43,15 +43,17 @@ def refuse_no_gradients(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. longest: tokens of a path;
-    None: any number. has_placeholders: whether some tokens stand for images, videos or sounds."""
+    """What the tokens of a forest must keep to. num_tokens: with an embedding and a logit. num_positions: of a table;
+    None: any number. longest: tokens of a path, else likewise. has_placeholders: whether some tokens stand for images,
+    videos or sounds."""
 
     num_tokens: int
+    num_positions: int | None
     longest: int | None
     has_placeholders: bool
 
     def check(self, lm: DecoderAndHead, forest: Forest) -> None:
-        """Raises what `model_checks.refuse_tokens`, `refuse_lengths` and `refuse_placeholders` raise."""
+        """Raises what `refuse_tokens`, `refuse_positions`, `refuse_lengths` and `refuse_placeholders` raise."""
         length = int(forest.depth.max()) + 1
         if int(forest.token_ids.max()) >= self.num_tokens:
             model_checks.refuse_tokens(lm, forest)
@@ -59,6 +61,8 @@ class TokenLimits:
             model_checks.refuse_placeholders(
                 lm, np.where(forest.images.covers(forest.num_tokens), -1, forest.token_ids)
             )
+        if self.num_positions is not None and length > self.num_positions:
+            model_checks.refuse_positions(lm, forest)
         if self.longest is not None and length > self.longest:
             model_checks.refuse_lengths(lm.decoder, length, "the longest path", "Shorten the trajectories")
 
@@ -66,9 +70,13 @@ class TokenLimits:
 def limits_of(lm: DecoderAndHead) -> TokenLimits:
     """The limits of a model as it is now."""
     config: Any = lm.base.config
-    longest = model_checks.length_limit(lm.decoder)
-    has_placeholders = config.get_text_config() is not config
-    return TokenLimits(min(lm.num_embeddings, lm.num_logits), None if longest is None else longest[0], has_placeholders)
+    table, longest = model_checks.position_table(lm.decoder), model_checks.length_limit(lm.decoder)
+    return TokenLimits(
+        num_tokens=min(lm.num_embeddings, lm.num_logits),
+        num_positions=None if table is None else table[0],
+        longest=None if longest is None else longest[0],
+        has_placeholders=config.get_text_config() is not config,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,6 +82,36 @@ def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:
         )
 
 
+def refuse_positions(lm: DecoderAndHead, forest: Forest) -> None:
+    """Raises if a path is longer than the model's table of positions; on a GPU reading beyond it ends the process.
+
+    Raises:
+        DataError: with the length, the table and its size.
+    """
+    length, found = int(forest.depth.max()) + 1, position_table(lm.decoder)
+    if found is not None and length > found[0]:
+        raise DataError(
+            f"the longest path has {length:,} tokens, and the model a table of {found[0]:,} positions ({found[1]}); "
+            f"shorten the trajectories to {found[0]:,} tokens, or leave the longer ones out."
+        )
+
+
+def position_table(decoder: nn.Module) -> tuple[int, str] | None:
+    """How many positions a decoder has a table for, learned or computed once, and its name; None without a table."""
+    config: Any = getattr(decoder, "config", None)
+    size = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(size, int):
+        return None
+    for name, module in decoder.named_modules():
+        is_named = isinstance(module, nn.Embedding) and any(word in name for word in ("position", "wpe"))
+        if is_named and module.num_embeddings - getattr(module, "offset", 0) == size:  # OPT's begins at the third row
+            return size, name
+    for name, buffer in decoder.named_buffers():
+        if name.endswith(("position_ids", "embed_positions")) and size in buffer.shape:
+            return size, name
+    return None
+
+
 def refuse_candidates(lm: DecoderAndHead, token_ids: np.ndarray | None) -> None:
     """Raises `DataError` if a candidate token of a teacher ([P] integers; None: no teacher) has no logit."""
     limit, largest = min(lm.num_embeddings, lm.num_logits), -1 if token_ids is None else int(token_ids.max())
