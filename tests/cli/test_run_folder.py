@@ -107,3 +107,18 @@ def test_a_run_that_fails_puts_back_settings_that_are_no_text(tmp_path, begin):
     with pytest.raises(KeyError), opened(flags, config, training_arguments(config)):
         raise KeyError
     assert path.read_bytes() == b"\xff\xfe"
+
+
+@pytest.mark.parametrize("logged", ["", '{"step": 1, "loss": 2.0}\n'])
+def test_a_run_that_fails_takes_its_folder_back_unless_it_has_logged_a_step(tmp_path, logged):
+    """As where the disk is full at the first checkpoint, after hours."""
+    folder = tmp_path / "run"
+    config = config_of(folder)
+    with (
+        pytest.raises(RuntimeError),
+        opened(argparse.Namespace(resume=None, overwrite=False), config, training_arguments(config)),
+    ):
+        (folder / "log.jsonl").write_text(logged)
+        raise RuntimeError
+    assert folder.exists() == bool(logged)
+    assert not logged or (folder / "log.jsonl").read_text() == logged

@@ -141,7 +141,7 @@ def _check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume
 
 @contextmanager
 def _leaving_nothing(folder: Path) -> Iterator[None]:
-    """Takes back the settings of a run that failed before it trained, and its folder if the run created it.
+    """Takes back the settings of a run that failed before it logged a step, and its folder if the run created it.
 
     A resumed run that was refused (other data, another optimizer) leaves the settings and the end of the one before.
     """
@@ -153,7 +153,9 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if is_fresh and folder.is_dir() and {path.name for path in folder.iterdir()} <= {_RESOLVED, LOG}:
+        has_logged = (folder / LOG).is_file() and (folder / LOG).stat().st_size > 0
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+        if is_fresh and not has_logged and names is not None and names <= {_RESOLVED, LOG}:
             for name in (_RESOLVED, LOG):
                 (folder / name).unlink(missing_ok=True)
             if not was_there:
