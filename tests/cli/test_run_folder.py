@@ -114,11 +114,13 @@ def test_a_run_that_fails_takes_its_folder_back_unless_it_has_logged_a_step(tmp_
     """As where the disk is full at the first checkpoint, after hours."""
     folder = tmp_path / "run"
     config = config_of(folder)
-    with (
-        pytest.raises(RuntimeError),
-        opened(argparse.Namespace(resume=None, overwrite=False), config, training_arguments(config)),
-    ):
-        (folder / "log.jsonl").write_text(logged)
-        raise RuntimeError
+
+    def fail() -> None:
+        with opened(argparse.Namespace(resume=None, overwrite=False), config, training_arguments(config)):
+            (folder / "log.jsonl").write_text(logged)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert folder.exists() == bool(logged)
     assert not logged or (folder / "log.jsonl").read_text() == logged
