@@ -41,7 +41,7 @@ _SIZED_AS: dict[str, str] = {}  # see `sized_as`
 # Up to so many rows are padded for their product with the weight in the backward: where rows, or those that a thread
 # gets, are no multiple of four, torch's CPU kernel (MKL) adds the terms of the vocabulary one by one for the rest. Of
 # 49,152 in float32 that is 5.8e-6 off where four rows are 5e-7; with 96 threads also at 199 rows.
-_MOST_PADDED, _MULTIPLE = 256, 4
+MAX_PADDED, _MULTIPLE = {"cpu": 256, "cuda": 0}, 4
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]  # of a chunk: its rows, and its edges
 LossOfEdges = Callable[[dict[str, Tensor], slice], Tensor]  # a scalar from the values of some edges, and which they are
@@ -396,7 +396,7 @@ class ChunkGradients:
 def padded(rows: torch.Tensor) -> torch.Tensor:
     """With rows of zeros, where their number would make a product inaccurate."""
     missing = -len(rows) % _MULTIPLE
-    if not missing or len(rows) > _MOST_PADDED or rows.device.type != "cpu":
+    if not missing or len(rows) > _most(MAX_PADDED, rows):
         return rows
     return torch.nn.functional.pad(rows, (0, 0, 0, missing))
 

@@ -91,13 +91,13 @@ def flex_attention_tree(
     """
     num_queries, width = query.shape[2], value.shape[3]
     sizes = query.shape, key.shape, value.shape
-    kind = mask.derived(_kind, rule, *sizes, query.dtype, query.device, blocks, backend)
+    shared = mask.derived(_shared, rule, *sizes, query.dtype, query.device, blocks, backend)
     # The heads of a token stay side by side, as the model has them, so neither outputs nor their gradients are copied.
-    query = _filled_up(query.transpose(1, 2), 1, kind.after_queries).transpose(1, 2)
-    key, value = _filled_up(key, 2, kind.after_keys), _filled_up(value, 2, kind.after_values)
+    query = _filled_up(query.transpose(1, 2), 1, shared.after_queries).transpose(1, 2)
+    key, value = _filled_up(key, 2, shared.after_keys), _filled_up(value, 2, shared.after_values)
     attend = _compiled if query.is_cuda else _uncompiled
-    options: Any = {"needs_lse": sinks is not None, "calls": kind.calls, "backend": backend}
-    out, lse = attend(query, key, value, kind.table, kind.softcap, rule.scaling, **options)
+    options: Any = {"needs_lse": sinks is not None, "calls": shared.calls, "backend": backend}
+    out, lse = attend(query, key, value, shared.table, shared.softcap, rule.scaling, **options)
     if out.shape[2:] != (num_queries, width):  # a part's backward writes zeros and a copy
         out = out.transpose(1, 2)[:, :num_queries, :, :width].transpose(1, 2)
     if sinks is None:
@@ -107,8 +107,8 @@ def flex_attention_tree(
     return (out * without_sink[..., None]).to(value.dtype)
 
 
-class Kind(NamedTuple):
-    """What the layers of one kind share in a micro-batch. after_queries, after_keys, after_values: rows of zeros up to
+class SharedByLayers(NamedTuple):
+    """What layers of one kind share in a micro-batch. after_queries, after_keys, after_values: rows of zeros up to
     whole blocks; None where none are missing. calls: what was called, with the options of its kernel."""
 
     table: BlockMask
@@ -119,7 +119,7 @@ class Kind(NamedTuple):
     calls: Calls
 
 
-def _kind(
+def _shared(
     mask: TreeMask,
     rule: LayerRule,
     query: torch.Size,
@@ -129,7 +129,7 @@ def _kind(
     device: torch.device,
     blocks: tuple[int, int],
     backend: str,
-) -> Kind:
+) -> SharedByLayers:
     """query, key, value: shapes of what such layers attend with."""
     _check_offsets(query, key, value, blocks)
 
@@ -145,7 +145,7 @@ def _kind(
     if rule.softcap is not None:  # [] tensor, [H] for FLASH, which reads tensors by an index: numbers are compiled in
         shape = (query[1],) if backend == FLASH else ()
         softcap = torch.full(shape, rule.softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    return Kind(
+    return SharedByLayers(
         block_mask(mask, rule, device, blocks),
         softcap,
         zeros(missing_queries, query[1], width=query[3]),
