@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from tests.trainer.forked_ranks import free_port
 from tests.trainer.helpers import in_child
 from treewise import Forest, Trajectory
-from treewise.distributed.fsdp import ShardSettings, shard, shard_settings, whole_state
+from treewise.distributed.fsdp import ShardSettings, refuse_narrow_experts, shard, shard_settings, whole_state
 from treewise.engine.step import Walk
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.model import split_model
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model
@@ -97,3 +97,25 @@ def test_the_number_of_copies_is_read_and_written():
 def test_a_wrong_number_of_copies_is_an_error(fsdp, config, message):
     with pytest.raises(ConfigError, match=message):
         shard_settings(fsdp, config)
+
+
+def test_experts_that_grouped_products_do_not_take_in_half_precision_are_named():
+    """As where `tp_size` halves 24 columns: in float32 rows of 12 are whole 16 bytes, in bfloat16 they are not."""
+
+    def parts(columns):
+        return split_model(tiny_model("qwen3_moe", moe_intermediate_size=columns))
+
+    narrow = parts(12)
+    narrow.decoder.config._experts_implementation = "grouped_mm"
+    token_ids = torch.arange(20)[None]
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        narrow.model.to(torch.bfloat16)(token_ids)
+    with pytest.raises(UnsupportedModelError, match=r"down_proj has 12 columns on this rank, 24 bytes in bfloat16"):
+        refuse_narrow_experts(narrow, torch.bfloat16)
+    refuse_narrow_experts(narrow, torch.float32)
+    narrow.decoder.config._experts_implementation = "eager"
+    refuse_narrow_experts(narrow, torch.bfloat16)
+    narrow.model(token_ids)
+    wide = parts(24)
+    wide.decoder.config._experts_implementation = "grouped_mm"
+    refuse_narrow_experts(wide, torch.bfloat16)

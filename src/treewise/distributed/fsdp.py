@@ -145,7 +145,7 @@ def shard(
     Raises:
         ConfigError: no process group, a mesh that leaves nothing to shard over, a number of ranks that cannot hold so
             many copies, no layers found, parameters that are not sharded in the end, or hooks on gradients.
-        UnsupportedModelError: layers that share parameters.
+        UnsupportedModelError: layers that share parameters, or what `refuse_narrow_experts` raises.
     """
     if not distributed.is_initialized():
         raise ConfigError("sharded (fsdp) needs a process group; start the run with torchrun or accelerate launch.")
@@ -174,6 +174,7 @@ def shard(
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if settings.cpu_offload else OffloadPolicy(),
     }
     if dtype is not None:
+        refuse_narrow_experts(lm, dtype)
         # Inputs are cast by autocast, as without shards; FSDP would cast copies of the tree that travels with them.
         policy["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in layers:
@@ -192,6 +193,24 @@ def shard(
     ends = Ends(model, inside, (data, None if axes is None else axes.data_and_tensor), device, mesh)
     check_sharded(model)
     return ends
+
+
+def refuse_narrow_experts(lm: DecoderAndHead, dtype: torch.dtype) -> None:
+    """Raises `UnsupportedModelError` for experts whose rows torch's grouped products do not take in a dtype.
+
+    Those of a model in its own dtype are found by the probe, which computes in it.
+    """
+    if getattr(lm.decoder.config, "_experts_implementation", None) != "grouped_mm":
+        return
+    for name, parameter in lm.model.named_parameters():
+        columns = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[-1]
+        if "expert" in name and parameter.dim() == 3 and columns * dtype.itemsize % 16:
+            shown = str(dtype).removeprefix("torch.")
+            raise UnsupportedModelError(
+                f"{name} has {columns} columns on this rank, {columns * dtype.itemsize} bytes in {shown}, and torch's "
+                "grouped products take rows of whole 16 bytes; lower tp_size where it divides them, train in float32, "
+                'or load the model with experts_implementation="eager".'
+            )
 
 
 def sharding_axes(mesh: Mesh, num_copies: int) -> Mesh:
