@@ -153,9 +153,8 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        has_logged = (folder / LOG).is_file() and (folder / LOG).stat().st_size > 0
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else None
-        if is_fresh and not has_logged and names is not None and names <= {_RESOLVED, LOG}:
+        is_bare = folder.is_dir() and {path.name for path in folder.iterdir()} <= {_RESOLVED, LOG}
+        if is_fresh and is_bare and not any(_results(folder)):
             for name in (_RESOLVED, LOG):
                 (folder / name).unlink(missing_ok=True)
             if not was_there:

@@ -203,8 +203,10 @@ def refuse_narrow_experts(lm: DecoderAndHead, dtype: torch.dtype) -> None:
     if getattr(lm.decoder.config, "_experts_implementation", None) != "grouped_mm":
         return
     for name, parameter in lm.model.named_parameters():
-        columns = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[-1]
-        if "expert" in name and parameter.dim() == 3 and columns * dtype.itemsize % 16:
+        if "expert" not in name or parameter.dim() != 3:
+            continue
+        columns = local_part(parameter).shape[-1]
+        if columns * dtype.itemsize % 16:
             shown = str(dtype).removeprefix("torch.")
             raise UnsupportedModelError(
                 f"{name} has {columns} columns on this rank, {columns * dtype.itemsize} bytes in {shown}, and torch's "
