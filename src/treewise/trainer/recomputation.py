@@ -6,7 +6,7 @@ smaller ones that cut more trees. The gradients are the same either way.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from treewise.distributed import ranks
@@ -30,18 +30,24 @@ USABLE = 0.9  # of the free memory; the rest is for workspaces and fragmentation
 
 
 def recompute_as_set(
-    engine: TreeEngine, forest: Forest, objective: Objective, args: TreeTrainingArguments, *, reserve_bytes: int = 0
+    engine: TreeEngine,
+    first: Callable[[], Forest],
+    objective: Objective,
+    args: TreeTrainingArguments,
+    *,
+    reserve_bytes: int = 0,
 ) -> None:
     """Switches layers of a run that are computed again on, as its settings say; every rank calls this.
 
-    forest: what steps are like. Where one rank needs it, all compute again. reserve_bytes: see `choose_recomputation`.
+    first: what steps are like, read where it matters. Where one rank needs it, all compute again. reserve_bytes: see
+    `choose_recomputation`.
     """
     given = [getattr(args, f"{name}_checkpointing_kwargs", None) for name in ("activation", "gradient")]
     settings = next((each for each in given if each), None)
     if args.recomputation is True:
         set_recomputation(engine.model, wanted=True, settings=settings)
         return
-    wanted = choose_recomputation(engine, forest, objective, settings, reserve_bytes=reserve_bytes)
+    wanted = choose_recomputation(engine, first(), objective, settings, reserve_bytes=reserve_bytes)
     if any(ranks.on_every_rank(lambda: wanted)):
         set_recomputation(engine.model, wanted=True, settings=settings)
 

@@ -174,12 +174,12 @@ class StepRunner:
         if is_alone and ready is None:
             return
         self._is_chosen = True
-        forest = self._first_tree() if ready is None or not is_alone else ready.joined
+        first = self._first_tree if ready is None or not is_alone else lambda: ready.joined
         with self._autocast():
             feature("recomputation").recompute_as_set(
-                self.engine, forest, self.objective, self.args, reserve_bytes=self._reserve_bytes
+                self.engine, first, self.objective, self.args, reserve_bytes=self._reserve_bytes
             )
-        if not is_alone and self.engine.budget.setting == AUTO:
+        if not is_alone and self.engine.budget.setting == AUTO and self.engine.budget.is_measured:
             self.ranks.take_least_budget(self.engine)
 
     # -- a step -------------------------------------------------------------------------------------------------------
