@@ -1,6 +1,6 @@
 """The numbers that are printed before the first step."""
 
-from types import SimpleNamespace
+from transformers import GPT2Config, MambaConfig, Qwen3Config, Qwen3VLConfig
 
 from treewise.trainer.run_summary import length_warning
 from treewise.trainer.survey import DataFacts, survey
@@ -17,7 +17,8 @@ def test_derived_numbers_are_printed_before_the_first_step(make_trainer, trees, 
 
 def test_a_path_beyond_the_positions_of_a_model_is_a_warning():
     facts = DataFacts("", 1, 1, 9, 9, 9, num_longest_tokens=9, longest_source="a.jsonl:7")
-    config = SimpleNamespace(max_position_embeddings=8)
-    assert length_warning(config, facts).startswith("a.jsonl:7 has 9 tokens, the model was made for 8 ")
-    assert length_warning(SimpleNamespace(max_position_embeddings=9), facts) is None
-    assert length_warning(SimpleNamespace(), facts) is None
+    text = {"max_position_embeddings": 8}
+    for config in (Qwen3Config(**text), GPT2Config(n_positions=8), Qwen3VLConfig(text_config=text)):
+        assert length_warning(config, facts).startswith("a.jsonl:7 has 9 tokens, the model was made for 8 ")
+    assert length_warning(Qwen3Config(max_position_embeddings=9), facts) is None
+    assert length_warning(MambaConfig(), facts) is None

@@ -9,7 +9,6 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
-import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -198,15 +197,22 @@ def declared(package: str, file: str, name: str) -> Mapping[str, str]:
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     names = [node.target.id for node in fields if "init=False" not in ast.unparse(node)]  # type: ignore[union-attr]
+    texts = _entries(ast.get_docstring(found) or "")
+    return {name: texts.get(name, "").split(". ")[0].rstrip(".").replace("`", "") for name in names}
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """What a docstring says under "Parameters:" of each name; several may share an entry."""
     texts: dict[str, str] = {}
-    for match in re.finditer(r"^ {4}([\w, ]+): ((?:.|\n {8})+)", ast.get_docstring(found) or "", re.MULTILINE):
-        keys, text = match[1].split(", "), " ".join(match[2].split())
-        for sentence in re.split(r"(?<=[.\]]) (?=\w+: )", text):  # `eval_every: ... eval_items: their number.`
-            inner, _, rest = sentence.partition(": ")
-            for key in [inner] if inner in names else keys:
-                said = rest if inner in names else sentence
-                texts.setdefault(key, said.split(". ")[0].rstrip(".").replace("`", ""))
-    return {name: texts.get(name, "") for name in names}
+    names: list[str] = []
+    for line in docstring.partition("Parameters:\n")[2].splitlines():
+        if not line.startswith(8 * " "):
+            of_names, _, text = line.strip().partition(": ")
+            names = of_names.split(", ")
+            texts |= dict.fromkeys(names, text)
+        else:
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+    return texts
 
 
 def help_of(key: str) -> str:

@@ -17,6 +17,7 @@ from treewise.errors import bytes_as_text
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import gradient_bytes, gradients_restored
+from treewise.nn.model_checks import num_positions
 from treewise.nn.model_flops import gateway_values
 from treewise.nn.platform.memory import free_bytes
 from treewise.objectives.sft import SFT
@@ -105,7 +106,7 @@ def _saved_bytes(train: Callable[[int], None], num_tokens: int, num_layers: int)
 
 def _chains(token_ids: np.ndarray, num_tokens: int, config: Any) -> Forest:
     """So many tokens in rows of one length, as few as a model's table of positions (GPT-2's) allows."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or num_tokens
+    longest = num_positions(config) or num_tokens
     rows = np.array_split(np.resize(token_ids, num_tokens), -(-num_tokens // longest))
     return Forest.concatenate([Forest.from_trajectories([Trajectory(row)]) for row in rows])
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from treewise.nn.decoder import DecoderAndHead
-from treewise.nn.model_checks import length_limit
+from treewise.nn.model_checks import length_limit, num_positions
 from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -80,9 +80,9 @@ def _length(lm: DecoderAndHead) -> int:
     configs = [base_model(lm.model).config, lm.decoder.config]
     numbers = {name: value for config in configs for name, value in vars(config).items() if type(value) is int}
     windows = [n for name, n in numbers.items() if n <= _LONGEST_WINDOW and any(word in name for word in _WINDOWS)]
-    limits = [*(length_limit(lm.decoder) or ())[:1], getattr(lm.decoder.config, "max_position_embeddings", None)]
+    limits = [*(length_limit(lm.decoder) or ())[:1], num_positions(lm.decoder.config)]
     length = max([_LENGTH, *(window + 8 for window in windows)])
-    return max(4, min([length, *(limit for limit in limits if isinstance(limit, int))]))
+    return max(4, min([length, *(limit for limit in limits if limit is not None)]))
 
 
 class _Tokens:

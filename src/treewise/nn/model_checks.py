@@ -96,11 +96,16 @@ def refuse_positions(lm: DecoderAndHead, forest: Forest) -> None:
         )
 
 
+def num_positions(config: Any) -> int | None:
+    """The positions that a model was made for (`max_position_embeddings` of its text); None where it does not say."""
+    size = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def position_table(decoder: nn.Module) -> tuple[int, str] | None:
     """How many positions a decoder has a table for, learned or computed once, and its name; None without a table."""
-    config: Any = getattr(decoder, "config", None)
-    size = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(size, int):
+    size = num_positions(getattr(decoder, "config", None))
+    if size is None:
         return None
     for name, module in decoder.named_modules():
         is_named = isinstance(module, nn.Embedding) and any(word in name for word in ("position", "wpe"))

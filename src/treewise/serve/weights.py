@@ -23,6 +23,7 @@ from treewise.nn.adapters import adapter_folder
 from treewise.nn.device import chosen_device
 from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.model import split_model
+from treewise.nn.model_checks import num_positions
 from treewise.nn.vision import image_token_of
 from treewise.rl.samplers import Sampler, TransformersSampler, sampler_named
 from treewise.serve.adapter_slots import OwnedWeights, Shape, Slots
@@ -60,7 +61,7 @@ class ServedModel:
         self.new_weights, self.using = self.slots.new_weights, self.slots.using
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         self.image_token = image_token_of(self.base.config)
-        self.max_length: int | None = getattr(self.base.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = num_positions(self.base.config)
         self._routers = self._new_routers()
         self._engine: TreeEngine | None = None
         self._handed: tuple[Any, ...] = ()  # the model and the weights that the sampler holds

@@ -10,6 +10,7 @@ from typing import Any
 
 from treewise.engine.prepared import AUTO
 from treewise.errors import num
+from treewise.nn.model_checks import num_positions
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import collate, make_sampler
@@ -33,10 +34,10 @@ def num_optimizer_steps(args: TreeTrainingArguments, num_trees: int) -> int:
     return math.ceil(args.num_train_epochs * steps_per_epoch(args, num_trees))
 
 
-def length_warning(config: object, facts: DataFacts) -> str | None:
+def length_warning(config: Any, facts: DataFacts) -> str | None:
     """A warning if a trajectory exceeds the model's `max_position_embeddings`; it is trained untruncated."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if not limit or facts.num_longest_tokens <= limit:
+    limit = num_positions(config)
+    if limit is None or facts.num_longest_tokens <= limit:
         return None
     return (
         f"{facts.longest_source or 'the longest trajectory'} has {num(facts.num_longest_tokens, 'token')}, the model "

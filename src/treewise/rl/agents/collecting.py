@@ -23,7 +23,7 @@ import numpy as np
 from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
-from treewise.nn.model_checks import length_limit
+from treewise.nn.model_checks import length_limit, num_positions
 from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.calls import calls_of, write_calls
 from treewise.rl.agents.endpoint import Endpoint, listening
@@ -477,7 +477,7 @@ def _warnings(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 def _longest(settings: OnlineSettings, model: Any) -> int | None:
     """Tokens of a prompt and its reply at most: as many as positions and training allow."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(model.config)
     if settings.max_length is not None and positions is not None and settings.max_length > positions:
         raise ConfigError(
             f"max_length={settings.max_length} is beyond the {positions:,} positions of the model "

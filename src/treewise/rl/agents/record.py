@@ -157,21 +157,17 @@ def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, list[int
     """The tokenizer, the sampler, the tokens that the model follows, and the ids that end a turn."""
     from treewise.models.load_model import load_config, load_tokenizer, load_weights
     from treewise.nn.device import chosen_device
-    from treewise.nn.model_checks import length_limit
+    from treewise.nn.model_checks import length_limit, num_positions
     from treewise.rl.samplers import sampler_named
 
     tokenizer, given = load_tokenizer(settings.model), dict(settings.sampler_settings or {})
     if settings.sampler != "transformers":
-        config: Any = load_config(settings.model)
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        most = num_positions(load_config(settings.model))
         sampler = sampler_named(settings.sampler, {"weights": "fixed", **given}, None)  # type: ignore[arg-type]
         return tokenizer, sampler, most, stop_ids_of(tokenizer, settings.chat_template, None)
     model = load_weights(settings.model, None, settings.dtype)
     model = model.to(chosen_device(None if settings.device == "auto" else settings.device)).eval()
-    found = [
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        (length_limit(model) or (None,))[0],
-    ]
+    found = [num_positions(model.config), (length_limit(model) or (None,))[0]]
     most = min((limit for limit in found if limit is not None), default=None)
     sampler = sampler_named(settings.sampler, given, model)
     return tokenizer, sampler, most, stop_ids_of(tokenizer, settings.chat_template, model)

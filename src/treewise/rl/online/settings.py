@@ -114,13 +114,15 @@ class OnlineSettings:
         num_items: only the first so many items are practised; None: all of the task, and for a task without end new
             ones at every iteration.
         eval_every: iterations between evaluations on held-out items (also before the first and after the last
-            iteration); 0: never. eval_items: their number. eval_temperature: 0 is greedy.
+            iteration); 0: never.
+        eval_items: their number.
+        eval_temperature: of their rollouts; 0 is greedy.
         show_every: iterations between two of which a best and a worst rollout are printed, with their text (the first
             and the last, too), and held-out samples of each evaluation; 0: never.
         success_at: rewards from here on are successes: of pass@1, the book, and `lcr`.
         save_every: iterations between checkpoints; there is always one after the last.
-        reward_timeout: seconds for one call of a reward function, a tool or `reset`; None: no limit. on_reward_error:
-            `quarantine` (set the rollout aside and count it) or `raise`.
+        reward_timeout: seconds for one call of a reward function, a tool or `reset`; None: no limit.
+        on_reward_error: `quarantine` (set the rollout aside and count it) or `raise`.
         max_failed: the share of an iteration's rollouts that may have no reward; beyond it the run ends with an error.
         reward_workers: processes in which reward functions and environments run, and which are killed at the time
             limit; 0: threads of this process, which are left behind.

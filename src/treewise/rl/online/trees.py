@@ -15,7 +15,7 @@ import torch
 from treewise.base.features import feature
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError
-from treewise.nn.model_checks import length_limit, refuse_lengths
+from treewise.nn.model_checks import length_limit, num_positions, refuse_lengths
 from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
 from treewise.rl.node_values import node_values
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
@@ -63,7 +63,7 @@ class TreeCollector:
             ConfigError: `max_length` is beyond the model's positions.
         """
         settings = self.settings
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        positions = num_positions(self.model.config) or sys.maxsize
         longest = settings.max_length or positions
         if longest > positions:
             raise ConfigError(

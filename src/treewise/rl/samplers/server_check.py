@@ -127,8 +127,10 @@ def _seeds(sampler: ServerSampler) -> Found:
 
 
 def _lengths(server: Server, model: "PreTrainedModel | None") -> Found:
+    from treewise.nn.model_checks import num_positions
+
     served = server.call("/v1/models")["data"][0].get("max_model_len")
-    own = None if model is None else getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    own = None if model is None else num_positions(model.config)
     if served is None:
         return None, "the server does not say how long a row may get"
     text = f"up to {served:,} tokens" + ("" if own is None else f"; the model's positions reach {own:,}")
