@@ -5,7 +5,8 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trainer.helpers import flat_loss, losses, tiny_model
-from treewise.trainer import TreeTrainingArguments
+from treewise.objectives import GRPO, SFT
+from treewise.trainer import TreeTrainer, TreeTrainingArguments
 
 
 class KeepGradients(TrainerCallback):
@@ -59,6 +60,17 @@ def test_a_step_has_flat_loss_and_gradients_however_it_is_cut(make_trainer, tree
     expected, expected_loss = reference
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert float((gradients - expected).norm() / expected.norm()) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("objective", "count"), [(SFT(), 1), (SFT(weighting="once"), 3), (GRPO(weighting="per_rollout"), 1)]
+)
+def test_trees_stay_apart_under_an_objective_that_counts_a_token_once_per_tree(tmp_path, trees, objective, count):
+    sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3}
+    args = TreeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **sizes)
+    trainer = TreeTrainer(tiny_model(), args, train_dataset=trees, eval_dataset=trees, objective=objective)
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        assert len(next(iter(loader))) == count
 
 
 @pytest.mark.representatives("once")

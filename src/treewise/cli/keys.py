@@ -1,7 +1,8 @@
 """Every key of a configuration, declared once: its type, limits, choices and one sentence of help.
 
 Keys of rendering, of training and of online runs are the fields of `RenderOptions`, `TreeTrainingArguments` and
-`OnlineSettings`; all others stand here. Flags, YAML files, the JSON schema, shell completion and `--help` are made from
+`OnlineSettings`; all others of `treewise train` and `treewise rl` stand here, with those of updates on recorded
+rollouts, which online runs have, too. Flags, YAML files, the JSON schema, shell completion and `--help` are made from
 them. Help and completion read those classes from their source, because importing torch and transformers takes seconds.
 """
 
@@ -70,7 +71,9 @@ RL: Keys = {
     "mini_batches": Annotated[int | None, Doc("optimizer steps that an epoch is cut into")],
     "drop_flat_groups": Annotated[bool, Doc("leave out groups whose rewards are all equal, and groups of one rollout")],
     "max_failed": Annotated[float, Ge(0), Le(1), Doc("the share of rollouts that may have no reward")],
-    "logprob_gap_limit": Annotated[float, Doc("a run warns where sampler and policy differ by more (1: no gap)")],
+    "logprob_gap_limit": Annotated[
+        float, Ge(1), Doc("a run warns where sampler and policy differ by more (1: no gap)")
+    ],
 }
 TASKS: Keys = {
     "tasks": Annotated[str, Doc("what is practised: reasoning_gym:NAME, sum, rows.jsonl, module:name, file.py:name")],
@@ -100,7 +103,7 @@ _THEIRS = {
     "weight_decay": "of AdamW",
     "max_grad_norm": "gradients are clipped to this norm; 0: never",
     "bf16": "compute in bfloat16, with parameters of dtype",
-    "activation_checkpointing": "recompute activations in the backward",
+    "activation_checkpointing": "recompute activations in the backward; auto: where the first step would not fit",
     "use_cpu": "also where there is a GPU",
     "seed": "of the order of trees and of new adapters",
     "data_seed": "of the order of trees, in place of seed",
@@ -215,15 +218,18 @@ def _entries(docstring: str) -> dict[str, str]:
     return texts
 
 
-def help_of(key: str) -> str:
-    """One sentence about a key."""
+def help_of(key: str, *, with_tasks: bool = False) -> str:
+    """One sentence about a key. with_tasks: of a command that practises tasks, too, where a few mean something else."""
     for keys in (OWN, RL, TASKS):
         for _, about in parts_of(keys.get(key, str)):
             for each in about:
                 if isinstance(each, Doc):
                     return each.documentation
-    found = (declared(*each).get(key) for each in (RENDERING, *TRAINING, ONLINE))
-    return _THEIRS.get(key) or next(filter(None, found), "")
+    of_records = next(filter(None, (declared(*each).get(key) for each in (RENDERING, *TRAINING))), "")
+    of_tasks = declared(*ONLINE).get(key, "")
+    if with_tasks and of_records and of_tasks:
+        return f"{of_records}; with tasks: {of_tasks}"
+    return _THEIRS.get(key) or of_records or of_tasks
 
 
 def keys_text(known: Iterable[str]) -> str:
@@ -243,7 +249,7 @@ def keys_text(known: Iterable[str]) -> str:
         lines += ["", f"{group}:"]
         for key in members:
             same = f" (also: {', '.join(aliases[key])})" if key in aliases else ""
-            wrapped = textwrap.wrap(help_of(key) + same, WIDTH - COLUMN) or [""]
+            wrapped = textwrap.wrap(help_of(key, with_tasks="tasks" in keys_of_command) + same, WIDTH - COLUMN) or [""]
             lines.append(f"  {key:<{COLUMN - 2}}{wrapped[0]}".rstrip())
             lines += [" " * COLUMN + more for more in wrapped[1:]]
     others = ", ".join(key for key in keys_of_command if key not in listed)

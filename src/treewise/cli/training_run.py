@@ -204,7 +204,7 @@ def with_adapters(model: "PreTrainedModel", config: RunConfig, seed: int) -> "Pr
     return adapted(model, config.lora, str(place.resolve()) if place.exists() else config.model)
 
 
-def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", dataset: Any) -> int:
+def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", dataset: Any, objective: object) -> int:
     """Prints what a run would do; returns the exit code."""
     from treewise.engine.engine import TreeEngine
     from treewise.trainer.run_summary import summarize_run
@@ -212,7 +212,7 @@ def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", datase
 
     TreeEngine(model, arguments.max_tokens, arguments.attention)
     if is_first_rank():
-        print(summarize_run(arguments, dataset, survey(dataset)))
+        print(summarize_run(arguments, dataset, survey(dataset), objective))
     return 0
 
 

@@ -53,7 +53,8 @@ class TreeEngine:
         max_tokens: how many tokens may hold activations at a time; None computes each forest in one micro-batch,
             `auto` measures at the first step how many fit into the free memory. A step that runs out of memory
             runs again with half as many.
-        attention: `auto` (flex on CUDA, but reference in float64; cascade on CPU), `reference`, `cascade`, `flex`.
+        attention: `auto` (flex on CUDA, but reference in float64; cascade on CPU), `reference`, `cascade`, `flex`,
+            `flash`, `cudnn`.
         hold: whether open micro-batches keep their activations instead of being recomputed (`auto`, `never`, `always`).
         temperature: divides the logits, as the sampler did.
         check: whether to probe the model before its first step.

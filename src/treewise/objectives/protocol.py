@@ -30,6 +30,11 @@ class Terms:
     weight: float = 0.0
 
 
+def may_merge_trees(objective: object) -> bool:
+    """Whether trees of one batch may be merged: not where a shared token counts once per tree (`weighting="once"`)."""
+    return getattr(objective, "weighting", None) != "once"
+
+
 @runtime_checkable
 class Objective(Protocol):
     """A loss that is a sum over trained tokens, divided by a denominator that adds up over forests."""

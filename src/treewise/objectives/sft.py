@@ -1,7 +1,8 @@
 """Supervised fine-tuning; and the weights and denominators of all losses, independent of packing, calls and ranks.
 
-A rollout counts once: rows that share a rollout id are normalised together, however it was cut. Where the rows of one
-rollout are in several forests, `Trajectory.rollout_weight` is the loss weight of all of them.
+Where rollouts are counted (`rollout_mean`, `rollout_sum`, the weighting `per_rollout`), a rollout counts once, however
+it was cut into rows, which share its id. Where the rows of one rollout are in several forests,
+`Trajectory.rollout_weight` is the loss weight of all of them.
 
 With w the weight of a token under a weighting, a loss is the sum of w * loss over tokens, divided as follows:
 

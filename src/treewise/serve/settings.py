@@ -28,7 +28,7 @@ class ServeSettings:
     train: Annotated[Literal["lora", "full"], Doc("full: all weights, whatever adapters a client asks for")] = "lora"
     dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
-    attention: Annotated[str, Doc("auto, reference, cascade, flex")] = "auto"
+    attention: Annotated[str, Doc("auto, reference, cascade, flex, flash, cudnn")] = "auto"
     sampler: Annotated[
         Literal["transformers", "vllm", "openai"], Doc("what continues prompts: this process, or a server")
     ] = "transformers"

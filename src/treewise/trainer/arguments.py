@@ -35,7 +35,7 @@ _UNSUPPORTED = {
     "parallelism_config": "give tp_size, ep_size or context_size.",
 }
 # Settings of transformers that nothing reads: trees are not padded, collated or pinned, an evaluation gathers one sum,
-# and neither DDP nor another dtype is wrapped around the model.
+# and no forward runs in another dtype than the one that was asked for.
 _WITHOUT_EFFECT = (
     "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_in_order", "remove_unused_columns",
     "label_names", "length_column_name", "eval_do_concat_batches", "eval_use_gather_object",
@@ -82,7 +82,7 @@ class TreeTrainingArguments(TrainingArguments):
             an optimizer step (`treewise.objectives.sft`).
         constant: the divisor of `rollout_sum` and `constant`.
         merge_across_trees: compute prefixes that trees of one batch have in common (system prompts) once. Changes no
-            loss; has no effect with `weighting="once"`, where a token counts once per tree.
+            loss; has no effect on an objective with `weighting="once"`, where a token counts once per tree.
         sharded: shard parameters, gradients and the optimizer's state over the processes, by FSDP2. `fsdp` and
             `accelerate launch --use_fsdp` set it, too.
         shard_config: `reshard_after_forward`, `cpu_offload`, `state_dict_type`, `transformer_layer_cls_to_wrap`, as in
@@ -390,11 +390,6 @@ class TreeTrainingArguments(TrainingArguments):
     def ranks_per_batch(self) -> int:
         """Processes that compute one batch together."""
         return self.tp_size * self.context_size
-
-    @property
-    def merges_trees(self) -> bool:
-        """Whether trees of one batch are merged."""
-        return self.merge_across_trees and self.weighting == "per_trajectory"
 
     @property
     def places_trees(self) -> bool:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from treewise.engine.prepared import PreparedForest
 from treewise.errors import ConfigError
+from treewise.objectives.protocol import may_merge_trees
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory
@@ -84,7 +85,9 @@ class TreeSampler(BatchSampler):
 class TreeLoader(DataLoader):
     """A loader of forests, with a random generator of its own, so that the global generators are left unchanged."""
 
-    def __init__(self, args: TreeTrainingArguments, dataset: Sequence[Any], sampler: TreeSampler) -> None:
+    def __init__(
+        self, args: TreeTrainingArguments, dataset: Sequence[Any], sampler: TreeSampler, objective: object
+    ) -> None:
         options: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
         if args.dataloader_num_workers:
             options["prefetch_factor"] = args.dataloader_prefetch_factor
@@ -92,7 +95,7 @@ class TreeLoader(DataLoader):
         super().__init__(
             dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
-            collate_fn=partial(collate, merges=args.merges_trees),
+            collate_fn=partial(collate, merges=args.merge_across_trees and may_merge_trees(objective)),
             generator=torch.Generator().manual_seed(0),
             **options,
         )

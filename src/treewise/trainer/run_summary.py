@@ -11,6 +11,7 @@ from typing import Any
 from treewise.engine.prepared import AUTO
 from treewise.errors import num
 from treewise.nn.model_checks import num_positions
+from treewise.objectives.protocol import may_merge_trees
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import collate, make_sampler
@@ -45,7 +46,7 @@ def length_warning(config: Any, facts: DataFacts) -> str | None:
     )
 
 
-def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: DataFacts) -> str:
+def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: DataFacts, objective: object) -> str:
     """A table of text. Its last line describes the first optimizer step of this rank."""
     sampler = make_sampler(args, facts.num_trees)
     steps = num_optimizer_steps(args, facts.num_trees)
@@ -53,8 +54,9 @@ def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: Da
     budget = num(limit, "token") if limit else "none (each batch is one micro-batch)"
     if args.max_tokens == AUTO:
         budget = "auto (measured at the first step)"
+    merges = args.merge_across_trees and may_merge_trees(objective)
     first = [
-        plan(collate([dataset[index] for index in batch], args.merges_trees), limit)
+        plan(collate([dataset[index] for index in batch], merges), limit)
         for batch in islice(sampler, args.gradient_accumulation_steps)
         if batch
     ]
@@ -94,11 +96,16 @@ def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: Da
 
 
 def print_summary(
-    args: TreeTrainingArguments, dataset: Sequence[Any], facts: DataFacts, model_config: object, resumed: Path | None
+    args: TreeTrainingArguments,
+    dataset: Sequence[Any],
+    facts: DataFacts,
+    objective: object,
+    model_config: object,
+    resumed: Path | None,
 ) -> None:
     """Prints the table, and logs `length_warning`."""
     resuming = f"resuming from {resumed}\n" if resumed else ""
-    sys.stdout.write(f"{resuming}{summarize_run(args, dataset, facts)}\n")
+    sys.stdout.write(f"{resuming}{summarize_run(args, dataset, facts, objective)}\n")
     sys.stdout.flush()
     warning = length_warning(model_config, facts)
     if warning:

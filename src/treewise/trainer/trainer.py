@@ -2,8 +2,8 @@
 
 It holds hooks of transformers alone, each of a few lines. The work is done by objects that it owns: `StepRunner` (a
 step: begun, trained, ended), `PreparedSteps` (which trees this rank trains, planned a step ahead), `CheckpointManager`
-and `Throughput`. Optimizer, schedule, clipping, callbacks, trackers, LoRA and the
-format of saved models are transformers' own.
+and `Throughput`. Optimizer, schedule, callbacks, trackers, LoRA and the format
+of saved models are transformers' own.
 """
 
 import logging
@@ -210,7 +210,7 @@ class TreeTrainer(Trainer):
         sampler = make_sampler(self.args, num_trees)
         # transformers sets the epoch before each one, but earlier versions not in one that is resumed in its middle.
         sampler.set_epoch((self._resumed.step if self._resumed else 0) // steps_per_epoch(self.args, num_trees))
-        return TreeLoader(self.args, self.train_dataset, sampler)
+        return TreeLoader(self.args, self.train_dataset, sampler, self.loss_objective)
 
     @override
     def get_eval_dataloader(self, eval_dataset: str | Sequence[object] | None = None) -> TreeLoader:
@@ -220,7 +220,7 @@ class TreeTrainer(Trainer):
         if dataset is None:
             raise ConfigError("evaluation needs an eval_dataset.")
         own = (len(dataset), args.per_device_eval_batch_size, None, args.data_index, args.data_size)
-        return TreeLoader(args, dataset, TreeSampler(*own))
+        return TreeLoader(args, dataset, TreeSampler(*own), self.loss_objective)
 
     get_test_dataloader = get_eval_dataloader
 
@@ -351,7 +351,7 @@ class TreeTrainer(Trainer):
     def _run_facts(self) -> dict[str, Any]:
         """What a run that is resumed must agree on."""
         data = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
-        return {**data, "model": self._fingerprint, **self.args.order_facts(), "curriculum": None}
+        return {**data, "model": self._fingerprint, **self.args.order_facts()}
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -435,7 +435,8 @@ class TreeTrainer(Trainer):
                 self.engine.images.refuse()
             if self.is_world_process_zero():
                 resumed = self._resumed.folder if self._resumed else None
-                print_summary(self.args, self.train_dataset, self.data_facts, self.model.config, resumed)
+                own = (self.args, self.train_dataset, self.data_facts, self.loss_objective)
+                print_summary(*own, self.model.config, resumed)
             if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
                 end = self._resumed.folder  # its last weights and its log
                 self._load_from_checkpoint(str(end))

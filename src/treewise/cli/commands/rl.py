@@ -118,7 +118,7 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     )
     if args.dry_run:
         _print_update(config, update)
-        return training_run.dry_run(arguments, model, update.trees)
+        return training_run.dry_run(arguments, model, update.trees, objective)
     command = shlex.join(["treewise", "rl", *args.overrides])
     folder = Path(arguments.output_dir)
     facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype]
@@ -198,9 +198,6 @@ def _arguments(config: RunConfig, num_trees: int) -> "TreeTrainingArguments":
     """The trainer's settings; the size of a batch follows from the number of mini-batches."""
     from treewise.rl.update import trees_per_batch
 
-    settings = config.more.get("objective_settings") or {}
-    if settings.get("weighting") == "once":  # a token counts once per tree, so trees must stay apart
-        config.training["merge_across_trees"] = False
     batch = config.training.get("per_device_train_batch_size")
     count = config.more.get("mini_batches")
     if count is None:

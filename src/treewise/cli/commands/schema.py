@@ -53,7 +53,9 @@ def as_text(of: str) -> str:
 def json_schema(title: str, more: Keys | None = None, aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The schema (draft 2020-12) of one command's configuration. more, aliases: as `read_config` takes them."""
     known = schema(more)
-    properties = {key: {"description": help_of(key), **_typed(kind)} for key, kind in known.items()}
+    properties = {
+        key: {"description": help_of(key, with_tasks="tasks" in known), **_typed(kind)} for key, kind in known.items()
+    }
     lora: dict[str, Any] = {}  # none where peft is absent
     with suppress(ImportError):
         from peft import LoraConfig

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_preferences(train_data, objective or arguments.sft_objective())
     if args.dry_run:
-        return training_run.dry_run(arguments, model, train_data)
+        return training_run.dry_run(arguments, model, train_data, objective or arguments.sft_objective())
     command = shlex.join(["treewise", "train", *args.overrides])
     with run_folder.opened(args, config, arguments, len(train_data)) as resume_from:
         own = (objective, model, reference_of(config), arguments)

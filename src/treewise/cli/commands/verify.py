@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, limit=Ge(0))
     from treewise.nn.device import chosen_device  # slow to import, as are all below
     from treewise.nn.model_flops import flop_model
+    from treewise.objectives.protocol import may_merge_trees
     from treewise.trainer.inputs import check_preferences
     from treewise.trainer.run_summary import num_optimizer_steps
     from treewise.verification.compare import verify
@@ -82,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
     model.to(device)
     settings: dict[str, Any] = {} if arguments is None else _settings(arguments)
     forest, is_cut = _rows(data, objective, args, config)
-    if getattr(objective, "weighting", "per_trajectory") == "per_trajectory" and (
-        arguments is None or arguments.merge_across_trees
-    ):
+    if may_merge_trees(objective) and (arguments is None or arguments.merge_across_trees):
         forest = Forest.from_trajectories(forest.trajectories)
     print(_first_line(forest, flop_model(model), is_cut=is_cut), file=sys.stderr, flush=True)
     num_updates = 1 if arguments is None else num_optimizer_steps(arguments, len(data))

@@ -1,5 +1,5 @@
-"""What the form of a record is: one table. A form is recognised by its keys, and what reads it is loaded when a record
-of it is met.
+"""What the form of a record is: one table. A form is recognised by its keys (`forms_of`), and what reads it is loaded
+when a record of it is met.
 
 Dumps of other stacks (`formats`) become records of these forms. A near miss of a known key is an error (`other_names`),
 other keys that nothing reads are counted: `"contents"` instead of `"content"` would train an empty turn, `old_logprob`
@@ -46,7 +46,7 @@ class Form:
 
     Parameters:
         text: what it is, for messages.
-        needs: the keys by which it is recognised.
+        needs: keys that a record of it has; all that recognises one of `BY_KEYS_ALONE`, else `forms_of` has its signs.
         reads: all keys that it reads; none where it is rewritten as another form.
         reader: the feature (`treewise.base.features`) that reads or rewrites it; empty: `treewise.data.records` does.
         example: a record.

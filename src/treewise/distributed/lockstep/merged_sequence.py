@@ -4,7 +4,7 @@ Under FSDP2 each forward gathers the parameters of every layer, and each backwar
 gradients. These operations pair up across ranks in the order in which they are called, so all ranks must run the same
 sequence of forwards and backwards. The tokens may differ, and whether a graph is kept. Ranks have different plans, so
 they exchange their sequences, merge them into a common one (`common_sequence`), and fill the turns that are not theirs
-with empty passes (`align`): one token with a loss of zero. `turns` adds passes whose order is free.
+with empty passes (`align`): two tokens with a gradient of zero. `turns` adds passes whose order is free.
 
 A rank's passes that keep their order, one letter each:
 

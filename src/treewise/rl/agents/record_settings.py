@@ -31,7 +31,7 @@ class RecordSettings:
     dtype: Annotated[str, Doc("of the model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     sampler: Annotated[
-        Literal["transformers", "vllm", "sglang", "openai"], Doc("what continues prompts: this process, or a server")
+        Literal["transformers", "vllm", "openai"], Doc("what continues prompts: this process, or a server")
     ] = "transformers"
     sampler_settings: Annotated[
         dict[str, Any] | None,

@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds: weights, optimizer, schedule, random generators, state of the loop.
 
-Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint. Everything else is JSON
+Weights and configuration are transformers' own files, so `from_pretrained` reads a checkpoint, unless it is
+one of sharded parameters, in parts. Everything else is JSON
 and safetensors. Here it is written; a run that goes on reads it (`resume.py`, `load_optimizer.py`, `weights.py`).
 """
 
@@ -226,7 +227,7 @@ def random_file(rank: int) -> str:
 
 
 def is_sharded_model(model: PreTrainedModel) -> bool:
-    """Whether FSDP2 has sharded any parameter."""
+    """Whether any parameter is divided among processes, by FSDP2 or tensor parallelism."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
