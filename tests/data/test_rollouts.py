@@ -1,6 +1,8 @@
 """What rows say of rollouts: groups by prompt, rollouts that stay together, streams, rewards of declared trees."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from treewise.data import RenderOptions, load_trees
@@ -25,6 +27,27 @@ def test_rows_without_a_group_are_grouped_by_their_prompt(write):
     assert len(set.union(*groups)) == 3
     assert dataset[0].name.endswith(".jsonl:1")
     assert dataset[0].forest().num_tokens == 5
+
+
+@pytest.mark.parametrize("name", ["group", "task_id", "number"])
+def test_a_whole_number_names_the_same_group_in_a_column_of_floats(write, tmp_path, name):
+    rows = [row([1, 2], [3 + index], **{name: 1}, rollout=7) for index in range(2)]
+    options = {"group_by": name} if name == "number" else {}
+    table = pa.Table.from_pylist([{**each, name: 1.0, "rollout": 7.0} for each in rows])
+    pq.write_table(table, tmp_path / "floats.parquet")
+    paths = [write(*rows), tmp_path / "floats.parquet"]
+    for data in (paths, table, [{**rows[0], name: 1.0}, rows[1]]):
+        [tree] = load_trees(data, options=options)
+        assert {(repr(item.group), repr(item.rollout)) for item in tree.trajectories} == {("1", "7")}
+
+
+def test_rollouts_in_a_list_are_named_alike(write):
+    seqs = [{"ids": [1, 2, 3 + index], "loss": [[2, 3]], "rollout": name} for index, name in enumerate((7, 7.0))]
+    [tree] = load_trees(write({"group": "g", "seqs": seqs}))
+    assert len(set(tree.forest().rollout_of_trajectory.tolist())) == 1
+    for wrong in (True, [1]):
+        with pytest.raises(DataError, match=r"seqs\[0\]: rollout must be text or a number"):
+            load_trees(write({"group": "g", "seqs": [{**seqs[0], "rollout": wrong}]}))
 
 
 def test_a_begin_token_alone_is_no_prompt(write):

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 import pytest
 
 from tests.trainer.helpers import in_child
-from treewise.distributed import signals as module
+from treewise.distributed import launcher as module
 from treewise.distributed.signals import SIGNALS, StepAbandoned, StopSignals
 
 PARENT, OTHER = 4711, 1
@@ -115,7 +115,23 @@ def test_a_process_that_has_a_signal_already_gets_no_second_one(launched, monkey
         signals.received = signal.SIGINT  # a second signal would end this process here
         monkeypatch.setattr(os, "getppid", lambda: OTHER)
         assert wait_for(lambda: not is_watching(), 10)
-    assert not capfd.readouterr().err
+    assert "launcher" in capfd.readouterr().err
+
+
+def test_a_command_is_watched_from_its_beginning_and_a_run_in_it_answers(launched, monkeypatch):
+    """Before the run, where its processes wait for one another, nothing is there to be saved."""
+
+    def work():
+        with module.WATCH.watching(PARENT):
+            threading.Event().wait(30)
+
+    monkeypatch.setattr(os, "getppid", lambda: OTHER)
+    assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGTERM
+    monkeypatch.setattr(os, "getppid", lambda: PARENT)
+    with module.WATCH.watching(PARENT), StopSignals(may_abandon=False) as signals:
+        assert len([each for each in threading.enumerate() if each.name == "treewise-launcher"]) == 1
+        monkeypatch.setattr(os, "getppid", lambda: OTHER)
+        assert wait_for(lambda: signals.received == signal.SIGTERM, 10)
 
 
 @pytest.mark.parametrize("has_launcher", [True, False])

@@ -6,15 +6,17 @@ failed, 128 plus the number of the signal that ended it (130 for SIGINT; a train
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from treewise.cli.output import enduring_output, is_first_rank
 from treewise.cli.parser import make_parser, module_of, parse
 from treewise.cli.waiting import telling
+from treewise.distributed.launcher import WATCH
 from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError
 
 INTERRUPTED = 130
+_PARENT = os.getppid()  # before anything is loaded, which takes seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,16 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _watched() -> AbstractContextManager[None]:
+@contextmanager
+def _watched() -> Iterator[None]:
     """Around a command of several processes; torch is imported only for those."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if not os.environ.get(name, "0").isdigit():
             raise ConfigError(f"{name} is {os.environ[name]!r}, not a number; torchrun and accelerate set it.")
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return nullcontext()
-    from treewise.distributed.watchdog import over_command
+    with WATCH.watching(_PARENT), ExitStack() as others:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            from treewise.distributed.watchdog import over_command
 
-    return over_command()
+            others.enter_context(over_command())
+        yield
 
 
 def _safe(message: object) -> str:

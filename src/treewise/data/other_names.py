@@ -31,6 +31,7 @@ IN_RECORD = {
     "system": 'put it in front of messages, as {"role": "system", "content": ...}',
     "group_id": "write it as group, or set group_by: group_id",
     "weight": "weights belong to messages, or are loss_weights of tokens",
+    "chat_template_kwargs": "variables of the template are the same for all records; give them as chat_template_kwargs",
     **dict.fromkeys(MEDIA, "images are read beside messages and token_ids; take it out, or write `images`"),
 }
 IN_MESSAGE = dict.fromkeys(

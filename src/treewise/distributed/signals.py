@@ -4,27 +4,23 @@ With one process the first signal abandons the current step. Several processes f
 the same step. A second SIGTERM or SIGINT ends the process at once; published checkpoints stay. SIGHUP (a terminal that
 is closed) often comes twice, from the kernel and from the shell, and SIGUSR1 (a batch system shortly before a limit)
 may; repeated, they change nothing. Where SIGHUP is ignored, as under nohup, it stays ignored.
-
-torchrun and accelerate pass SIGTERM on to their workers, and end the others when one fails. They do nothing when they
-are killed themselves: their workers get another parent and train on. So a worker polls for its parent.
 """
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from treewise.distributed import ranks
+from treewise.distributed import launcher, ranks
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 _ENDING_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # the second time
 _HANGUP = getattr(signal, "SIGHUP", None)
-POLL_SECONDS = 1.0
 
 
 class StepAbandoned(BaseException):
@@ -34,7 +30,7 @@ class StepAbandoned(BaseException):
 class StopSignals:
     """Handles the signals while entered in the main thread; in other threads it leaves them alone.
 
-    A process that torchrun started also sends itself SIGTERM when torchrun is gone.
+    A process that torchrun started also sends itself SIGTERM when torchrun is gone (`launcher`).
 
     may_abandon: whether a step may be left before its end.
     """
@@ -43,22 +39,21 @@ class StopSignals:
         self.may_abandon = may_abandon
         self.received: int | None = None
         self._is_computing = False
-        self._is_over = threading.Event()
+        self._launcher = ExitStack()
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         self.received = None
-        self._is_over = threading.Event()
         if threading.current_thread() is threading.main_thread():
             taken = [each for each in SIGNALS if each != _HANGUP or signal.getsignal(each) is not signal.SIG_IGN]
             self._previous_handlers = {each: signal.signal(each, self._handle) for each in taken}
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun, and by accelerate, which runs it
-            target, arguments = self._end_with_launcher, (os.getppid(), self._is_over)
-            threading.Thread(target=target, args=arguments, name="treewise-launcher", daemon=True).start()
+        launcher.WATCH.answer = self._end_without_launcher
+        self._launcher.enter_context(launcher.WATCH.watching(os.getppid()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
+        self._launcher.close()
+        launcher.WATCH.answer = launcher.end_by_signal
         for each, handler in self._previous_handlers.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
         self._previous_handlers = {}
@@ -92,13 +87,9 @@ class StopSignals:
             self._is_computing = False
             raise StepAbandoned
 
-    def _end_with_launcher(self, launcher: int, is_over: threading.Event) -> None:
-        while os.getppid() == launcher:
-            if is_over.wait(POLL_SECONDS):
-                return
+    def _end_without_launcher(self) -> None:
         if self.received is None:  # a second signal would end this process without saving
-            _print(f"the launcher of this process ({launcher}) is gone: saving, and ending")
-            os.kill(os.getpid(), signal.SIGTERM)
+            launcher.end_by_signal()
 
 
 def stop_of_all(signals: StopSignals) -> bool:

@@ -165,3 +165,138 @@ def test_what_cannot_be_read_is_an_error(tokenizer, record, words):
 def test_a_chat_with_its_reply_keeps_its_form(tokenizer):
     dataset = load_trees([{"messages": [USER, ANSWER], "response": "Yes."}], tokenizer, num_workers=0)
     assert dataset.report.unused_keys == {"response": 1}
+
+
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+SCHEMA = {"type": "function", "function": TOOL}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": {}}]}
+CALLED["tool_calls"][0]["function"] |= {"name": "look", "arguments": '{"at":1}'}
+TEXTS = [{**ANSWER, "content": text} for text in ("one", "two")]
+
+
+def logged(output, messages=(USER,), **more):
+    return {"traceId": "t", "type": "GENERATION", "input": [*messages], "output": output, **more}
+
+
+@pytest.mark.parametrize("output", [TEXTS, {"messages": TEXTS}, json.dumps(TEXTS), {"output": TEXTS}])
+def test_several_messages_of_the_model_are_choices(write, output):
+    """As langfuse's wrapper of the SDK writes `n`, and as OpenTelemetry's output messages are defined."""
+    [row] = import_rollouts(write(logged(output)))
+    assert talks(row) == [(["Hi"], "one"), (["Hi"], "two")]
+
+
+def test_what_an_agent_did_is_no_reply_unless_it_repeats_the_call(write):
+    seen = {"role": "tool", "tool_call_id": "c", "content": "seen"}
+    [row] = import_rollouts(write(logged({"messages": [USER, ANSWER]})))
+    assert talks(row) == [(["Hi"], "Yes.")]
+    for output in ([CALLED, seen, ANSWER], [USER, CALLED, seen, ANSWER], [USER, ANSWER, ANSWER], [USER]):
+        rows = import_rollouts(write(logged({"messages": output}), logged("Yes.", traceId="other")))
+        assert [row["rollout"] for row in rows] == ["other"]
+        [(location, reason)] = rows.report.left_out
+        assert location.endswith(":1")
+        assert f"{len(output)} messages, of which one alone is no reply" in reason
+
+
+def test_blocks_of_content_are_one_message_and_items_of_responses_are_named(write):
+    blocks = [{"type": "text", "text": "Ye"}, {"type": "text", "text": "s."}]
+    [row] = import_rollouts(write(logged(blocks)))
+    assert row["messages"][1]["content"] == blocks
+    items = [{"type": "reasoning", "summary": []}, {"type": "message", "role": "assistant", "content": blocks}]
+    for output in (items, {"object": "response", "output": items}):
+        rows = import_rollouts(write(logged(output), logged("Yes.", traceId="other")))
+        assert len(list(rows)) == 1
+        assert "Responses interface" in rows.report.left_out[0][1]
+
+
+def test_messages_of_opentelemetry_are_read_in_parts(write):
+    def message(role, *parts):
+        return {"role": role, "parts": list(parts)}
+
+    called = message("assistant", {"type": "reasoning", "content": "Hm."}, {"type": "tool_call", "id": "c"})
+    called["parts"][1] |= {"name": "look", "arguments": {"at": 1}}
+    results = [{"type": "tool_call_response", "id": "c", "response": "seen"}]
+    results.append({"type": "tool_call_response", "id": "d", "result": {"a": 1}})
+    asked = [message("user", {"type": "text", "content": "Hi"}), called, message("tool", *results)]
+    answer = {**message("assistant", {"type": "text", "content": "Yes."}), "finish_reason": "length"}
+    [row] = import_rollouts(write(logged([answer], asked)))
+    assert row["messages"] == [
+        USER,
+        {**CALLED, "reasoning_content": "Hm.", "tool_calls": [CALLED["tool_calls"][0] | {"function": row_call(row)}]},
+        {"role": "tool", "content": "seen", "tool_call_id": "c"},
+        {"role": "tool", "content": '{"a": 1}', "tool_call_id": "d"},
+        ANSWER,
+    ]
+    assert row_call(row) == {"name": "look", "arguments": '{"at": 1}'}
+    assert row["calls"] == [{"ctx": [0, 1, 2, 3], "out": 4, "finish_reason": "length"}]
+    with pytest.raises(DataError, match=r":1: a part of a message is \{'type': 'blob'"):
+        list(import_rollouts(write(logged([answer], [message("user", {"type": "blob"})]))))
+
+
+def row_call(row):
+    return row["messages"][1]["tool_calls"][0]["function"]
+
+
+FLAT_TOOL = {name: value for name, value in TOOL.items() if name != "parameters"}
+WITH_TOOLS = {
+    "functions": {"input": {"messages": [USER], "functions": [TOOL]}},
+    "behind the messages": {"input": [USER, {"role": "tool", "content": SCHEMA}]},
+    "Anthropic's": {"input": {"messages": [USER], "tools": [{**FLAT_TOOL, "input_schema": TOOL["parameters"]}]}},
+    "flat": {"input": {"messages": [USER], "tools": [{"type": "function", **TOOL}]}},
+}
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_tools_arrive_whatever_wrote_them(write, name):
+    [row] = import_rollouts(write({**logged("Yes."), **WITH_TOOLS[name]}))
+    assert (row["tools"], talks(row)) == ([SCHEMA], [(["Hi"], "Yes.")])
+
+
+def test_functions_of_other_logs_are_tools(write):
+    flat = {"messages": [USER], "functions": [TOOL], "response": "Yes."}
+    whole = {"request": {"messages": [USER], "functions": [TOOL]}, "response": {"choices": [{"message": ANSWER}]}}
+    run = {"run_type": "llm", "trace_id": "t", "inputs": {"messages": [USER]}, "outputs": {"message": ANSWER}}
+    for line in (flat, whole, {**run, "extra": {"invocation_params": {"functions": [TOOL]}}}):
+        [row] = import_rollouts(write(line))
+        assert row["tools"] == [SCHEMA]
+
+
+def test_arguments_are_those_that_were_sampled_where_langchain_keeps_them(write):
+    read = [{"name": "look", "args": {"at": 1}, "id": "c", "type": "tool_call"}]
+    kept = {"tool_calls": CALLED["tool_calls"], "refusal": None}
+    output = {"role": "assistant", "content": "", "tool_calls": read, "additional_kwargs": kept}
+    [row] = import_rollouts(write(logged(output)))
+    assert row["messages"][1]["tool_calls"] == CALLED["tool_calls"]
+
+
+def test_what_stands_beside_the_content_of_a_message_is_counted_or_left_out(write):
+    odd, seeing = {**USER, "mood": "good"}, {**USER, "images": ["iVBOR"]}
+    rows = import_rollouts(write(logged("Yes.", [odd]), logged("Yes.", [seeing], traceId="other")))
+    assert len(list(rows)) == 1
+    assert rows.report.warnings == {"messages hold 'mood', which is not read": 1}
+    assert "images beside its content" in rows.report.left_out[0][1]
+
+
+def test_runs_and_groups_in_columns_of_floats_are_read(write):
+    lines = [{"messages": [USER], "response": "Yes.", "session_id": 3.0, "task_id": 1.0}]
+    lines.append({**lines[0], "session_id": 3, "task_id": 1, "messages": [ANSWER, USER]})
+    [row] = import_rollouts(write(*lines))
+    assert (row["rollout"], row["group"], len(row["calls"])) == ("3", 1, 2)
+
+
+def test_a_system_prompt_beside_the_messages_is_the_first_of_them(write):
+    """As Anthropic's requests have it."""
+    asked, blocks = {"messages": [USER], "system": "Short."}, [{"type": "text", "text": "Yes."}]
+    output = {"type": "message", "role": "assistant", "content": blocks, "stop_reason": "end_turn"}
+    run = {"run_type": "llm", "trace_id": "t", "inputs": asked, "outputs": output}
+    whole = {"request": asked, "response": {"choices": [{"message": ANSWER}]}}
+    for line in ({**logged(output), "input": asked}, run, whole, {**asked, "response": "Yes."}):
+        [row] = import_rollouts(write(line))
+        assert row["messages"][0] == {"role": "system", "content": "Short."}
+        assert [len(call["ctx"]) for call in row["calls"]] == [2]
+
+
+def test_what_decides_a_prompt_beside_its_messages_is_counted(write):
+    request = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
+    rows = import_rollouts(write({"request": request, "response": {"choices": [{"message": ANSWER}]}}))
+    assert len(list(rows)) == 1
+    assert "'chat_template_kwargs', which decides their prompts" in next(iter(rows.report.warnings))

@@ -36,6 +36,13 @@ def test_blank_lines_bom_and_crlf_keep_physical_lines(tmp_path):
     assert len(load_trees(path)) == 3
 
 
+def test_files_with_marks_that_were_put_behind_one_another_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((b"\xef\xbb\xbf" + LINE + b"\n") * 2 + b"\xef\xbb\xbf\n" + LINE)
+    assert places(path) == ["1", "2", "4"]
+    assert len(load_trees(path)) == 3
+
+
 def test_a_file_that_is_given_twice_is_read_once(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE)

@@ -31,6 +31,17 @@ def test_pairs_of_whole_conversations_share_what_they_begin_with(tokenizer):
     plain = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [wrong]}
     repeated = {"prompt": "2+2?", "chosen": CHAT, "rejected": [CHAT[0], wrong]}
     assert ids(pair, tokenizer) == ids(plain, tokenizer) == ids(repeated, tokenizer)
+    system = {"role": "system", "content": "Count."}
+    whole = {"chosen": [system, *CHAT], "rejected": [system, CHAT[0], wrong]}
+    for prompt in ("2+2?", CHAT[:1], [system, CHAT[0]]):
+        assert ids({**whole, "prompt": prompt}, tokenizer) == ids(whole, tokenizer)
+
+
+def test_rewards_of_preferred_completions_are_counted_as_unused(tokenizer):
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    for record in (pair, {"prompt": "2+2=", "completion": "4", "label": True}):
+        trees = load_trees([{**record, "reward": 3.0, "rollout": "a"}], tokenizer)
+        assert trees.report.unused_keys == {"reward": 1, "rollout": 1}
 
 
 BAD = {

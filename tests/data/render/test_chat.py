@@ -173,6 +173,8 @@ BAD_RECORDS = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]}, ("type 'text' has no text",)),
     ({"messages": [USER, {**ANSWER, "weight": 0}]}, ("trains no assistant message", "--on_bad_record quarantine")),
     ({"messages": [{**USER, "train": True}, ANSWER]}, ("messages[0] (user)", "only assistant")),
+    ({"messages": [{**USER, "weight": 1}, ANSWER]}, ("messages[0] (user) has weight: 1; only assistant",)),
+    ({"messages": [{**USER, "weight": "x"}, ANSWER]}, ("messages[0]: weight 'x' must be a finite number",)),
     ({"messages": [USER, {**ANSWER, "train": "no"}]}, ("messages[1]", "train is 'no'")),
     ({"messages": [USER, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "f"}}]}, ("both function_call",)),
     ({"messages": [USER, {**ANSWER, "weight": -1}]}, ("weight -1",)),

@@ -130,6 +130,12 @@ def daemons(task):
     return 1.0
 
 
+def lingering(task):
+    """The same, and does not end."""
+    daemons(task)
+    time.sleep(600)
+
+
 def threads_and_forks(task):
     """Calls of threads and of a forked process are this episode's."""
     threads = [threading.Thread(target=call, args=(f"thread {i}",)) for i in range(3)]

@@ -161,6 +161,57 @@ def test_what_is_not_served_is_refused_by_its_name(change, param):
         assert not client.speaker.seen
 
 
+MADE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]}
+TOLD = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]}
+CLAUDE, TEXT = {"messages": [USER], "max_tokens": 4}, {"prompt": "a"}
+BAD_BODIES = [
+    ("chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": 5}]}, "messages[1].tool_calls"),
+    ("chat/completions", {"messages": [USER], "tool_choice": {"type": "function", "function": "add"}}, "tool_choice"),
+    ("chat/completions", {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
+    ("chat/completions", {"messages": [USER], "top_k": 10**30}, "top_k"),
+    ("chat/completions", {"messages": [{**USER, "content": "\ud800"}]}, "messages"),
+    ("chat/completions", {"messages": [USER], "metadata": {"\udfff": 1}}, "metadata"),
+    ("chat/completions", {"messages": [USER], "top_p": float("nan")}, "top_p"),
+    ("completions", {**TEXT, "prompt": [10**30]}, "prompt"),
+    ("completions", {**TEXT, "metadata": {"a": float("inf")}}, "metadata"),
+    ("responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+    ("responses", {"input": "a", "metadata": {"a": float("nan")}}, "metadata"),
+    ("responses", {"input": [USER, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
+    ("responses", {"input": [USER, {"type": "function_call", "name": "add"}]}, "input[1].call_id"),
+    ("responses", {"input": [USER, {"type": "function_call_output", "output": "3"}]}, "input[1].call_id"),
+    ("responses", {"input": [USER, {"type": "reasoning", "summary": [3]}]}, "input[1].reasoning"),
+    ("messages", {**CLAUDE, "top_k": -1}, "top_k"),
+    ("messages", {**CLAUDE, "messages": [USER, {**MADE, "content": [{"type": "tool_use", "id": "c"}]}, TOLD]}, "name"),
+    ("messages", {**CLAUDE, "messages": [USER, {**MADE, "content": [{**MADE["content"][0], "input": 3}]}]}, "input"),
+    ("messages", {**CLAUDE, "messages": [{**TOLD, "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+    (
+        "messages",
+        {**CLAUDE, "messages": [USER, {**MADE, "content": [{"type": "thinking", "thinking": 3}]}]},
+        "thinking",
+    ),
+    ("reward", {"reward": 10**400}, "reward"),
+    ("reward", {"reward": float("nan")}, "reward"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD_BODIES)
+def test_a_wrong_value_is_refused_by_its_name(path, body, param):
+    """None of them is a fault of the server, or is read as another value."""
+    with served() as client:
+        answer = client.post(f"/v1/{path}", content=json.dumps(body))
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert param in error["message"]
+        assert path == "messages" or error["param"] == param
+        assert not client.speaker.seen
+
+
+def test_a_choice_before_the_first_is_none():
+    with served(["Three."]) as client:
+        made = post(client, "chat/completions", {"messages": [USER]})
+        post(client, "reward", {"reward": 1, "call_id": made["id"], "choice": -1}, 404)
+
+
 def test_fields_that_change_nothing_are_taken():
     with served(["Ok."]) as client:
         plain = {"user": "u", "store": True, "metadata": {}, "frequency_penalty": 0, "logit_bias": None, "n": 1}
@@ -174,6 +225,8 @@ def test_paths_that_are_not_served():
         assert client.get("/v1/models").json()["data"][0]["id"] == "policy"
         assert client.get("/v1/models/gpt-5").json()["id"] == "gpt-5"
         assert client.get("/nothing").status_code == 404
+        answer = client.get("/v1/messages")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "/v1/messages takes POST, not GET.")
 
 
 # -- the other protocols ----------------------------------------------------------------------------------------------

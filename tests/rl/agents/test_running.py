@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.rl.agents.helpers import Speaker, assert_rows_are, episodes_on
-from treewise.errors import ConfigError, SamplerError
+from treewise.errors import ConfigError, SamplerError, TaskError
 from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.host import is_function, rehearse
 from treewise.rl.agents.running import AgentRunner
@@ -193,20 +194,47 @@ def test_agents_end_with_a_run_that_is_killed(tmp_path):
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "pid")], cwd=Path(__file__).parents[3])
     try:
-        while not ((tmp_path / "pid").is_file() and (tmp_path / "pid").read_text()):
-            assert process.poll() is None
-            threading.Event().wait(0.01)
-        agent = int((tmp_path / "pid").read_text())
+        agent = pid_in(tmp_path / "pid", lambda: process.poll() is None)
         os.kill(agent, 0)
     finally:
         process.kill()
         process.wait()
-    for _ in range(3000):
-        if not Path(f"/proc/{agent}").exists() or "Z" in Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2]:
-            break
+    assert_ends(agent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes that leave their group are found on Linux alone")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_where_the_agents_process_is_killed(number, tmp_path):
+    """Nor is anything said of the episode, which did not end."""
+    with runner_of("lingering") as runner:
+        episode = runner.episodes.open("first")
+        with ThreadPoolExecutor(1) as threads:
+            found = threads.submit(runner.run, episode, {"pid_file": str(tmp_path / "pid")})
+            stray = pid_in(tmp_path / "pid", lambda: not found.done())
+            runner._process.send_signal(number)
+            with pytest.raises(TaskError, match=rf"process is gone: signal {number} ended it.*with --resume"):
+                found.result(60)
+        assert not episode.is_open
+        with pytest.raises(TaskError, match="process is gone"):
+            runner.run(runner.episodes.open("second"), TASK)
+        runner.stop(episode)
+    assert_ends(stray)
+
+
+def pid_in(path, goes_on):
+    """What a process writes, while it does."""
+    while not (path.is_file() and path.read_text()):
+        assert goes_on()
         threading.Event().wait(0.01)
-    else:
-        pytest.fail("the agent goes on")
+    return int(path.read_text())
+
+
+def assert_ends(pid):
+    for _ in range(3000):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+            return
+        threading.Event().wait(0.01)
+    pytest.fail(f"{pid} goes on")
 
 
 def test_agents_end_with_the_run():

@@ -106,6 +106,28 @@ def test_a_run_that_is_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypa
     assert count[0] == 2 + 6 + 6 + 2 + 1  # two evaluations, two iterations, and the one that was not written
 
 
+@pytest.mark.parametrize("at", [2, 4, 8])
+def test_a_run_whose_agents_are_killed_goes_on_with_what_had_ended(at, tmp_path, monkeypatch):
+    """What the others had not done is no failure of theirs."""
+    whole = new_trainer(tmp_path / "whole")
+    whole.train()
+    record, count = Journal.record, [0]
+    cut = new_trainer(tmp_path / "cut")
+
+    def killing(self, *args):
+        count[0] += 1
+        if count[0] == at:
+            cut.collector.runner._process.kill()
+        record(self, *args)
+
+    monkeypatch.setattr(Journal, "record", killing)
+    with pytest.raises(TaskError, match="the agents' process is gone: signal 9"):
+        cut.train()
+    resumed = new_trainer(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+
+
 def test_too_many_failures_end_the_run_and_are_tried_again(tmp_path):
     with pytest.raises(TaskError, match=r"of 2 rollouts without reward.*ValueError: no idea"):
         new_trainer(tmp_path, "raising").train()

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from treewise.data.importers.common import Context, first_of
+from treewise.data.importers.common import Context, first_of, talk_of, tools_of
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
@@ -18,6 +18,8 @@ from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
 REPLY_KEYS = {"role", "type", "kwargs", "message", "messages", "choices", "body", "generations", "output"}
+REQUEST_KEYS = ("messages", "system", "tools", "functions", "model")
+RESPONSE_ITEMS = {"function_call", "reasoning"}  # of OpenAI's Responses, which name no role
 MANY_SCORES = "several scores of a trace, none of which is used as its reward; name one: treewise import --reward NAME"
 
 
@@ -46,10 +48,10 @@ def _langfuse_call(location: str, value: Record, labels: Record, context: Contex
         context.leave_out(location, f"no call of a model (type {kind})")
         return
     asked = _json(value.get("input"))
-    tools = asked.get("tools") if isinstance(asked, dict) else None
+    tools = tools_of(asked) if isinstance(asked, dict) else None
     own = {"rollout": first_of(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
     fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
-    messages = asked.get("messages", asked) if isinstance(asked, dict) else asked
+    messages = talk_of(asked) if isinstance(asked, dict) and "messages" in asked else asked
     if str(value.get("level")).upper() == "ERROR":
         context.leave_out(location, f"a call that failed ({shown(value.get('statusMessage'))})")
         return
@@ -71,8 +73,10 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         extra = _json(value.get("extra"))
         invocation = extra.get("invocation_params") if isinstance(extra, dict) else None
         holders = [holder for holder in (inputs, invocation) if isinstance(holder, dict)]
-        tools = next((holder["tools"] for holder in holders if holder.get("tools")), None)
-        messages = inputs.get("messages", inputs.get("input")) if isinstance(inputs, dict) else inputs
+        tools = next((found for holder in holders if (found := tools_of(holder))), None)
+        messages = inputs
+        if isinstance(inputs, dict):
+            messages = talk_of(inputs) if "messages" in inputs else inputs.get("input")
         stats = _json(value.get("feedback_stats"))
         scores = [
             {"name": name, "value": stat.get("avg")}
@@ -94,10 +98,11 @@ def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed
         if "custom_id" in value:
             yield from _batch_call(record, context)
         elif "request" not in value and ("response" in value or "choices" in value):
-            request = {name: value[name] for name in ("messages", "tools", "model") if value.get(name) is not None}
+            request = {name: value[name] for name in REQUEST_KEYS if value.get(name) is not None}
             rest = {name: item for name, item in value.items() if name not in (*request, "response", "choices")}
             answer = {"choices": value["choices"]} if "choices" in value else value.get("response")
-            yield Placed(record.location, {**rest, "request": request, "response": _reply(answer, record.location)})
+            reply = _reply(answer, record.location, value.get("messages"))
+            yield Placed(record.location, {**rest, "request": request, "response": reply})
         else:
             yield record
 
@@ -138,24 +143,35 @@ def _call(
         messages = messages[0]  # LangChain calls models with batches
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise DataError(f"{location}: the input of a call must be messages or text, found {shown(messages)}.")
-    request: Record = {"messages": [_openai_message(message, location) for message in messages]}
-    if tools:
-        request["tools"] = tools
+    schemas = [message["content"] for message in messages if _is_schema(message)]
+    messages = [message for message in messages if not _is_schema(message)]
+    request: Record = {"messages": _openai_messages(messages, location)}
+    if tools or schemas:
+        request["tools"] = tools or schemas
     rest = {context.reward_field or "reward" if name == "reward" else name: item for name, item in labels.items()}
-    value = {"request": request, "response": _reply(output, location), "metadata": _json(metadata), **rest}
+    reply = _reply(output, location, request["messages"])
+    value = {"request": request, "response": reply, "metadata": _json(metadata), **rest}
     return Placed(location, {name: item for name, item in value.items() if item is not None})
 
 
-def _reply(output: Any, location: str) -> Record:
-    """A response of OpenAI's shape from a reply in any of these shapes; without choices where there is no reply."""
+def _is_schema(message: Record) -> bool:
+    """Whether a message is a tool, as langfuse's handler of LangChain puts them behind the messages of a call."""
+    return message.get("role") == "tool" and isinstance(message.get("content"), dict) and "tool_call_id" not in message
+
+
+def _reply(output: Any, location: str, asked: object) -> Record:
+    """A response of OpenAI's shape from a reply in any of these shapes; without choices where there is no reply.
+
+    asked: the messages of the call.
+    """
     output = _read_reply(output)
     if isinstance(output, str):
         return {"choices": [{"message": {"role": "assistant", "content": output}}]} if output else {"choices": []}
-    if isinstance(output, list) and output:
-        output = output[-1] if isinstance(output[-1], dict) else {}
+    if isinstance(output, list):
+        return _reply_of_several(output, location, asked)
     if not isinstance(output, dict) or not output:
         return {"choices": []}
-    if "choices" in output or "body" in output:
+    if "choices" in output or "body" in output or output.get("object") == "response":
         return output
     generations = output.get("generations")
     if isinstance(generations, list) and generations:
@@ -165,11 +181,34 @@ def _reply(output: Any, location: str) -> Record:
     if isinstance(output.get("message"), dict):
         output = output["message"]
     elif isinstance(output.get("messages"), list) and output["messages"]:
-        output = output["messages"][-1]
+        found = _reply_of_several(output["messages"], location, asked)
+        return {**found, "choices": [with_reason(choice, choice, holder) for choice in found["choices"]]}
     elif "output" in output and len(output) == 1:
-        return _reply(output["output"], location)
+        return _reply(output["output"], location, asked)
     message = _openai_message(output, location)
     return {"choices": [with_reason({"message": message}, message, output, holder)]}
+
+
+def _reply_of_several(items: list[Any], location: str, asked: object) -> Record:
+    """The response where an output is a list: messages of the model are choices (langfuse and OpenTelemetry write
+    several so), blocks of content one message. A list that holds other messages is what an agent did and no reply,
+    unless it repeats those of the call in front of one.
+    """
+    if not items or not all(isinstance(item, dict) for item in items):
+        return {"choices": []}
+    named = [item for item in items if not item.keys().isdisjoint(("role", "kwargs", "data", "parts"))]
+    kinds = {str(item.get("type")) for item in items if item not in named}
+    if kinds & RESPONSE_ITEMS:
+        return {"object": "response", "choices": []}
+    if kinds and not named and kinds.isdisjoint((*LANGCHAIN_ROLES, "system", "tool", "function")):
+        return {"choices": [{"message": {"role": "assistant", "content": items}}]}
+    messages = [_openai_message(item, location) for item in items]
+    before = len(asked) if isinstance(asked, list) and asked and messages[: len(asked)] == asked else 0
+    new = messages[before:]
+    if not new or any(message["role"] != "assistant" for message in new) or (before and len(new) > 1):
+        return {"choices": [], "error": f"its output is {len(items)} messages, of which one alone is no reply"}
+    choices = zip(new, items[before:], strict=True)
+    return {"choices": [with_reason({"message": message}, message, item) for message, item in choices]}
 
 
 def _read_reply(output: object) -> object:
@@ -187,9 +226,55 @@ def _choice(generation: Record, holder: Record, location: str) -> Record:
     return with_reason({"message": message}, message, given, generation, holder)
 
 
+def _openai_messages(messages: list[Record], location: str) -> list[Record]:
+    """Messages of OpenAI's shape; the results that one of OpenTelemetry holds are messages of their own."""
+    found: list[Record] = []
+    for message in messages:
+        parts = message.get("parts")
+        if not isinstance(parts, list) or "content" in message:
+            found.append(_openai_message(message, location))
+            continue
+        results = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_call_response"]
+        found += [_result_of_part(part) for part in results]
+        rest = [part for part in parts if part not in results]
+        found += [_openai_message({**message, "parts": rest}, location)] if rest or not results else []
+    return found
+
+
+def _result_of_part(part: Record) -> Record:
+    content = first_of(part, "response", "result", "content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    named = {"name": part.get("name"), "tool_call_id": part.get("id")}
+    return {"role": "tool", "content": text, **{name: item for name, item in named.items() if item is not None}}
+
+
+def _of_parts(message: Record, location: str) -> Record:
+    """A message of OpenAI's shape from one of OpenTelemetry's conventions, whose `parts` are text, reasoning, calls."""
+    texts: dict[str, list[str]] = {"text": [], "reasoning": []}
+    calls = []
+    for part in message["parts"]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        kind = "reasoning" if kind == "thinking" else kind
+        if kind in texts and isinstance(part.get("content"), str):
+            texts[kind].append(part["content"])
+        elif kind == "tool_call":
+            calls.append({"name": part.get("name"), "args": part.get("arguments") or {}, "id": part.get("id")})
+        else:
+            raise DataError(f"{location}: a part of a message is {shown(part)}; text, reasoning and calls are read.")
+    found = {**message, "content": "".join(texts["text"])}
+    del found["parts"]
+    if texts["reasoning"]:
+        found["reasoning_content"] = "".join(texts["reasoning"])
+    return {**found, "tool_calls": calls} if calls else found
+
+
 def _openai_message(message: Record, location: str) -> Record:
-    """A message of OpenAI's shape, from that or from LangChain's (constructors; `type` with `data` or content)."""
+    """A message of OpenAI's shape, from that, from LangChain's (constructors; `type` with `data` or content), or from
+    OpenTelemetry's.
+    """
     kind = message.get("type")
+    if isinstance(message.get("parts"), list) and "content" not in message:
+        message = _of_parts(message, location)
     if "kwargs" in message and isinstance(message.get("id"), list):
         kind = str(message["id"][-1]).removesuffix("Chunk").removesuffix("Message").lower()
         message = {**message["kwargs"]}
@@ -201,13 +286,15 @@ def _openai_message(message: Record, location: str) -> Record:
         message = {**message, "role": LANGCHAIN_ROLES.get(kind, kind)}
     result = {name: item for name, item in message.items() if name not in ("type", "id", "additional_kwargs")}
     invalid = result.pop("invalid_tool_calls", None)  # LangChain's, whose arguments could not be read
-    if isinstance(invalid, list) and invalid:
-        result["tool_calls"] = [*(result.get("tool_calls") or []), *invalid]
     extra = message.get("additional_kwargs")
-    if isinstance(extra, dict):
-        for name in ("tool_calls", "function_call", "reasoning_content"):
-            if extra.get(name) and not result.get(name):
-                result[name] = extra[name]
+    extra = extra if isinstance(extra, dict) else {}
+    if extra.get("tool_calls"):  # all of them as they were sampled, which LangChain has read as objects
+        result["tool_calls"] = extra["tool_calls"]
+    elif isinstance(invalid, list) and invalid:
+        result["tool_calls"] = [*(result.get("tool_calls") or []), *invalid]
+    for name in ("function_call", "reasoning_content"):
+        if extra.get(name) and not result.get(name):
+            result[name] = extra[name]
     if isinstance(result.get("tool_calls"), list):
         result["tool_calls"] = [_openai_tool_call(call) for call in result["tool_calls"]]
     return result

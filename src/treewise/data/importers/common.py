@@ -239,11 +239,28 @@ def prompt_at_step(prompt: object, step: object) -> str | None:
     return f"step {step}: prompt-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
+def talk_of(request: Record) -> Any:
+    """The messages of a request, behind the system prompt that Anthropic's has beside them."""
+    talk, system = request["messages"], request.get("system")
+    return [{"role": "system", "content": system}, *talk] if system and isinstance(talk, list) else talk
+
+
+def tools_of(request: Record) -> Any:
+    """The tools of a request, which OpenAI called `functions` before."""
+    return request.get("tools") or request.get("functions")
+
+
 def openai_tools(value: object, location: str) -> list[Record] | None:
-    """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, `parameters`)."""
+    """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, and `parameters`, which
+    Anthropic calls `input_schema`).
+    """
     return [
-        tool
-        if "function" in tool or "name" not in tool
-        else {"type": "function", "function": {k: v for k, v in tool.items() if v is not None}}
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": _function(tool)}
         for tool in messages(value or [], "tools", location)
     ] or None
+
+
+def _function(tool: Record) -> Record:
+    """A flat schema without what belongs to its tool."""
+    names = {"input_schema": "parameters"}
+    return {names.get(k, k): v for k, v in tool.items() if v is not None and k not in ("type", "cache_control")}

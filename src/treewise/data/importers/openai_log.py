@@ -20,13 +20,24 @@ from functools import partial
 from typing import Any
 
 from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
-from treewise.data.importers.common import Context, integers, kept, messages, openai_tools, sampled_row, stream
+from treewise.data.importers.common import (
+    Context,
+    integers,
+    kept,
+    messages,
+    openai_tools,
+    sampled_row,
+    stream,
+    talk_of,
+    tools_of,
+)
 from treewise.data.importers.replies import Ids, ImportedCall, pooled, trainable, with_arguments
 from treewise.data.io.endings import with_reason
-from treewise.data.io.field_checks import shown
+from treewise.data.io.field_checks import shown, whole
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
-from treewise.data.io.replies import KEYS, REASONING_NAMES
+from treewise.data.io.replies import KEYS, REASONING_NAMES, UnusableError
+from treewise.data.other_names import MEDIA
 from treewise.errors import DataError
 
 RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
@@ -34,6 +45,10 @@ GROUP_NAMES = ("group", "task_id")
 # What belongs to a message when it is sent back; the rest of a reply (refusal, annotations, audio) is not.
 CONTENT_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 MESSAGE_KEYS = (*CONTENT_KEYS, *REASONING_NAMES)
+# Of a reply, and no part of what is sent back; of LangChain's messages, what describes them.
+BESIDE = frozenset({"type", "id", "refusal", "annotations", "function_call", "parsed", "stop_sequence", "usage", *KEYS})
+BESIDE |= {"response_metadata", "usage_metadata", "example", "status", "artifact", "model", "container"}
+OF_PROMPTS = {"chat_template", "chat_template_kwargs", "continue_final_message", "documents"}  # vLLM's, and others'
 AMBIGUOUS = "calls that continue several equal conversations; name runs with a rollout id per line"
 ANTHROPIC = "a call of Anthropic's Messages interface"
 RESPONSES = "a call of OpenAI's Responses interface"
@@ -55,8 +70,8 @@ class _Line:
     """A request and its replies. name, group: those that it gives."""
 
     location: str
-    name: str | int | None
-    group: str | int | None
+    name: str | int | float | None
+    group: str | int | float | None
     reward: float | None
     calls: list[ImportedCall]
 
@@ -167,7 +182,7 @@ class _Standing:
 
 
 def _replies_shown(
-    record: Placed, name: str | int | None, asked: _Standing, context: Context
+    record: Placed, name: str | int | float | None, asked: _Standing, context: Context
 ) -> tuple[str, list[ImportedCall]]:
     """The run of a request alone, and the calls whose replies it shows: its assistant messages after the longest
     messages that the run has asked with. What the first request of a run holds was given to it.
@@ -177,10 +192,10 @@ def _replies_shown(
     if not isinstance(request, dict) or "messages" not in request:
         context.leave_out(location, _why_no_call(request, {}))
         return str(name or location), []
-    history = [_plain(message, context) for message in messages(request["messages"], "messages", location)]
+    history = _history(request, location, context)
     keys = list(_prefix_keys(history))
     found, start = asked.run_at(keys[:-1], None if name is None else str(name), context)
-    run, tools = found or str(name or location), openai_tools(request.get("tools"), location)
+    run, tools = found or str(name or location), openai_tools(tools_of(request), location)
     calls = []
     for index in range(start if found else len(history), len(history)):
         asked.open.pop((run, keys[index - 1]), None)
@@ -190,6 +205,14 @@ def _replies_shown(
     if keys:
         asked.add(keys[-1], run, location)
     return run, calls
+
+
+def _history(request: Record, location: str, context: Context) -> list[Record]:
+    """The messages that a request asks with."""
+    for name in OF_PROMPTS & request.keys():
+        if request[name]:
+            context.warn(f"requests hold {shown(name)}, which decides their prompts and is not read from a log")
+    return [_plain(message, location, context) for message in messages(talk_of(request), "messages", location)]
 
 
 def _prefix_keys(history: list[Record]) -> Iterator[str]:
@@ -225,17 +248,18 @@ def _calls(record: Placed, context: Context) -> Iterator[ImportedCall]:
     if not choices:
         error = response.get("error")
         why = f" ({shown(error.get('message') if isinstance(error, dict) else error)})" if error else ""
-        is_other = response.get("type") == "message" and not why
-        context.leave_out(location, f"{ANTHROPIC}; {CHAT}" if is_other else f"a call without a reply{why}")
+        kinds = {RESPONSES: response.get("object") == "response", ANTHROPIC: response.get("type") == "message"}
+        other = next((kind for kind, is_it in kinds.items() if is_it and not why), None)
+        context.leave_out(location, f"{other}; {CHAT}" if other else f"a call without a reply{why}")
         return
-    history = [_plain(message, context) for message in messages(request["messages"], "messages", location)]
-    tools = openai_tools(request.get("tools"), location)
+    history = _history(request, location, context)
+    tools = openai_tools(tools_of(request), location)
     rest = {name: item for name, item in response.items() if name != "choices"}
     for choice_index, choice in enumerate(messages(choices, "choices", location)):
         where = location if len(choices) == 1 else f"{location}: choices[{choice_index}]"
         if not isinstance(choice.get("message"), dict):
             raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
-        reply = {**_plain(choice["message"], context), "role": "assistant"}
+        reply = {**_plain(choice["message"], where, context), "role": "assistant"}
         reply.setdefault("content", "")
         said = {key: record.value[key] for key in KEYS if key in record.value}
         ending = with_reason({}, choice, rest, said, _metadata(record.value))
@@ -282,12 +306,13 @@ def _label(run: _LoggedRun, line: _Line, context: Context) -> None:
     run.reward = line.reward
 
 
-def _named(value: Record, names: Iterable[str]) -> str | int | None:
+def _named(value: Record, names: Iterable[str]) -> str | int | float | None:
     metadata = _metadata(value)
     for name in names:
         for holder in (value, metadata):
-            if isinstance(holder.get(name), str | int) and not isinstance(holder.get(name), bool):
-                return holder[name]
+            found = holder.get(name)
+            if isinstance(found, str | int | float) and not isinstance(found, bool) and found == found and found != "":
+                return whole(found)
     return None
 
 
@@ -307,9 +332,18 @@ def _body(value: object, location: str) -> object:
     return value
 
 
-def _plain(message: Record, context: Context) -> Record:
-    """What a message holds when it is sent; a refusal is what the model sees of a turn without content."""
+def _plain(message: Record, location: str, context: Context) -> Record:
+    """What a message holds when it is sent; a refusal is what the model sees of a turn without content.
+
+    Raises:
+        UnusableError: images or sounds stand beside its content, which the model saw and nothing here reads.
+    """
     plain = {name: message[name] for name in MESSAGE_KEYS if message.get(name) is not None}
+    for name in message.keys() - plain.keys() - BESIDE:
+        if message[name] and name in MEDIA:
+            raise UnusableError(location, f"a message with {name} beside its content, which is not read")
+        if message[name]:
+            context.warn(f"messages hold {shown(name)}, which is not read")
     if message.get("refusal") and not plain.get("content"):
         plain["content"] = message["refusal"]
     if (old := message.get("function_call")) and not plain.get("tool_calls"):  # OpenAI's older name of one call

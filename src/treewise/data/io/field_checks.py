@@ -17,9 +17,16 @@ def label(value: object, name: str, location: str) -> str | int | float | None:
     """Text or a number that names something (a group, a rollout); None where it is absent."""
     if value == "":
         raise DataError(f"{location}: {name} is empty; leave it out, or name it.")
-    if value is not None and (not isinstance(value, str | int | float) or value != value):
-        raise DataError(f"{location}: {name} must be text or a number, found {type(value).__name__}.")
-    return value
+    if value is not None and (isinstance(value, bool) or not isinstance(value, str | int | float) or value != value):
+        raise DataError(f"{location}: {name} must be text or a number, found {shown(value)}.")
+    return whole(value)
+
+
+def whole(value: str | int | float | None) -> str | int | float | None:
+    """A whole number as an integer: a column of floats, which Parquet and pandas make where some rows have none, holds
+    the name 1 as 1.0.
+    """
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def number(value: object, name: str, location: str) -> float | None:

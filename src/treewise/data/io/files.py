@@ -230,7 +230,7 @@ def json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
             body, location = line.rstrip(b"\r\n"), f"{printable(path)}:{number}"
             if len(body) > limit:
                 raise DataError(_too_long(location, "the line", limit))
-            if number == 1 and body.startswith(UTF8_MARK):
+            if body.startswith(UTF8_MARK):  # of the file, or of one that was put behind another
                 body, start = body[len(UTF8_MARK) :], start + len(UTF8_MARK)
             if body.strip():
                 yield RawRecord(location, body, start, not line.endswith(b"\n"), num_bytes=len(line))

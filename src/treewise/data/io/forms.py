@@ -20,6 +20,7 @@ LABELS = frozenset({"group", "task_id", "reward", "rollout", "advantages"})
 TOOLS = frozenset({"tools", "tools_ref", "functions"})
 CHAT = frozenset({"messages", "images", *TOOLS, *LABELS, *ENDING})
 PAIR = frozenset({"prompt", "completion", "images", *TOOLS, *LABELS, *ENDING})
+OF_ROLLOUTS = frozenset({"reward", "rollout"})  # of a completion that is preferred to another, `label` says it
 NODE = frozenset({"id", "parent", "token_ids", "message", "images", "reward", "rollout", "end", *STREAMS})
 SHOWN = frozenset({"prompt_text", "completion_text", "iteration", "turns"})  # beside rows, for people
 ROW = (CHAT | PAIR | SHOWN | {"token_ids", "text", *STREAMS}) - {"functions"}
@@ -108,14 +109,14 @@ FORMS = {
     "preference": Form(
         "a preference pair",
         ("chosen", "rejected"),
-        (PAIR - ENDING) | {"chosen", "rejected"},
+        (PAIR - ENDING - OF_ROLLOUTS) | {"chosen", "rejected"},
         "preference_records",
         '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
     ),
     "labelled": Form(
         "a labelled completion",
         ("prompt", "completion", "label"),
-        PAIR | {"label"},
+        (PAIR - OF_ROLLOUTS) | {"label"},
         "preference_records",
         '{"prompt": "2+2=", "completion": "4", "label": true}',
     ),

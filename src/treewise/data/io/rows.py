@@ -268,7 +268,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-READING = 3  # raised where a record is read as other rows than before: tests/data/io/test_rows.py says when
+READING = 4  # raised where a record is read as other rows than before: tests/data/io/test_rows.py says when
 ENTRY_FIELD = b"treewise"
 HASH_LENGTH = 32  # of an entry's bytes, in its name
 READ_BYTES = 1 << 20

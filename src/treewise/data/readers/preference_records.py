@@ -60,19 +60,23 @@ def split_pair(record: Record, location: str) -> tuple[Record, Record]:
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
         if not prompt:
             raise DataError(f"{location}: chosen and rejected begin with different messages; they share no prompt.")
-    elif isinstance(prompt, list):
-        chosen, rejected = (_after(reply, prompt) for reply in (chosen, rejected))
     elif isinstance(chosen, list) and isinstance(rejected, list):
-        first = {"role": "user", "content": prompt}
-        chosen, rejected = (_after(reply, [first]) for reply in (chosen, rejected))
-        prompt = [first]
+        prompt = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        prompt = _with_system(prompt, chosen, rejected)
+        chosen, rejected = (_after(reply, prompt) for reply in (chosen, rejected))
     if chosen == rejected:
         raise DataError(f"{location}: chosen and rejected do not differ, so there is no preference.")
     return {**rest, "prompt": prompt, "completion": chosen}, {**rest, "prompt": prompt, "completion": rejected}
 
 
-def _after(messages: object, prompt: list[Any]) -> object:
+def _after(messages: list[Any], prompt: list[Any]) -> list[Any]:
     """Messages without the prompt that they repeat, as UltraFeedback's do."""
-    if isinstance(messages, list) and len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
-        return messages[len(prompt) :]
-    return messages
+    is_repeated = len(messages) > len(prompt) and messages[: len(prompt)] == prompt
+    return messages[len(prompt) :] if is_repeated else messages
+
+
+def _with_system(prompt: list[Any], chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    """The prompt as both repeat it, where that begins with a system message which the prompt itself lacks."""
+    whole = [*chosen[:1], *prompt]
+    is_system = bool(chosen) and isinstance(chosen[0], dict) and chosen[0].get("role") in ("system", "developer")
+    return whole if is_system and all(each[: len(whole)] == whole for each in (chosen, rejected)) else prompt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treewise.base.features import feature
-from treewise.data.io.field_checks import flat_list, number_list, shown
+from treewise.data.io.field_checks import flat_list, label, number_list, shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
 from treewise.data.io.rows import RecordResult, Row, row_from_trajectory
@@ -51,7 +51,8 @@ def read(reader: RecordReader, result: RecordResult, form: str, item: Placed, gr
         [row] = result.rows = [token_row(item, group, rollout_of(item), reader.images)]
         if group is None:
             row.group = prompt_group(row)
-            result.is_grouped_by_prompt, result.rollout = True, item.value.get("rollout")
+            result.is_grouped_by_prompt = True
+            result.rollout = label(item.value.get("rollout"), "rollout", item.location)
             result.belongs_to(row.group, item.location)
         compare(reader, result, item)
     result.counted |= Counter(doubled for row in result.rows for doubled in doubled_tokens(row, reader.tokenizer))
@@ -164,7 +165,8 @@ def grouped_rows(item: Placed, group: Label) -> list[Row]:
             if len(given) != len(weights):
                 values["sampler_logprobs"] = np.zeros(len(weights), dtype=np.float32)
                 values["sampler_logprobs"][trained] = given
-        row = token_row(Placed(where, values), group, seq.get("rollout", f"{location}#{index}"))
+        rollout = label(seq.get("rollout"), "rollout", where)
+        row = token_row(Placed(where, values), group, f"{location}#{index}" if rollout is None else rollout)
         del row.streams["loss_weights"]
         row.spans = [int(bound) for span in seq["loss"] for bound in span]
         row.span_weights = [1.0] * len(seq["loss"])

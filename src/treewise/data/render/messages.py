@@ -75,16 +75,16 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         message[IMAGES] = images
     if images and role == "assistant":
         raise DataError(f"{location} (assistant) holds an image, and images are not sampled; give it to another role.")
-    trains = _train_mark(value, location)
+    trains, own_weight = _train_mark(value, location), weight(value.get("weight"), location)
     if role != "assistant":
         if isinstance(message.get("train_detail"), list) and any(
             isinstance(part, dict) and part.get("train") for part in message["train_detail"]
         ):
             raise DataError(f"{location} ({role}) has train_detail; only assistant messages can be trained.")
         message.pop("train_detail", None)
-        if trains:
-            mark = next(name for name in WEIGHTS[1:] if value.get(name) is not None)
-            raise DataError(f"{location} ({role}) has {mark}: true; only assistant messages can be trained.")
+        if (mark := next((name for name in WEIGHTS if value.get(name)), None)) is not None:
+            given = "true" if value[mark] is True else shown(value[mark])
+            raise DataError(f"{location} ({role}) has {mark}: {given}; only assistant messages can be trained.")
         return message, 0.0
     if said := {key: message.pop(key) for key in KEYS if key in message}:
         message = feature("endings").with_reason(message, said)
@@ -99,7 +99,6 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         message["tool_calls"] = [old]
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = feature("tools").clean_calls(calls, location)
-    own_weight = weight(value.get("weight"), location)
     if message.get("train_detail") is not None:
         if message.get("tool_calls") or message.get("reasoning_content"):
             raise DataError(

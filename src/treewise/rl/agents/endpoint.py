@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError
 from treewise.rl.agents.endpoint_settings import CONTEXT, LOOPBACK, TRAIN, check_host
 from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
@@ -31,7 +33,9 @@ from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, opena
 
 logger = logging.getLogger("treewise")
 
+ODD_VALUE = re.compile(rb"\\u[dD]|NaN|Infinity|[0-9][eE]\+?[0-9]{3}")  # what Python reads, and JSON does not hold
 PING_SECONDS = 10.0  # of a stream in which nothing comes: a comment, for clients that would give up
+SERVED = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "models")
 NOT_SERVED = (
     *("embeddings", "audio/speech", "audio/transcriptions", "images/generations", "moderations", "files", "batches"),
     *("assistants", "threads", "fine_tuning/jobs", "vector_stores", "realtime", "conversations"),
@@ -140,12 +144,25 @@ class Endpoint:
         return bytes(body)
 
     def _json(self, request: Request) -> dict[str, Any]:
+        body: bytes = request.state.body
         try:
-            value = json.loads(request.state.body or b"{}")
+            value = json.loads(body or b"{}")
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"the body is not JSON: {error}.") from None
         if not isinstance(value, dict):
             raise RefusedError("the body must be a JSON object.")
+        for name, item in value.items() if ODD_VALUE.search(body) else ():
+            try:
+                json.dumps([name, item], ensure_ascii=False, allow_nan=False).encode()
+            except ValueError as error:
+                kind = (
+                    "half of a surrogate pair"
+                    if isinstance(error, UnicodeEncodeError)
+                    else "a number that is not finite"
+                )
+                raise RefusedError(
+                    f"{printable(name)} holds {kind}, which is no JSON.", param=printable(name)
+                ) from None
         return value
 
     def _episode(self, request: Request) -> Episode:
@@ -370,11 +387,13 @@ class Endpoint:
 
     async def _missing(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/v1/")
-        known = "chat/completions, completions, responses, messages, messages/count_tokens, models"
+        if path in SERVED:
+            wanted = "GET" if path == "models" else "POST"
+            error = RefusedError(f"{request.url.path} takes {wanted}, not {request.method}.", status=405)
+            return _refused(error, request)
         what = "is not served" if path in NOT_SERVED else "does not exist"
-        return _refused(
-            RefusedError(f"{request.url.path} {what}; under /v1 are {known}.", status=404, code="not_found"), request
-        )
+        known = f"{request.url.path} {what}; under /v1 are {', '.join(SERVED)}."
+        return _refused(RefusedError(known, status=404, code="not_found"), request)
 
 
 async def _disconnected(request: Request) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.data.io.field_checks import shown
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, RecordedCall, RecordedTurn, Recording
@@ -24,6 +25,7 @@ from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError,
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.samplers.protocol import Completion
+from treewise.tree.checks import MAX_FLOAT
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
@@ -241,8 +243,8 @@ class Episode:
 
     def set_reward(self, value: float, call_id: str | None = None, index: int = 0) -> None:
         """Of a call, or of the episode. Raises `RefusedError` for a call that it did not make, or no number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise RefusedError(f"a reward must be a finite number, found {value!r}.", param="reward")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+            raise RefusedError(f"reward must be a finite number, found {shown(value)}.", param="reward")
         if call_id is None:
             self.reward = float(value)
             return

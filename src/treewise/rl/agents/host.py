@@ -4,6 +4,7 @@ It imports the user's module once, without torch, and forks for each episode, wh
 warden, which only waits, and below it the agent, in a session of its own. Whatever an agent started becomes, once its
 warden is gone, a child of this process (on Linux, where it and the wardens are subreapers), and is killed: also what
 left the agent's group, and where the agent died. Where the run itself is gone, the link to it closes, and all ends.
+Where this process is gone, too, each warden ends what is below it.
 
 It runs in this Python or in another one, with the agent's own packages, which need not hold treewise: only the standard
 library is imported here, and what the agent itself imports.
@@ -97,7 +98,7 @@ class Host:
     """The process. link: to the run. agent: a function, or the words of a command."""
 
     def __init__(self, link: socket.socket, agent: Any) -> None:
-        self._link, self._agent = link, agent
+        self._link, self._agent, self._pid = link, agent, os.getpid()
         self._running: dict[int, Running] = {}  # by warden
         self._selector = selectors.DefaultSelector()
         self._lines = b""
@@ -251,15 +252,18 @@ class Host:
         self._link.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_with_all_below)
         _become_subreaper()
-        _end_with_parent()
-        agent = os.fork()
+        _end_with_parent(self._pid, signal.SIGTERM)
+        warden, agent = os.getpid(), os.fork()
         if not agent:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _end_with_parent(warden, signal.SIGKILL)
             _guard(lambda: self._agent_process(asked, pipes))
         for pipe in pipes.values():
             os.close(pipe)
         os.closerange(0, 3)
-        while True:  # also what the agent leaves, so that no dead process is kept
+        while True:  # also for what the agent leaves, so that no dead process is kept
             pid, status = os.wait()
             if pid == agent:
                 code = os.waitstatus_to_exitcode(status)
@@ -267,7 +271,6 @@ class Host:
 
     def _agent_process(self, asked: dict[str, Any], pipes: dict[str, int]) -> None:
         os.setsid()
-        _end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(pipes["stdout"], 1)
@@ -357,10 +360,22 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
 
 
-def _end_with_parent() -> None:
-    """Also where that is killed."""
+def _end_with_parent(parent: int, number: int) -> None:
+    """Also where that is killed, by a signal; one that is gone already sends none."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, number, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+
+def _end_with_all_below(number: int, _frame: object) -> NoReturn:
+    """In a warden: ends all that its agent has started, which becomes its child as soon as what started it is gone."""
+    while below := _children():
+        for pid in below:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    os._exit(128 + number)
 
 
 def loaded(agent: str) -> Any:

@@ -173,7 +173,7 @@ class Recording:
         """The turn that a reward of a call means."""
         with self._lock:
             found = next((call for call in self.calls if call.id == call_id), None)
-            return None if found is None or index >= len(found.choices) else found.choices[index]
+            return None if found is None or not 0 <= index < len(found.choices) else found.choices[index]
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 

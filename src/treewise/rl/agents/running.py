@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from treewise.data.io.field_checks import printable
-from treewise.errors import ConfigError, SamplerError
+from treewise.errors import ConfigError, SamplerError, TaskError
 from treewise.rl.agents import host
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.host import is_function
@@ -85,6 +85,7 @@ class AgentRunner:
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="treewise-agents-")
         self._number = 0
+        self._is_closing = False
         self._link, other = socket.socketpair()
         words = [python or sys.executable, "-c", RUN_FILE, host.__file__, str(other.fileno()), agent]
         try:
@@ -118,7 +119,8 @@ class AgentRunner:
         """Runs it to its end; the episode is closed then.
 
         Raises:
-            SamplerError: the sampler failed, which is no fault of the agent. ConfigError: the agents' process is gone.
+            SamplerError: the sampler failed, which is no fault of the agent. TaskError: the agents' process is gone,
+                which says nothing of the episode.
         """
         with self._lock:
             self._number += 1
@@ -136,10 +138,12 @@ class AgentRunner:
         self._send({**asked, "seed": episode.seed})
         if episode.key in self._stopping:
             self._stop(name, flooded=False)
-        found = end.result()
-        del self._names[episode.key]
-        self._stopping.discard(episode.key)
-        self.episodes.end(episode)
+        try:
+            found = end.result()
+        finally:
+            del self._names[episode.key]
+            self._stopping.discard(episode.key)
+            self.episodes.end(episode)
         if isinstance(episode.failure, BaseException):
             raise (
                 episode.failure
@@ -157,10 +161,12 @@ class AgentRunner:
         """Ends the agent of an episode, now or as soon as it begins; its `run` then returns."""
         self._stopping.add(episode.key)
         if (name := self._names.get(episode.key)) is not None:
-            self._stop(name, flooded=False)
+            with suppress(TaskError):  # all are gone
+                self._stop(name, flooded=False)
 
     def close(self) -> None:
         """Ends all agents."""
+        self._is_closing = True
         with suppress(OSError):  # it is closed already, or the other side is
             self._link.shutdown(socket.SHUT_RDWR)
         try:
@@ -228,7 +234,7 @@ class AgentRunner:
             with self._lock:
                 self._link.sendall(json.dumps(value).encode() + b"\n")
         except OSError:
-            raise ConfigError("the agents' process is gone.") from None
+            raise self._gone() from None
 
     def _read(self) -> None:
         """In a thread: what comes back."""
@@ -239,8 +245,17 @@ class AgentRunner:
         except (OSError, ValueError):
             pass
         for end in list(self._ends.values()):
-            if not end.done():
+            if not end.done() and self._is_closing:
                 end.set_result({"ended": "stopped"})
+            elif not end.done():
+                end.set_exception(self._gone())
+
+    def _gone(self) -> TaskError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        why = "" if code is None else f": signal {-code} ended it" if code < 0 else f": it exited with code {code}"
+        return TaskError(f"the agents' process is gone{why}. Episodes that had not ended are run again with --resume.")
 
 
 def _reward_of(

@@ -65,6 +65,7 @@ class AgentRequest:
             ("max_tokens", self.max_tokens, 1, None),
             ("temperature", self.temperature, 0.0, 2.0),
             ("top_p", self.top_p, 0.0, 1.0),
+            ("top_k", self.top_k, 0, 2**31 - 1),
             ("top_logprobs", self.num_top, 0, 20),
         ):
             if value is not None and not (low <= value and (high is None or value <= high)):

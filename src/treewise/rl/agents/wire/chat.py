@@ -40,8 +40,7 @@ def read(body: object, template: str = "") -> AgentRequest:
         raise RefusedError("messages is empty.", param="messages")
     tools = named_tools(fields.take("tools", list, default=[]))
     reads_calls, must_call = tool_choice(fields.take("tool_choice", str, dict, default="auto"), bool(tools))
-    most = fields.take("max_completion_tokens", int)
-    older = fields.take("max_tokens", int)
+    most, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
     wants_logprobs, num_top = fields.take("logprobs", bool, default=False), fields.take("top_logprobs", int)
     variables = template_variables(fields)
     variables |= effort(fields.take("reasoning_effort", str), template, "reasoning_effort")
@@ -89,10 +88,11 @@ def tool_choice(value: object, has_tools: bool) -> tuple[bool, str | None]:
         return value == "auto" and has_tools, None
     if value in ("required", "any"):
         return True, ""
-    name = value.get("function", value).get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str) or value.get("type") not in ("function", "tool"):  # type: ignore[attr-defined]
+    is_named = isinstance(value, dict) and value.get("type") in ("function", "tool")
+    chosen = value.get("function", value) if is_named else None  # type: ignore[attr-defined]
+    if not isinstance(chosen, dict) or not isinstance(chosen.get("name"), str):
         raise RefusedError(f"tool_choice={shown(value)} is not served.", param="tool_choice")
-    return True, name
+    return True, chosen["name"]
 
 
 def effort(value: str | None, template: str, param: str) -> dict[str, str]:
@@ -123,10 +123,12 @@ def _message(value: object, location: str) -> Message:
     )
     message = {name: value[name] for name in kept if value.get(name) is not None}
     message["content"] = text_of(value.get("content"), f"{location}.content")
-    if (calls := message.get("tool_calls")) is not None and any(
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or any(
         not isinstance(call, dict) or call.get("type", "function") != "function" for call in calls
     ):
-        raise RefusedError(f"{location}.tool_calls: only function calls are served.", param=location)
+        param = f"{location}.tool_calls"
+        raise RefusedError(f"{param}: only a list of function calls is served.", param=param)
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     return message

@@ -47,6 +47,13 @@ class Fields:
             raise RefusedError(f"{self._location}{name} is missing.", param=self._param(name))
         return value
 
+    def count(self, name: str) -> int | None:
+        """A whole number of at least 1; None where it is missing."""
+        value: int | None = self.take(name, int)
+        if value is not None and value < 1:
+            raise RefusedError(f"{self._location}{name} is {value}; it must be at least 1.", param=self._param(name))
+        return value
+
     def only(self, name: str, values: Sequence[object] = (), hint: str = "") -> None:
         """A field that is served with these values alone, which change nothing."""
         self._known.append(name)

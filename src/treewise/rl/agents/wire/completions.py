@@ -8,6 +8,7 @@ from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, top_k_of, u
 from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
 
 DEFAULT_TOKENS = 16  # OpenAI's
+MAX_ID = 2**31 - 1
 
 
 def read(body: object) -> list[AgentRequest]:
@@ -41,7 +42,7 @@ def read(body: object) -> list[AgentRequest]:
 
 def _prompts(value: str | list[Any]) -> list[str | tuple[int, ...]]:
     def is_ids(item: object) -> bool:
-        return isinstance(item, list) and all(type(token) is int and token >= 0 for token in item)
+        return isinstance(item, list) and all(type(token) is int and 0 <= token <= MAX_ID for token in item)
 
     if isinstance(value, str):
         return [value]

@@ -104,15 +104,15 @@ def _messages(value: object, location: str) -> list[Message]:
             texts.append(text_of([block], where))
         elif kind == "tool_result" and role == "user":
             text = text_of(block.get("content"), f"{where}.content", ("text",))
-            found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+            named = Fields(block, where).need("tool_use_id", str)
+            found.append({"role": "tool", "tool_call_id": named, "content": text})
         elif kind == "tool_use" and role == "assistant":
-            function = {
-                "name": str(block.get("name")),
-                "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
-            }
-            calls.append({"type": "function", "id": str(block.get("id")), "function": function})
+            fields = Fields(block, where)
+            arguments = json.dumps(fields.take("input", dict, default={}), ensure_ascii=False)
+            function = {"name": fields.need("name", str), "arguments": arguments}
+            calls.append({"type": "function", "id": fields.need("id", str), "function": function})
         elif kind == "thinking" and role == "assistant":
-            reasoning.append(str(block.get("thinking", "")))
+            reasoning.append(Fields(block, where).take("thinking", str, default=""))
         else:
             raise RefusedError(
                 f"{where}: content of type {shown(kind)} is not served in a message of {role}.", param=location

@@ -60,7 +60,7 @@ def read(body: object, template: str = "") -> AgentRequest:
         reads_calls=reads_calls,
         must_call=must_call,
         is_parallel=fields.take("parallel_tool_calls", bool, default=True),
-        max_tokens=fields.take("max_output_tokens", int),
+        max_tokens=fields.count("max_output_tokens"),
         temperature=fields.take("temperature", float),
         top_p=fields.take("top_p", float),
         num_top=(num_top or 0) if wants else None,
@@ -85,7 +85,7 @@ def _messages(items: str | list[Any]) -> list[Message]:
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "function_call_output":
             text = text_of(item.get("output"), f"{where}.output")
-            found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
+            found.append({"role": "tool", "tool_call_id": Fields(item, where).need("call_id", str), "content": text})
             turn = None
         elif kind == "message" and item.get("role") != "assistant":
             role = item.get("role")
@@ -110,13 +110,15 @@ def _add(turn: Message, kind: str, item: dict[str, Any], where: str) -> None:
     if kind == "message":
         turn["content"] += text_of(item.get("content"), f"{where}.content")
     elif kind == "function_call":
-        function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
+        fields = Fields(item, where)
+        function = {"name": fields.need("name", str), "arguments": fields.take("arguments", str, default="") or "{}"}
         turn.setdefault("tool_calls", []).append(
-            {"type": "function", "id": str(item.get("call_id")), "function": function}
+            {"type": "function", "id": fields.need("call_id", str), "function": function}
         )
     else:
-        parts = item.get("content") or item.get("summary") or []
-        texts = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
+        fields = Fields(item, where)
+        parts = fields.take("content", list) or fields.take("summary", list, default=[])
+        texts = [Fields(part, f"{where}.{kind}").take("text", str, default="") for part in parts]
         if text := "\n".join(texts):
             turn["reasoning_content"] = text
 
