@@ -437,9 +437,11 @@ class TreeTrainer(Trainer):
                 resumed = self._resumed.folder if self._resumed else None
                 print_summary(self.args, self.train_dataset, self.data_facts, self.model.config, resumed)
             if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
-                end = self._resumed.folder  # its last weights and its log
+                end = self._resumed.folder  # its last weights, or the best ones, and its log
                 self._load_from_checkpoint(str(end))
                 self.state = TrainerState.load_from_json(str(end / contents.STATE))
+                if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                    self._load_best_model()
                 logger.warning("%s is the end of the run: no step is left to train", end)
                 return TrainOutput(self.state.global_step, float("nan"), {})
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.cli.helpers import files_of
 from tests.rl.online.helpers import EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError, UnsupportedModelError
 from treewise.objectives import GRPO, objective_named
@@ -239,6 +240,26 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
         new_trainer(tmp_path / "run", iterations=2, max_new_tokens=9).train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match="--resume or --overwrite it"):
         new_trainer(tmp_path / "run").train()
+
+
+class KilledAtLog(TrainerCallback):
+    def on_log(self, *_, **__):
+        raise Killed
+
+
+def test_a_finished_run_is_loaded_and_not_written_again(tmp_path):
+    first = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
+    first.train()
+    files = files_of(first.folder)
+    second = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
+    assert second.train(resume_from_checkpoint=True)["iteration"] == 1.0
+    assert digest(second.model) == digest(first.model)
+    assert files_of(first.folder) == files
+    longer = new_trainer(tmp_path / "run", iterations=2, eval_every=0)
+    longer.add_callback(KilledAtLog())
+    with pytest.raises(Killed):  # in the second iteration; what the folder holds is no longer the end
+        longer.train(resume_from_checkpoint=True)
+    assert not (first.folder / "trainer_state.json").exists()
 
 
 class HalfFlat(EvenBytes):

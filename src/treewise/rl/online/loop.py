@@ -184,6 +184,10 @@ class OnlineTrainer:
             stack.callback(self.collector.close)
             stack.callback(lambda: self._ahead and self._ahead.close())
             self._begin(resume_from_checkpoint)
+            if self._is_finished():
+                logger.warning("%s holds the end of the run: no iteration is left", self.folder)
+                return dict(self.log_history[-1])
+            begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
             self._tell("on_train_begin")
             for iteration in range(self.loop.iteration, self.settings.iterations):
                 logs = self._iteration_or_stop(iteration)
@@ -498,8 +502,15 @@ class OnlineTrainer:
             resume.load_random_state(found.folder)
             self.items.load_state_dict(self.loop.curriculum)
         ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
-        begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
+
+    def _is_finished(self) -> bool:
+        """Whether no iteration is left, and the folder holds the model after the last one. Else the run is open."""
+        end = self.folder / contents.STATE  # is written when all else is saved
+        if self.loop.iteration >= self.settings.iterations:
+            return ranks.on_first_rank(end.exists)
+        ranks.on_first_rank(lambda: end.unlink(missing_ok=True))
+        return False
 
     def _save_loop(self) -> None:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
