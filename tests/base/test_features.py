@@ -17,6 +17,7 @@ from tests.rl.online.helpers import digest, new_trainer, tiny_policy
 from treewise.base.features import FEATURES, feature, is_there
 from treewise.errors import ConfigError
 from treewise.rl.samplers import sampler_named
+from treewise.rl.tasks import EnvironmentTask, GuessNumber
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TREE = [
@@ -116,11 +117,21 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
 
 
 def test_an_online_run_loads_nothing_that_it_does_not_ask_for(take_out: Callable[[str], None], tmp_path: Path):
-    for name in ("ahead", "angles", "servers", "seen_prompts", "images", "image_records", "fsdp", "mesh"):
+    of_rollouts = ("ahead", "angles", "many_turns", "servers", "seen_prompts")
+    for name in (*of_rollouts, "images", "image_records", "fsdp", "mesh"):
         take_out(name)
     trainer = new_trainer(tmp_path, model=tiny_policy(), iterations=1)
     trainer.train()
     assert digest(trainer.model) != digest(tiny_policy())
+
+
+def test_the_online_loop_is_imported_without_environments():
+    loop = "import treewise.rl.online.loop, treewise.rl.online.tasks_by_name, sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "treewise.rl.online.trees" in loaded
+    for name in ("online.many_turns", "tasks.episode", "tasks.environment", "tasks.single_turn"):
+        assert f"treewise.rl.{name}" not in loaded
 
 
 # What a user writes to get a feature.
@@ -139,6 +150,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "fsdp": lambda path: _arguments(path, sharded=True),
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),
+    "many_turns": lambda path: new_trainer(path, EnvironmentTask(GuessNumber)).train(),
     "mesh": lambda path: _arguments(path, tp_size=2),
     "nodes": lambda path: treewise.Forest.from_nodes([-1], [[1, 2]]),
     "objectives": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).step(TREE, "reinforce"),

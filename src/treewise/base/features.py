@@ -46,6 +46,7 @@ FEATURES = {
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "logged_calls": ("treewise.data.readers.logged_calls", "records of logged calls"),
     "many_ranks": ("treewise.trainer.many_ranks", "runs of several processes"),
+    "many_turns": ("treewise.rl.online.many_turns", "tasks of several turns (environments)"),
     "marked_parts": ("treewise.data.render.marked_parts", "turns of which parts are trained"),
     "mesh": ("treewise.distributed.mesh", "meshes of processes (tp_size, ep_size)"),
     "mixtures": ("treewise.data.mixtures", "mixtures of data sets, and eval_split"),

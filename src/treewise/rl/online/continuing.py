@@ -17,11 +17,13 @@ from typing import Any
 from treewise.rl.branching import Branching
 from treewise.rl.online.collector import Moment
 from treewise.rl.online.journal import completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rollout import Continuation, Limits, ManyTurns
+from treewise.rl.online.rollout import Continuation, Limits
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.samplers.protocol import sample_in_parts
 from treewise.rl.tasks import RewardFailure, RewardRunner
 from treewise.rl.tasks.calls import Beside
+from treewise.rl.tasks.reward_functions import Logged
+from treewise.rl.tasks.rewards import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ class _SideBySide:
                 if answer is not None:
                     self._give(continuation, *answer)
                     left.append(continuation)
-                elif isinstance(continuation.conversation, ManyTurns):
+                elif continuation.conversation.is_rewarded_alone:
                     self._reward([continuation])
                 else:
                     self.unrewarded.append(continuation)
@@ -184,23 +186,19 @@ class _SideBySide:
 
     def _reward(self, batch: Sequence[Continuation]) -> None:
         """One call, in a thread: of the environment of one rollout, or of the reward functions."""
-        runner: Any = self.rounds.rewards
-        rollouts: list[Any] = [continuation.conversation for continuation in batch]
-        if isinstance(rollouts[0], ManyTurns):
-            work: Callable[[], Any] = partial(runner.of_episodes, [rollout.episode for rollout in rollouts])
-        else:
-            work = partial(runner.rewards, rollouts[0].task, [rollout.request() for rollout in rollouts])
+        assert self.rounds.rewards is not None
+        first, *others = (continuation.conversation for continuation in batch)
         self.num_rewarding += 1
-        self.environments.start(partial(self._rewarded, batch), work)
+        self.environments.start(partial(self._rewarded, batch), first.reward_call(others, self.rounds.rewards))
 
-    def _rewarded(self, batch: Sequence[Continuation], found: Any) -> None:
+    def _rewarded(self, batch: Sequence[Continuation], found: tuple[Sequence[Outcome], Logged]) -> None:
         self.num_rewarding -= 1
-        outcomes, metrics = (found[0], found[1].metrics) if isinstance(found, tuple) else (found, {})
+        outcomes, logged = found
         values = [
             [outcome.key, outcome.kind, outcome.message] if isinstance(outcome, RewardFailure) else outcome
             for outcome in outcomes
         ]
-        answers: list[list[Any]] = [[value, {} if number else metrics] for number, value in enumerate(values)]
+        answers: list[list[Any]] = [[value, {} if number else logged.metrics] for number, value in enumerate(values)]
         named = zip(batch, answers, strict=True)
         self.rounds.moment.journal.record(
             "reward", [(str(continuation.seed), _question(continuation), answer) for continuation, answer in named]
