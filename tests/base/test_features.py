@@ -117,7 +117,7 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
 
 
 def test_an_online_run_loads_nothing_that_it_does_not_ask_for(take_out: Callable[[str], None], tmp_path: Path):
-    of_rollouts = ("ahead", "angles", "many_turns", "servers", "seen_prompts")
+    of_rollouts = ("ahead", "angles", "copied_weights", "many_turns", "servers", "seen_prompts")
     for name in (*of_rollouts, "images", "image_records", "fsdp", "mesh"):
         take_out(name)
     trainer = new_trainer(tmp_path, model=tiny_policy(), iterations=1)
@@ -147,6 +147,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "budget": lambda path: treewise.TreeEngine(_llama(), max_tokens="auto").step(TREE),
     "compilation": lambda path: _arguments(path, torch_compile=True),
     "context": lambda path: _arguments(path, context_size=2),
+    "copied_weights": lambda path: new_trainer(path, max_staleness=1),
     "fsdp": lambda path: _arguments(path, sharded=True),
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),

@@ -22,6 +22,10 @@ FEATURES = {
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
     "compiler_errors": ("treewise.nn.platform.compiler_errors", "errors of compilers"),
     "context": ("treewise.distributed.context", "batches divided among ranks (context_size)"),
+    "copied_weights": (
+        "treewise.rl.samplers.copied_weights",
+        "samplers with a copy of the weights (max_staleness, sharded, tp_size)",
+    ),
     "declared_trees": ("treewise.data.readers.declared_trees", "records of declared trees (nodes)"),
     "edge_values": ("treewise.nn.edge_values", "log-probs, and losses of all tokens at once"),
     "encoded_arrays": ("treewise.data.io.encoded_arrays", "records with experts of tokens (routed_experts)"),

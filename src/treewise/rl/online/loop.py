@@ -43,7 +43,7 @@ from treewise.rl.online.report import PrintedLine, sampling_progress
 from treewise.rl.online.settings import OnlineSettings, online_objective
 from treewise.rl.online.trees import tree_collector
 from treewise.rl.samplers import Sampler, TransformersSampler
-from treewise.rl.samplers.copied_weights import begin_hand_over, samplers_of
+from treewise.rl.samplers.hand_over import begin_hand_over
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
@@ -59,6 +59,7 @@ from treewise.tree.trajectory import Trajectory
 if TYPE_CHECKING:
     from treewise.rl.curriculum.self_check import CheckReport
     from treewise.rl.online.ahead import Ahead
+    from treewise.rl.samplers.copied_weights import WholeCopy
 
 logger = logging.getLogger("treewise")
 
@@ -127,10 +128,11 @@ class OnlineTrainer:
         if args.process_index == 0:
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
-        given: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.sampler, self.eval_sampler, self._whole = samplers_of(
-            given, self.model, is_ahead=self.settings.max_staleness > 0, is_parted=args.is_parted
-        )
+        self.sampler = self.eval_sampler = TransformersSampler(self.model) if sampler is None else sampler
+        self._whole: WholeCopy | None = None
+        if self.settings.max_staleness or args.is_parted:
+            copies = feature("copied_weights").samplers_of(self.sampler, self.model, is_parted=args.is_parted)
+            self.sampler, self.eval_sampler, self._whole = copies
         self.collector = collector or tree_collector(task, tokenizer, self.settings, args, self.model)
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._checkpoints = CheckpointManager(args, self._run_facts)
