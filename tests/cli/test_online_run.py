@@ -98,6 +98,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is_until_it_gets_more_iterat
         (["--tasks", "sum", "--data", "rows.jsonl"], "both given"),
         (["--tasks", "sum", "--branching", "lrc"], "Did you mean 'lcr'"),
         (["--tasks", "sum", "--objective", "ppo"], "no usual advantages"),
+        (["--tasks", "sum", "--advantages_settings.scal", "batch"], "unknown setting 'scal' of advantages='grpo'"),
         (["--tasks", "sum", "--iteration", "3"], "Did you mean 'iterations'"),
         (["--tasks", "sum", "--sampler", "vlm"], "transformers, vllm"),
         (["--tasks", "rows.jsonl"], "no reward function"),

@@ -126,7 +126,7 @@ def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
 
     names = {field.name for field in fields(OnlineSettings)}
     values = {name: value for name, value in config.more.items() if name in names and value is not None}
-    values["advantages"] = method_of(objective, values.get("advantages"))
+    values["advantages"] = method_of(objective, values.get("advantages"), (), values.get("advantages_settings"))
     return OnlineSettings(**values)
 
 

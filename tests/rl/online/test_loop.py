@@ -362,6 +362,8 @@ def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_a
 def test_curricula_of_a_policy_in_parts_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="reference"):
         new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
+    with pytest.raises(ConfigError, match="unknown setting 'scal' of advantages='grpo'"):
+        new_trainer(tmp_path / "run", advantages_settings={"scal": "batch"})
     args = arguments(tmp_path / "run")
     check_parted(settings(curriculum="gain", num_items=4), args)
     monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))

@@ -114,7 +114,7 @@ class OnlineTrainer:
             raise ConfigError(f"task is a {type(task).__name__}; give one of treewise.rl.tasks, such as RowsTask.")
         self.args = args = TreeTrainingArguments() if args is None else args
         self.objective = objective = online_objective(objective, self.settings, args, reference, model)
-        method_of(objective, self.settings.advantages)
+        method_of(objective, self.settings.advantages, (), self.settings.advantages_settings)
         self.reference = reference
         self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
         self.trainer = TreeTrainer(
