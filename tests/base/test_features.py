@@ -116,22 +116,29 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
+# By a run that rewards completions of one turn, samples from the model in training, and does not go on.
+NOT_ASKED_FOR = (
+    *("ahead", "angles", "copied_weights", "many_turns", "servers", "seen_prompts"),
+    *("images", "image_records", "fsdp", "mesh", "resume", "saved_weights"),
+)
+
+
 def test_an_online_run_loads_nothing_that_it_does_not_ask_for(take_out: Callable[[str], None], tmp_path: Path):
-    of_rollouts = ("ahead", "angles", "copied_weights", "many_turns", "servers", "seen_prompts")
-    for name in (*of_rollouts, "images", "image_records", "fsdp", "mesh"):
+    for name in NOT_ASKED_FOR:
         take_out(name)
     trainer = new_trainer(tmp_path, model=tiny_policy(), iterations=1)
     trainer.train()
     assert digest(trainer.model) != digest(tiny_policy())
 
 
-def test_the_online_loop_is_imported_without_environments():
+def test_the_online_loop_is_imported_without_them():
     loop = "import treewise.rl.online.loop, treewise.rl.online.tasks_by_name, sys; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=True)
     loaded = run.stdout.split()
     assert "treewise.rl.online.trees" in loaded
-    for name in ("online.many_turns", "tasks.episode", "tasks.environment", "tasks.single_turn"):
-        assert f"treewise.rl.{name}" not in loaded
+    without = [f"treewise.rl.tasks.{name}" for name in ("episode", "environment", "single_turn")]
+    without += [FEATURES[name][0] for name in NOT_ASKED_FOR]
+    assert not {*loaded} & {*without}
 
 
 # What a user writes to get a feature.

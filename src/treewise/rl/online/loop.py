@@ -49,9 +49,8 @@ from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.batches import collate
-from treewise.trainer.checkpoint import contents, resume, store
+from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
-from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
@@ -499,9 +498,7 @@ class OnlineTrainer:
             self.runner.resume_budget(found.max_tokens)
             trainer.state = self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
-            load_weights(self.model, found.folder)
-            resume.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
-            resume.load_random_state(found.folder)
+            feature("resume").load_run(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
             self.items.load_state_dict(self.loop.curriculum)
         ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
         self.state.max_steps = self.settings.iterations
