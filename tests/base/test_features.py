@@ -16,7 +16,7 @@ import treewise
 from tests.rl.online.helpers import digest, new_trainer, tiny_policy
 from treewise.base.features import FEATURES, feature, is_there
 from treewise.errors import ConfigError
-from treewise.rl.samplers import sampler_named
+from treewise.rl.samplers import SampleRequest, TransformersSampler, sampler_named
 from treewise.rl.tasks import EnvironmentTask, GuessNumber
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -118,7 +118,7 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
 
 # By a run that rewards completions of one turn, samples from the model in training, and does not go on.
 NOT_ASKED_FOR = (
-    *("ahead", "angles", "copied_weights", "many_turns", "servers", "seen_prompts"),
+    *("ahead", "angles", "copied_weights", "heard_decoders", "many_turns", "servers", "seen_prompts"),
     *("images", "image_records", "fsdp", "mesh", "resume", "saved_weights"),
 )
 
@@ -156,6 +156,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "context": lambda path: _arguments(path, context_size=2),
     "copied_weights": lambda path: new_trainer(path, max_staleness=1),
     "fsdp": lambda path: _arguments(path, sharded=True),
+    "heard_decoders": lambda path: TransformersSampler(_llama()).sample([SampleRequest((5,), want_routes=True)]),
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),
     "many_turns": lambda path: new_trainer(path, EnvironmentTask(GuessNumber)).train(),

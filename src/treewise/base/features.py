@@ -33,6 +33,7 @@ FEATURES = {
     "fastest": ("treewise.planning.fastest", "plans of the least time (max_tokens='auto', or a GPU)"),
     "flat_terms": ("treewise.engine.flat_terms", "comparisons of objectives with flat training (verify)"),
     "fsdp": ("treewise.distributed.fsdp", "sharded parameters (sharded)"),
+    "heard_decoders": ("treewise.rl.samplers.heard_decoders", "samplers that record experts (routing_replay)"),
     "host_memory": ("treewise.nn.host_memory", "gateways in host memory (offload)"),
     "fused_layers": (
         "treewise.trainer.fused_layers",
