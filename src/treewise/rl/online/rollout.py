@@ -238,7 +238,7 @@ class Continuation:
         return self._finish is not None
 
     def node(self) -> RolloutNode:
-        """What the continuation adds to its tree, once it is finished."""
+        """What the continuation adds to its tree, once it is finished: with its reward, or why it has none."""
         ends = self._turn_ends
         if self._finish is not None and (not ends or ends[-1] < len(self._is_sampled)):
             ends = [*ends, len(self._is_sampled)]
@@ -249,6 +249,8 @@ class Continuation:
             is_sampled=np.array(self._is_sampled),
             turn_ends=np.array(ends),
             finish=self._finish,
+            reward=None if isinstance(self.outcome, RewardFailure) else self.outcome,
+            error=str(self.outcome) if isinstance(self.outcome, RewardFailure) else None,
             routed_experts=self._routes,
         )
 
