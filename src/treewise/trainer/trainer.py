@@ -339,8 +339,10 @@ class TreeTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
-        run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
+        optimizer, scheduler, exporters = self.optimizer, self.lr_scheduler, self._exporters()
+        run = contents.RunState(
+            self.args, self.model, optimizer, scheduler, self.state, exporters, self.processing_class
+        )
         with busy_with("saving a checkpoint"):
             self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 

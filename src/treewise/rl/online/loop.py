@@ -270,8 +270,8 @@ class OnlineTrainer:
         if settings.show_every and (iteration == 0 or settings.is_due(iteration, "show_every")):
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
-        gaps = (logs.get("logprob_gap", 1.0), settings.logprob_gap_limit)
-        warnings = report.warnings_of_iteration(groups, account, update, self.objective, *gaps)
+        gap, limit = logs.get("logprob_gap", 1.0), settings.logprob_gap_limit
+        warnings = report.warnings_of_iteration(groups, account, update, self.objective, gap, limit)
         for line in warnings if self.args.should_log else ():
             logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)
@@ -287,10 +287,11 @@ class OnlineTrainer:
         """
         where = f"iteration {iteration + 1}"
         budget = budget_of(self.settings, self.loop)
-        amount = self.collector.amount(self.settings.trees_per_iteration, budget, self.loop)
-        with sampling_progress(where, *amount, hidden=bool(self.args.disable_tqdm)) as advance:
-            by = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
-            drawn = self._draw(Moment(where, self.loop, *by), (self.args.seed, iteration, _TREES))
+        amount, unit = self.collector.amount(self.settings.trees_per_iteration, budget, self.loop)
+        with sampling_progress(where, amount, unit, hidden=bool(self.args.disable_tqdm)) as advance:
+            recorded = self._journal(iteration + 1)
+            moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
+            drawn = self._draw(moment, (self.args.seed, iteration, _TREES))
         if self.items.curriculum.measures_angles:
             prompts = [group.prompt_ids for group in drawn.groups]
             angles = feature("angles").angles_of(self.engine, prompts, self.items.memory["num_shared"])
@@ -456,12 +457,13 @@ class OnlineTrainer:
         requests = requests_of(self.task, chosen, [1] * len(chosen), stream, num_rollouts=num_rollouts)
         moment = Moment("self-check", self.loop, self._journal(0), self.eval_sampler, 0, self.state)
         groups = self.collector.collect(requests, moment).groups
-        settings, reference = self.settings, self._reference_engine
 
         def credited(rows: list[Trajectory]) -> list[Trajectory]:
-            method, more = settings.advantages, settings.advantages_settings
-            own = (self.objective, self.engine)
-            return own_update([rows], *own, reference=reference, method=method, settings=more).trees[0]
+            method, settings = self.settings.advantages, self.settings.advantages_settings
+            reference, engine = self._reference_engine, self.engine
+            return own_update(
+                [rows], self.objective, engine, reference=reference, method=method, settings=settings
+            ).trees[0]
 
         return angles.checked(groups, self.items, self.engine, self.objective, credited), groups
 
@@ -517,9 +519,10 @@ class OnlineTrainer:
             return
         if self._ahead is None:
             self.loop.curriculum = self.items.state_dict()
-        own = (self.trainer.optimizer, self.trainer.lr_scheduler, self.state, [self.loop], self.processing_class)
+        optimizer, scheduler, tokenizer = self.trainer.optimizer, self.trainer.lr_scheduler, self.processing_class
+        run = contents.RunState(self.args, self.model, optimizer, scheduler, self.state, [self.loop], tokenizer)
         with self._working(), busy_with("saving a checkpoint"):
-            self._checkpoints.save(contents.RunState(self.args, self.model, *own), self.folder, self.engine.max_tokens)
+            self._checkpoints.save(run, self.folder, self.engine.max_tokens)
         if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
             for path in journals(self.folder, self.loop.iteration):
                 path.unlink()
