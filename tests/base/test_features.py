@@ -16,7 +16,8 @@ import treewise
 from tests.rl.online.helpers import digest, new_trainer, tiny_policy
 from treewise.base.features import FEATURES, feature, is_there
 from treewise.errors import ConfigError
-from treewise.rl.samplers import sampler_named
+from treewise.rl.samplers import SampleRequest, TransformersSampler, sampler_named
+from treewise.rl.tasks import EnvironmentTask, GuessNumber
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TREE = [
@@ -115,12 +116,29 @@ def test_a_plain_run_does_without_every_feature(tmp_path: Path):
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
+# By a run that rewards completions of one turn, samples from the model in training, and does not go on.
+NOT_ASKED_FOR = (
+    *("ahead", "angles", "copied_weights", "heard_decoders", "many_turns", "servers", "seen_prompts"),
+    *("images", "image_records", "fsdp", "mesh", "resume", "saved_weights"),
+)
+
+
 def test_an_online_run_loads_nothing_that_it_does_not_ask_for(take_out: Callable[[str], None], tmp_path: Path):
-    for name in ("ahead", "angles", "servers", "seen_prompts", "images", "image_records", "fsdp", "mesh"):
+    for name in NOT_ASKED_FOR:
         take_out(name)
     trainer = new_trainer(tmp_path, model=tiny_policy(), iterations=1)
     trainer.train()
     assert digest(trainer.model) != digest(tiny_policy())
+
+
+def test_the_online_loop_is_imported_without_them():
+    loop = "import treewise.rl.online.loop, treewise.rl.online.tasks_by_name, sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "treewise.rl.online.trees" in loaded
+    without = [f"treewise.rl.tasks.{name}" for name in ("episode", "environment", "single_turn")]
+    without += [FEATURES[name][0] for name in NOT_ASKED_FOR]
+    assert not {*loaded} & {*without}
 
 
 # What a user writes to get a feature.
@@ -136,9 +154,12 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "budget": lambda path: treewise.TreeEngine(_llama(), max_tokens="auto").step(TREE),
     "compilation": lambda path: _arguments(path, torch_compile=True),
     "context": lambda path: _arguments(path, context_size=2),
+    "copied_weights": lambda path: new_trainer(path, max_staleness=1),
     "fsdp": lambda path: _arguments(path, sharded=True),
+    "heard_decoders": lambda path: TransformersSampler(_llama()).sample([SampleRequest((5,), want_routes=True)]),
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),
+    "many_turns": lambda path: new_trainer(path, EnvironmentTask(GuessNumber)).train(),
     "mesh": lambda path: _arguments(path, tp_size=2),
     "nodes": lambda path: treewise.Forest.from_nodes([-1], [[1, 2]]),
     "objectives": lambda path: treewise.TreeEngine(_llama(), max_tokens=64).step(TREE, "reinforce"),

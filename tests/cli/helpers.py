@@ -24,3 +24,8 @@ def save_tiny_model(folder: Path, seed: int = 0, vocab_size: int = 97) -> Path:
     sizes = {"vocab_size": vocab_size, "num_hidden_layers": 2}
     tiny_model(seed=seed, bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes).save_pretrained(folder)
     return folder
+
+
+def files_of(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """What each file below a folder holds, and when it was written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}

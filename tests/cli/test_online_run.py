@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.cli.helpers import files_of
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.cli.main import main
 from treewise.rl.online.tasks_by_name import task_named
@@ -61,11 +62,33 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
     assert (tmp_path / "out" / "rollouts" / "iteration-00001.jsonl").is_file()
     code, _, err = run(*SMALL)
     assert code == 2
-    assert "finished run" in err
+    assert "holds a finished run" in err
+    assert "--resume with more --iterations" in err
     shutil.rmtree(tmp_path / "out" / "checkpoint-1")
     (tmp_path / "out" / "trainer_state.json").unlink()
     code, out, err = run(*SMALL, "--resume")  # from nothing: the same run again
     assert code == 0, err
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is_until_it_gets_more_iterations(run, tmp_path):
+    assert run(*SMALL)[0] == 0
+    files = files_of(tmp_path / "out")
+    code, out, err = run(*SMALL, "--resume")
+    assert code == 0, err
+    assert out.endswith(
+        "out holds a finished run of 1 iteration, and the settings ask for no more: nothing was trained or changed. "
+        "To train it further give more --iterations.\n"
+    )
+    assert files_of(tmp_path / "out") == files
+    code, _, err = run(*SMALL, "--resume", "--seed", 5)
+    assert code == 2
+    assert "made with seed=42, now 5" in err
+    longer = [*SMALL]
+    longer[longer.index("--iterations") + 1] = 2
+    code, out, err = run(*longer, "--resume")
+    assert code == 0, err
+    assert "iteration 2/2: " in out
+    assert files_of(tmp_path / "out") != files
 
 
 @pytest.mark.parametrize(
@@ -75,6 +98,7 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
         (["--tasks", "sum", "--data", "rows.jsonl"], "both given"),
         (["--tasks", "sum", "--branching", "lrc"], "Did you mean 'lcr'"),
         (["--tasks", "sum", "--objective", "ppo"], "no usual advantages"),
+        (["--tasks", "sum", "--advantages_settings.scal", "batch"], "unknown setting 'scal' of advantages='grpo'"),
         (["--tasks", "sum", "--iteration", "3"], "Did you mean 'iterations'"),
         (["--tasks", "sum", "--sampler", "vlm"], "transformers, vllm"),
         (["--tasks", "rows.jsonl"], "no reward function"),

@@ -217,6 +217,15 @@ def test_advantages_are_of_all_groups():
     assert [[float(item.advantages[0]) for item in each] for each in trees] == [[0.5, -0.5], [0, 0], [-1, 2, -1]]
 
 
+def test_settings_that_nothing_reads_are_refused():
+    given = [rollouts(1, 0, advantages=0.25)]
+    with pytest.raises(ConfigError, match=r"unknown setting 'scale' of advantages='given'. Known: none"):
+        credited(given, GRPO(), settings={"scale": "batch"})
+    assert credited(given, GRPO(), method="grpo", settings={"scale": "batch"}).method == "grpo"
+    with pytest.raises(ConfigError, match=r"advantages_settings=\{'scale': 'batch'\}, but SFT takes none"):
+        credited(given, SFT(), settings={"scale": "batch"})
+
+
 def test_given_advantages_stay():
     trees, report = credit([rollouts(1, 0, advantages=0.25)], "given", {})
     assert report is None

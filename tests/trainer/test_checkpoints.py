@@ -223,6 +223,18 @@ def test_a_finished_run_resumes_to_its_end_and_trains_no_step_more(make_trainer,
         assert torch.equal(value, trainer.model.state_dict()[name])
 
 
+def test_the_end_of_a_run_is_its_best_model_where_that_is_asked_for(make_trainer, trees):
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+    settings |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "eval_loss"}
+    before = make_trainer(trees, eval_dataset=trees, **settings)
+    before.train()
+    assert before.state.best_global_step == 1  # the loss falls, and the greatest is taken
+    trainer = make_trainer(trees, eval_dataset=trees, model=tiny_model(seed=9), **settings)
+    trainer.train(resume_from_checkpoint=True)
+    for one, two in zip(before.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_a_checkpoint_without_its_optimizer_is_refused(make_trainer, trees):
     *_, last = saved_run(make_trainer, trees, save_only_model=True)
     with pytest.raises(CheckpointError, match="without its optimizer"):

@@ -22,6 +22,10 @@ FEATURES = {
     "compilation": ("treewise.nn.compilation", "compiled layers (compile_layers, torch_compile)"),
     "compiler_errors": ("treewise.nn.platform.compiler_errors", "errors of compilers"),
     "context": ("treewise.distributed.context", "batches divided among ranks (context_size)"),
+    "copied_weights": (
+        "treewise.rl.samplers.copied_weights",
+        "samplers with a copy of the weights (max_staleness, sharded, tp_size)",
+    ),
     "declared_trees": ("treewise.data.readers.declared_trees", "records of declared trees (nodes)"),
     "edge_values": ("treewise.nn.edge_values", "log-probs, and losses of all tokens at once"),
     "encoded_arrays": ("treewise.data.io.encoded_arrays", "records with experts of tokens (routed_experts)"),
@@ -29,6 +33,7 @@ FEATURES = {
     "fastest": ("treewise.planning.fastest", "plans of the least time (max_tokens='auto', or a GPU)"),
     "flat_terms": ("treewise.engine.flat_terms", "comparisons of objectives with flat training (verify)"),
     "fsdp": ("treewise.distributed.fsdp", "sharded parameters (sharded)"),
+    "heard_decoders": ("treewise.rl.samplers.heard_decoders", "samplers that record experts (routing_replay)"),
     "host_memory": ("treewise.nn.host_memory", "gateways in host memory (offload)"),
     "fused_layers": (
         "treewise.trainer.fused_layers",
@@ -46,6 +51,7 @@ FEATURES = {
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "logged_calls": ("treewise.data.readers.logged_calls", "records of logged calls"),
     "many_ranks": ("treewise.trainer.many_ranks", "runs of several processes"),
+    "many_turns": ("treewise.rl.online.many_turns", "tasks of several turns (environments)"),
     "marked_parts": ("treewise.data.render.marked_parts", "turns of which parts are trained"),
     "mesh": ("treewise.distributed.mesh", "meshes of processes (tp_size, ep_size)"),
     "mixtures": ("treewise.data.mixtures", "mixtures of data sets, and eval_split"),

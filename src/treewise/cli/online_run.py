@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     if args.dry_run:
         TreeEngine(model, arguments.max_tokens, arguments.attention)
         return
-    with run_folder.opened(args, config, arguments) as resume_from:
+    with run_folder.opened(args, config, arguments, settings.iterations) as opened:
         collector = None
         if agent is not None:
             collector = agent_run.collector_of(config, settings, task, tokenizer, model, arguments)
@@ -113,8 +113,10 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             reference=_reference(config),
             collector=collector,
         )
-        trainer.train(resume_from or True if args.resume else None)
-        if is_first_rank():
+        trainer.train(opened.resume_from or True if args.resume else None)
+        if opened.finished_steps is not None:
+            run_folder.tell_finished(arguments.output_dir, opened.finished_steps, is_online=True)
+        elif is_first_rank():
             print(f"model saved to {arguments.output_dir}")
 
 
@@ -124,7 +126,7 @@ def _settings(config: RunConfig, objective: "Objective") -> "OnlineSettings":
 
     names = {field.name for field in fields(OnlineSettings)}
     values = {name: value for name, value in config.more.items() if name in names and value is not None}
-    values["advantages"] = method_of(objective, values.get("advantages"))
+    values["advantages"] = method_of(objective, values.get("advantages"), (), values.get("advantages_settings"))
     return OnlineSettings(**values)
 
 

@@ -24,6 +24,7 @@ LOG = "log.jsonl"
 _KEEP_MEMORY = "TREEWISE_KEEP_FREED_MEMORY"  # 0: freed memory is returned to the system
 
 
+_LONGER = {False: "more --max_steps or --num_train_epochs", True: "more --iterations"}  # by whether a run is online
 _OF_ONLINE_RUNS = ("journal", "rollouts", "evaluations")  # folders
 
 
@@ -41,7 +42,7 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool, *, is_online
             f"output_dir {folder} holds a finished run"
             + (", of which no checkpoint was saved" if resume else "")
             + f"; choose another (with --model {folder} to go on from its weights), "
-            + ("" if resume else "--resume with more --max_steps or --num_train_epochs to train it further, ")
+            + ("" if resume else f"--resume with {_LONGER[is_online]} to train it further, ")
             + "or --overwrite to train again."
         )
     if saved and not resume:
@@ -83,16 +84,29 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     return read_own(folder / _RESOLVED, resolved_values, advice)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedFolder:
+    """The folder of a run that begins or goes on.
+
+    resume_from: a checkpoint, True for the newest complete one, or None. finished_steps: where it holds the end of a
+    run and no further steps are asked for, the steps of that run, else None. Such a run is read and checked as any that
+    goes on, and nothing is trained or written.
+    """
+
+    resume_from: str | bool | None
+    finished_steps: int | None = None
+
+
 @contextmanager
 def opened(
-    args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments", num_trees: int | None = None
-) -> Iterator[str | bool | None]:
-    """Locks the run's folder, prepares it, and gives what to resume from. The first rank acts. num_trees: of an epoch.
+    args: argparse.Namespace, config: RunConfig, arguments: "TreeTrainingArguments", num_steps: int | None = None
+) -> Iterator[OpenedFolder]:
+    """Locks the run's folder and prepares it. The first rank acts. num_steps: that the settings ask for.
 
     From now on the process of a run on a CPU keeps the memory that it frees (`_KEEP_MEMORY`), and few kernels.
 
     Raises:
-        ConfigError: the folder holds another run, or one without further steps, is in use, or cannot be written.
+        ConfigError: the folder holds another run, is in use, or cannot be written.
         CheckpointError: no such checkpoint.
     """
     from treewise.distributed import ranks
@@ -105,38 +119,42 @@ def opened(
     if arguments.device.type == "cpu" and os.environ.get(_KEEP_MEMORY) != "0":
         keep_freed_memory()  # once models are loaded, which frees what it does not need again
 
-    def prepare() -> str | bool | None:
+    def prepare() -> OpenedFolder:
         stack.enter_context(_leaving_nothing(folder))
         stack.enter_context(RunLock(folder))
         check_folder(folder, args.resume, args.overwrite, is_online="tasks" in config.more)  # another may be faster
         resume_from = _resume_point(folder, args.resume)
-        _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
-        return resume_from
+        finished_steps = None if num_steps is None else _finished_steps(folder, resume_from, num_steps)
+        if finished_steps is None:
+            _write_resolved(folder, config, arguments, args.overwrite, resume_from is not None)
+        return OpenedFolder(resume_from, finished_steps)
 
     with ExitStack() as stack:
-        resume_from = ranks.on_first_rank(prepare)
-        if num_trees is not None:
-            _check_steps_left(arguments, num_trees, resume_from)
-        yield resume_from
+        yield ranks.on_first_rank(prepare)
 
 
-def _check_steps_left(arguments: "TreeTrainingArguments", num_trees: int, resume_from: str | bool | None) -> None:
-    """Raises `ConfigError` where a finished run is resumed without further steps; a run with further steps is open."""
+def _finished_steps(folder: Path, resume_from: str | bool | None, num_steps: int) -> int | None:
+    """The steps of a finished run that is resumed at its end without further ones; one with further steps is open."""
     from treewise.trainer.checkpoint import store
-    from treewise.trainer.run_summary import num_optimizer_steps
 
-    folder = Path(arguments.output_dir)
     if resume_from is None or not (folder / FINISHED).exists():
-        return
-    newest = store.checkpoints(folder)[-1] if resume_from is True else Path(str(resume_from))
-    step, wanted = newest.name.rpartition("-")[2], num_optimizer_steps(arguments, num_trees)
-    if step.isdigit() and int(step) >= wanted:
-        raise ConfigError(
-            f"output_dir {folder} holds a finished run of {num(int(step), 'step')}, and the settings ask for "
-            f"{wanted:,}; give more --max_steps or --num_train_epochs to train it further."
-        )
+        return None
+    found = store.newest(folder)[0] if resume_from is True else Path(str(resume_from))
+    step = "" if found is None else found.name.rpartition("-")[2]
+    if step.isdigit() and int(step) >= num_steps:
+        return int(step)
+    (folder / FINISHED).unlink()  # the run is open again
+    return None
+
+
+def tell_finished(folder: str | Path, num_steps: int, *, is_online: bool) -> None:
+    """Says that nothing is left to train of a finished run."""
     if is_first_rank():
-        (folder / FINISHED).unlink()  # the run is open again
+        done = num(num_steps, "iteration" if is_online else "step")
+        print(
+            f"{folder} holds a finished run of {done}, and the settings ask for no more: nothing was trained or "
+            f"changed. To train it further give {_LONGER[is_online]}."
+        )
 
 
 @contextmanager

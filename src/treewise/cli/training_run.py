@@ -12,7 +12,7 @@ from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import data_tokenizer, told_reading
 from treewise.cli.output import is_first_rank
-from treewise.cli.run_folder import FINISHED, check_folder
+from treewise.cli.run_folder import FINISHED, OpenedFolder, check_folder, tell_finished
 from treewise.data.io.field_checks import printable, shown
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError, check_choice
 from treewise.models.load_model import load_weights, locate
@@ -219,11 +219,14 @@ def dry_run(arguments: "TreeTrainingArguments", model: "PreTrainedModel", datase
 def train(
     arguments: "TreeTrainingArguments",
     command: str,
-    resume_from: str | bool | None,
+    opened: OpenedFolder,
     callbacks: Sequence["TrainerCallback"] = (),
     **trainer_settings: Any,
 ) -> None:
-    """Trains and saves the model. command: what the user typed, for advice. trainer_settings: of `TreeTrainer`."""
+    """Trains and saves the model; a finished run is compared with these settings, and stays as it is.
+
+    command: what the user typed, for advice. trainer_settings: of `TreeTrainer`.
+    """
     import torch
     from transformers import PrinterCallback, ProgressCallback
 
@@ -241,7 +244,7 @@ def train(
     for callback in (StepLines(Path(arguments.output_dir)), *callbacks):
         trainer.add_callback(callback)
     try:
-        trainer.train(resume_from_checkpoint=resume_from)
+        trainer.train(resume_from_checkpoint=opened.resume_from)
     except StoppedError as error:
         advised = StoppedError(f"{error} Go on with: {command} --resume")
         advised.exit_code = error.exit_code
@@ -254,6 +257,9 @@ def train(
             f"out of memory in step {trainer.state.global_step + 1} with max_tokens={arguments.max_tokens}; "
             "a lower max_tokens gives the same gradients in less memory."
         ) from error
+    if opened.finished_steps is not None:
+        tell_finished(arguments.output_dir, opened.finished_steps, is_online=False)
+        return
     _save_final(trainer, Path(arguments.output_dir), command)
     if is_first_rank():
         print(f"model saved to {arguments.output_dir}")

@@ -129,7 +129,7 @@ def credited(
         ConfigError: an unknown method or setting; every advantage is zero.
         DataError: rows without a group, or given advantages; too many rollouts without a reward.
     """
-    method = method_of(objective, method, trees)
+    method = method_of(objective, method, trees, settings)
     if method is None:
         return Update(trees)
     rewards = RewardTally()
@@ -176,35 +176,49 @@ def judged(trees: Trees) -> tuple[Trees, RewardTally]:
     return [tree for tree in left if tree], tally
 
 
-def method_of(objective: Objective, method: str | None, trees: Sequence[list[Trajectory]] = ()) -> str | None:
+def method_of(
+    objective: Objective,
+    method: str | None,
+    trees: Sequence[list[Trajectory]] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> str | None:
     """How rewards become advantages: the method that was chosen, else `given` where the rows have some, else the one
     that the objective carries (`usual_advantages`). None: the objective takes none.
 
+    settings: of the method, checked by their names.
+
     Raises:
-        ConfigError: a method for an objective that takes none; none is chosen, the rows hold none, and the objective
-            has no usual one.
+        ConfigError: a method, or settings of one, for an objective that takes none; none is chosen, the rows hold none,
+            and the objective has no usual one; an unknown method or setting.
     """
     if not hasattr(objective, "usual_advantages"):
-        if method is not None:
-            raise ConfigError(f"advantages={method!r}, but {type(objective).__name__} takes none; leave them out.")
+        if method is not None or settings:
+            given = f"advantages={method!r}" if method is not None else f"advantages_settings={dict(settings or {})}"
+            raise ConfigError(f"{given}, but {type(objective).__name__} takes none; leave them out.")
         return None
-    if method is None and trees and has_all(trees, "advantages"):
-        return GIVEN
-    method = objective.usual_advantages if method is None else method
+    if method is None:
+        method = GIVEN if trees and has_all(trees, "advantages") else objective.usual_advantages
     if method is None:
         raise ConfigError(
             f"the objective has no usual advantages, and the rows hold none; choose how they follow from "
             f"rewards: advantages={', '.join(ADVANTAGES)}."
         )
     check_choice("advantages", method, [*ADVANTAGES, GIVEN])
+    parameters = () if method == GIVEN else inspect.signature(ADVANTAGES[method]).parameters
+    known = [name for name in parameters if name not in _NOT_SETTINGS]
+    for name in settings or ():
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {name!r} of advantages={method!r}. Known: {', '.join(known) or 'none'}."
+            )
     return method
 
 
 def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Trees, AdvantageReport | None]:
-    """The trajectories with advantages, over all groups at once. `given` leaves the rows' own.
+    """The trajectories with advantages, over all groups at once. `given` leaves the rows' own. method, settings: as
+    `method_of` found them.
 
     Raises:
-        ConfigError: an unknown method or setting.
         DataError: rows without a reward or a group, or with `given`, without advantages.
     """
     items = [item for tree in trees for item in tree]
@@ -215,15 +229,7 @@ def credit(trees: Trees, method: str, settings: Mapping[str, Any]) -> tuple[Tree
                 f"advantages={', '.join(ADVANTAGES)}."
             )
         return _as_trees(with_rollout_weights(items), trees), None
-    check_choice("advantages", method, [*ADVANTAGES, GIVEN])
-    function = ADVANTAGES[method]
-    known = [name for name in inspect.signature(function).parameters if name not in _NOT_SETTINGS]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(
-                f"unknown setting {name!r} of advantages={method!r}. Known: {', '.join(known) or 'none'}."
-            )
-    result = function(items, **settings)
+    result = ADVANTAGES[method](items, **settings)
     return _as_trees(result.trajectories, trees), result.report
 
 

@@ -339,8 +339,10 @@ class TreeTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        of_loop = (self.optimizer, self.lr_scheduler, self.state, self._exporters())
-        run = contents.RunState(self.args, self.model, *of_loop, self.processing_class)
+        optimizer, scheduler, exporters = self.optimizer, self.lr_scheduler, self._exporters()
+        run = contents.RunState(
+            self.args, self.model, optimizer, scheduler, self.state, exporters, self.processing_class
+        )
         with busy_with("saving a checkpoint"):
             self._checkpoints.save(run, Path(self._get_output_dir(trial)), self.engine.max_tokens)
 
@@ -438,9 +440,11 @@ class TreeTrainer(Trainer):
                 own = (self.args, self.train_dataset, self.data_facts, self.loss_objective)
                 print_summary(*own, self.model.config, resumed)
             if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
-                end = self._resumed.folder  # its last weights and its log
+                end = self._resumed.folder  # its last weights, or the best ones, and its log
                 self._load_from_checkpoint(str(end))
                 self.state = TrainerState.load_from_json(str(end / contents.STATE))
+                if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                    self._load_best_model()
                 logger.warning("%s is the end of the run: no step is left to train", end)
                 return TrainOutput(self.state.global_step, float("nan"), {})
             dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests import needs
-from tests.cli.helpers import save_tiny_model, write_rows
+from tests.cli.helpers import files_of, save_tiny_model, write_rows
 from tests.distributed.test_mesh import fork_ranks
 from treewise.cli.main import main
 from treewise.rl import update
@@ -210,6 +210,11 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(rl, folder, monk
     assert rl(None, *flags, "--resume")[0] == 0
     found = parameters("out")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+    files = files_of(folder / "out")
+    code, out, _ = rl(None, *flags, "--resume")  # once more, at its end
+    assert code == 0
+    assert "out holds a finished run of 3 steps, and the settings ask for no more" in out
+    assert files_of(folder / "out") == files
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------

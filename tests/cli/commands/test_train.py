@@ -13,7 +13,7 @@ import yaml
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from tests.cli.helpers import save_tiny_model, write_rows
+from tests.cli.helpers import files_of, save_tiny_model, write_rows
 from tests.trainer.helpers import in_child
 from treewise.cli.main import main
 from treewise.errors import ConfigError
@@ -192,11 +192,10 @@ def test_resume_without_a_checkpoint_starts_and_says_so(folder, capsys):
 
 def test_a_folder_that_holds_a_run_is_not_touched(folder, capsys):
     assert main(["train", "run.yaml"]) == 0
-    for flags in ([], ["--resume"]):
-        assert main(["train", "run.yaml", *flags]) == 2
-        err = capsys.readouterr().err
-        assert "holds a finished run" in err
-        assert "more --max_steps or --num_train_epochs" in err
+    assert main(["train", "run.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "holds a finished run" in err
+    assert "--resume with more --max_steps or --num_train_epochs" in err
     (folder / "run" / "trainer_state.json").unlink()
     (folder / "run" / "notes.txt").write_text("mine")
     assert main(["train", "run.yaml"]) == 2
@@ -204,6 +203,37 @@ def test_a_folder_that_holds_a_run_is_not_touched(folder, capsys):
     assert main(["train", "run.yaml", "--overwrite", "--max_steps", "2"]) == 0
     assert sorted(path.name for path in (folder / "run").glob("checkpoint-*")) == ["checkpoint-2"]
     assert (folder / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is_and_is_no_error(folder, capsys):
+    assert main(["train", "run.yaml"]) == 0
+    files = files_of(folder / "run")
+    for flags in ([], ["--max_steps", "2"], ["--learning_rate", "5e-4"]):
+        capsys.readouterr()
+        assert main(["train", "run.yaml", "--resume", *flags]) == 0
+        out = capsys.readouterr().out
+        assert out.endswith(
+            "run holds a finished run of 4 steps, and the settings ask for no more: nothing was trained or changed. "
+            "To train it further give more --max_steps or --num_train_epochs.\n"
+        )
+        assert files_of(folder / "run") == files
+    assert main(["train", "run.yaml", "--resume", "--seed", "5"]) == 2  # it is not the run that was asked for
+    assert "made with seed=42, now 5" in capsys.readouterr().err
+    assert {path: content for path, (content, _) in files.items()} == {
+        path: content for path, (content, _) in files_of(folder / "run").items()
+    }
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_to_its_end_again(folder, capsys):
+    assert main(["train", "run.yaml"]) == 0
+    weights = (folder / "run" / "model.safetensors").read_bytes()
+    (folder / "run" / "checkpoint-4" / "model.safetensors").write_bytes(b"")
+    (folder / "run" / "model.safetensors").unlink()
+    assert main(["train", "run.yaml", "--resume"]) == 0
+    captured = capsys.readouterr()
+    assert "passed over" in captured.err
+    assert captured.out.endswith("model saved to run\n")
+    assert (folder / "run" / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.parametrize("change", ["--seed 5", "--optim sgd", "--data other.jsonl"])

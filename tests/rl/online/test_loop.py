@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.cli.helpers import files_of
 from tests.rl.online.helpers import EvenBytes, arguments, digest, new_trainer, settings, tiny_policy
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TaskError, UnsupportedModelError
 from treewise.objectives import GRPO, objective_named
@@ -241,6 +242,26 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path):
         new_trainer(tmp_path / "run").train()
 
 
+class KilledAtLog(TrainerCallback):
+    def on_log(self, *_, **__):
+        raise Killed
+
+
+def test_a_finished_run_is_loaded_and_not_written_again(tmp_path):
+    first = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
+    first.train()
+    files = files_of(first.folder)
+    second = new_trainer(tmp_path / "run", iterations=1, eval_every=0)
+    assert second.train(resume_from_checkpoint=True)["iteration"] == 1.0
+    assert digest(second.model) == digest(first.model)
+    assert files_of(first.folder) == files
+    longer = new_trainer(tmp_path / "run", iterations=2, eval_every=0)
+    longer.add_callback(KilledAtLog())
+    with pytest.raises(Killed):  # in the second iteration; what the folder holds is no longer the end
+        longer.train(resume_from_checkpoint=True)
+    assert not (first.folder / "trainer_state.json").exists()
+
+
 class HalfFlat(EvenBytes):
     """Of two items, each rollout of the first gets the same reward."""
 
@@ -341,6 +362,8 @@ def test_prompts_that_may_grow_beyond_what_training_follows_are_refused_before_a
 def test_curricula_of_a_policy_in_parts_and_a_lone_kl_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="reference"):
         new_trainer(tmp_path / "run", objective=GRPO(beta=0.1))
+    with pytest.raises(ConfigError, match="unknown setting 'scal' of advantages='grpo'"):
+        new_trainer(tmp_path / "run", advantages_settings={"scal": "batch"})
     args = arguments(tmp_path / "run")
     check_parted(settings(curriculum="gain", num_items=4), args)
     monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))

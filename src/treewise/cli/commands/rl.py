@@ -109,10 +109,11 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     arguments = _arguments(config, len(update.trees))
     model = training_run.load_model(config, arguments)
     dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
+    num_updates = num_optimizer_steps(arguments, len(update.trees))
     update = rl_update.with_streams(
         update,
         objective,
-        num_updates=num_optimizer_steps(arguments, len(update.trees)),
+        num_updates=num_updates,
         old_logprobs=config.more.get("old_logprobs", "auto"),
         has_reference=config.more.get("reference") is not None,
     )
@@ -122,18 +123,18 @@ def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objec
     command = shlex.join(["treewise", "rl", *args.overrides])
     folder = Path(arguments.output_dir)
     facts = [dataset.fingerprint, config.model, config.more.get("reference"), config.dtype]
-    with run_folder.opened(args, config, arguments, len(update.trees)) as resume_from:
-        saved = rl_update.load_scores(folder, update, facts) if resume_from else None
+    with run_folder.opened(args, config, arguments, num_updates) as opened:
+        saved = rl_update.load_scores(folder, update, facts) if opened.resume_from else None
         update = saved or _scored(config, arguments, model, update)
         _print_update(config, update)
-        if is_first_rank():
+        if saved is None and is_first_rank():
             rl_update.save_scores(folder, update, facts)
         callbacks = [EpochMeans(SHOWN), GapWarning(config.more.get("logprob_gap_limit", rl_checks.MAX_GAP))]
         if is_first_rank():
             for line in rl_checks.warnings_of(update.trees, getattr(objective, "weighting", "per_trajectory")):
                 print(f"warning: {line}", file=sys.stderr)
         trainer = {"model": model, "processing_class": tokenizer, "objective": objective}
-        training_run.train(arguments, command, resume_from, callbacks, train_dataset=update.trees, **trainer)
+        training_run.train(arguments, command, opened, callbacks, train_dataset=update.trees, **trainer)
     return 0
 
 

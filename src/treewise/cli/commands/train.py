@@ -33,15 +33,17 @@ def run(args: argparse.Namespace) -> int:
         dataset.check_vocabulary(model.get_input_embeddings().weight.shape[0])
     from treewise.trainer.inputs import check_preferences  # slow to import
     from treewise.trainer.references import with_references
+    from treewise.trainer.run_summary import num_optimizer_steps
 
     check_preferences(train_data, objective or arguments.sft_objective())
     if args.dry_run:
         return training_run.dry_run(arguments, model, train_data, objective or arguments.sft_objective())
     command = shlex.join(["treewise", "train", *args.overrides])
-    with run_folder.opened(args, config, arguments, len(train_data)) as resume_from:
+    num_steps = num_optimizer_steps(arguments, len(train_data))
+    with run_folder.opened(args, config, arguments, num_steps) as opened:
         own = (objective, model, reference_of(config), arguments)
         train: Any = with_references(train_data, *own)
         evaluation: Any = with_references(eval_data, *own)
         trainer = {"model": model, "processing_class": tokenizer, "objective": objective}
-        training_run.train(arguments, command, resume_from, train_dataset=train, eval_dataset=evaluation, **trainer)
+        training_run.train(arguments, command, opened, train_dataset=train, eval_dataset=evaluation, **trainer)
     return 0

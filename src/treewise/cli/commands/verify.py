@@ -189,9 +189,9 @@ def _rows(
     if isinstance(objective, PolicyGradient):
         from treewise.rl.update import GIVEN, credit, judged, method_of
 
-        method = method_of(objective, args.advantages or more.get("advantages"), trees)
-        assert method is not None
         settings = {} if args.advantages else more.get("advantages_settings") or {}
+        method = method_of(objective, args.advantages or more.get("advantages"), trees, settings)
+        assert method is not None
         trees, _ = credit(trees if method == GIVEN else judged(trees)[0], method, settings)
     elif args.advantages is not None:
         raise ConfigError(f"--advantages {args.advantages}: {type(objective).__name__} takes none.")

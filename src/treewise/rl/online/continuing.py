@@ -16,12 +16,20 @@ from typing import Any
 
 from treewise.rl.branching import Branching
 from treewise.rl.online.collector import Moment
-from treewise.rl.online.journal import completion_from_json, completion_to_json, question_of
-from treewise.rl.online.rollout import Continuation, Limits, ManyTurns
+from treewise.rl.online.journal import (
+    completion_from_json,
+    completion_to_json,
+    outcome_from_json,
+    outcome_to_json,
+    question_of,
+)
+from treewise.rl.online.rollout import Continuation, Limits
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.samplers.protocol import sample_in_parts
 from treewise.rl.tasks import RewardFailure, RewardRunner
 from treewise.rl.tasks.calls import Beside
+from treewise.rl.tasks.reward_functions import Logged
+from treewise.rl.tasks.rewards import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +119,9 @@ class _SideBySide:
             elif continuation.has_ended and continuation.outcome is None and self.rounds.rewards is not None:
                 answer = self.rounds.moment.journal.recall("reward", str(continuation.seed), _question(continuation))
                 if answer is not None:
-                    self._give(continuation, *answer)
+                    self._give(continuation, outcome_from_json(answer[0]), answer[1])
                     left.append(continuation)
-                elif isinstance(continuation.conversation, ManyTurns):
+                elif continuation.conversation.is_rewarded_alone:
                     self._reward([continuation])
                 else:
                     self.unrewarded.append(continuation)
@@ -153,17 +161,16 @@ class _SideBySide:
             if answer is None:
                 missing.append((continuation, request, question))
             else:
-                self._take(continuation, answer)
+                self._take(continuation, completion_from_json(answer))
         requests, found = [request for _, request, _ in missing], list[tuple[str, Any, Any]]()
 
         def done(number: int, completions: Sequence[Completion]) -> None:
             continuation, request, question = missing[number]
-            answer = completion_to_json(replace(completions[0], version=moment.version))
+            completion = replace(completions[0], version=moment.version)
+            found.append((str(request.seed), question, completion_to_json(completion)))
             if self.servers.at_once:  # the others of the batch may come much later
-                moment.journal.record("sample", [(str(request.seed), question, answer)])
-            else:
-                found.append((str(request.seed), question, answer))
-            self._take(continuation, answer)
+                moment.journal.record("sample", found[-1:])
+            self._take(continuation, completion)
 
         if self.servers.at_once:
             for number, request in enumerate(requests):
@@ -174,48 +181,41 @@ class _SideBySide:
             moment.journal.record("sample", found)
         self.gathering_since = time.monotonic()
 
-    def _take(self, continuation: Continuation, answer: Any) -> None:
-        continuation.take(completion_from_json(answer))
+    def _take(self, continuation: Continuation, completion: Completion) -> None:
+        continuation.take(completion)
         if self.rounds.moment.progress is not None:
-            self.rounds.moment.progress(len(answer["token_ids"]))
+            self.rounds.moment.progress(completion.num_tokens)
         self._go_on([continuation])
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
     def _reward(self, batch: Sequence[Continuation]) -> None:
         """One call, in a thread: of the environment of one rollout, or of the reward functions."""
-        runner: Any = self.rounds.rewards
-        rollouts: list[Any] = [continuation.conversation for continuation in batch]
-        if isinstance(rollouts[0], ManyTurns):
-            work: Callable[[], Any] = partial(runner.of_episodes, [rollout.episode for rollout in rollouts])
-        else:
-            work = partial(runner.rewards, rollouts[0].task, [rollout.request() for rollout in rollouts])
+        assert self.rounds.rewards is not None
+        first, *others = (continuation.conversation for continuation in batch)
         self.num_rewarding += 1
-        self.environments.start(partial(self._rewarded, batch), work)
+        self.environments.start(partial(self._rewarded, batch), first.reward_call(others, self.rounds.rewards))
 
-    def _rewarded(self, batch: Sequence[Continuation], found: Any) -> None:
+    def _rewarded(self, batch: Sequence[Continuation], found: tuple[Sequence[Outcome], Logged]) -> None:
         self.num_rewarding -= 1
-        outcomes, metrics = (found[0], found[1].metrics) if isinstance(found, tuple) else (found, {})
-        values = [
-            [outcome.key, outcome.kind, outcome.message] if isinstance(outcome, RewardFailure) else outcome
-            for outcome in outcomes
-        ]
-        answers: list[list[Any]] = [[value, {} if number else metrics] for number, value in enumerate(values)]
-        named = zip(batch, answers, strict=True)
+        outcomes, logged = found
+        metrics = [logged.metrics, *({} for _ in batch[1:])]  # of all of them, with the first
+        rewarded = list(zip(batch, outcomes, metrics, strict=True))
         self.rounds.moment.journal.record(
-            "reward", [(str(continuation.seed), _question(continuation), answer) for continuation, answer in named]
+            "reward",
+            [(str(one.seed), _question(one), [outcome_to_json(outcome), own]) for one, outcome, own in rewarded],
         )
-        for continuation, answer in zip(batch, answers, strict=True):
-            self._give(continuation, *answer)
+        for continuation, outcome, own in rewarded:
+            self._give(continuation, outcome, own)
         self._go_on(batch)
 
-    def _give(self, continuation: Continuation, value: Any, metrics: Mapping[str, list[float]]) -> None:
+    def _give(self, continuation: Continuation, outcome: Outcome, metrics: Mapping[str, list[float]]) -> None:
         """Gives a rollout that ended its reward, or sets it aside."""
         runner: Any = self.rounds.rewards
-        continuation.outcome = RewardFailure(*value) if isinstance(value, list) else float(value)
-        if isinstance(value, list):
+        continuation.outcome = outcome
+        if isinstance(outcome, RewardFailure):
             self.rounds.moment.journal.mark()
-        runner.count([continuation.outcome], metrics)
+        runner.count([outcome], metrics)
 
 
 def _in_order(continuations: Sequence[Continuation]) -> list[Continuation]:

@@ -23,7 +23,6 @@ from treewise.rl.branching import PROMPT, Branch, RolloutTree, Signals
 from treewise.rl.online.collector import GroupRequest
 from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.rollout import Continuation, Conversation
-from treewise.rl.tasks import RewardFailure
 from treewise.rl.tasks.rewards import RewardTally
 
 logger = logging.getLogger("treewise")
@@ -79,7 +78,7 @@ class GrowingTree:
         return started
 
     def add(self, continuation: Continuation) -> None:
-        """Adds a finished continuation as a node with its reward, or the reason why it has none; not a refused one."""
+        """Adds a finished continuation as a node; not a refused one."""
         if continuation.refused is not None:
             self.num_refused += 1
             if self.num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, ...
@@ -87,10 +86,6 @@ class GrowingTree:
             return
         self.is_complete = False
         index = self.tree.add(continuation.node())
-        if isinstance(continuation.outcome, RewardFailure):
-            self.tree.judge(index, error=str(continuation.outcome))
-        elif continuation.outcome is not None:
-            self.tree.judge(index, reward=continuation.outcome)
         self.conversations[index] = continuation.conversation
         self.num_sampled += continuation.num_drawn
         self.num_chosen += continuation.num_chosen

@@ -25,6 +25,7 @@ from treewise.distributed import ranks
 from treewise.errors import CheckpointError, num
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
+from treewise.rl.tasks.rewards import Outcome, RewardFailure
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint.store import own_file
 
@@ -273,3 +274,13 @@ def completion_from_json(values: dict[str, Any]) -> Completion:
             values["routed_experts"], "routed_experts", "a sampler's answer"
         )
     return Completion(**{**values, **arrays})
+
+
+def outcome_to_json(outcome: Outcome) -> list[str] | float:
+    """Plain JSON values: a reward, or in a list why there is none."""
+    return [outcome.key, outcome.kind, outcome.message] if isinstance(outcome, RewardFailure) else outcome
+
+
+def outcome_from_json(value: Any) -> Outcome:
+    """What `outcome_to_json` was given."""
+    return RewardFailure(*value) if isinstance(value, list) else float(value)

@@ -44,15 +44,14 @@ from treewise.rl.online.report import PrintedLine, sampling_progress
 from treewise.rl.online.settings import OnlineSettings, online_objective
 from treewise.rl.online.trees import tree_collector
 from treewise.rl.samplers import Sampler, TransformersSampler
-from treewise.rl.samplers.copied_weights import begin_hand_over, samplers_of
+from treewise.rl.samplers.hand_over import begin_hand_over
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.update import Update, method_of, own_update
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.trainer.batches import collate
-from treewise.trainer.checkpoint import contents, resume, store
+from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
-from treewise.trainer.checkpoint.weights import load_weights
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
@@ -60,6 +59,7 @@ from treewise.tree.trajectory import Trajectory
 if TYPE_CHECKING:
     from treewise.rl.curriculum.self_check import CheckReport
     from treewise.rl.online.ahead import Ahead
+    from treewise.rl.samplers.copied_weights import WholeCopy
 
 logger = logging.getLogger("treewise")
 
@@ -114,7 +114,7 @@ class OnlineTrainer:
             raise ConfigError(f"task is a {type(task).__name__}; give one of treewise.rl.tasks, such as RowsTask.")
         self.args = args = TreeTrainingArguments() if args is None else args
         self.objective = objective = online_objective(objective, self.settings, args, reference, model)
-        method_of(objective, self.settings.advantages)
+        method_of(objective, self.settings.advantages, (), self.settings.advantages_settings)
         self.reference = reference
         self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
         self.trainer = TreeTrainer(
@@ -128,10 +128,11 @@ class OnlineTrainer:
         if args.process_index == 0:
             self.add_callback(PrintedLine(sys.stdout.write))
         self.folder = Path(args.output_dir)
-        given: Sampler = TransformersSampler(self.model) if sampler is None else sampler
-        self.sampler, self.eval_sampler, self._whole = samplers_of(
-            given, self.model, is_ahead=self.settings.max_staleness > 0, is_parted=args.is_parted
-        )
+        self.sampler = self.eval_sampler = TransformersSampler(self.model) if sampler is None else sampler
+        self._whole: WholeCopy | None = None
+        if self.settings.max_staleness or args.is_parted:
+            copies = feature("copied_weights").samplers_of(self.sampler, self.model, is_parted=args.is_parted)
+            self.sampler, self.eval_sampler, self._whole = copies
         self.collector = collector or tree_collector(task, tokenizer, self.settings, args, self.model)
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._checkpoints = CheckpointManager(args, self._run_facts)
@@ -185,6 +186,10 @@ class OnlineTrainer:
             stack.callback(self.collector.close)
             stack.callback(lambda: self._ahead and self._ahead.close())
             self._begin(resume_from_checkpoint)
+            if self._is_finished():
+                logger.warning("%s holds the end of the run: no iteration is left", self.folder)
+                return dict(self.log_history[-1])
+            begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
             self._tell("on_train_begin")
             for iteration in range(self.loop.iteration, self.settings.iterations):
                 logs = self._iteration_or_stop(iteration)
@@ -266,8 +271,8 @@ class OnlineTrainer:
         if settings.show_every and (iteration == 0 or settings.is_due(iteration, "show_every")):
             self._show("sampled", records.best_and_worst(rows, tokenizer))
         self._show("held out", held_out)
-        gaps = (logs.get("logprob_gap", 1.0), settings.logprob_gap_limit)
-        warnings = report.warnings_of_iteration(groups, account, update, self.objective, *gaps)
+        gap, limit = logs.get("logprob_gap", 1.0), settings.logprob_gap_limit
+        warnings = report.warnings_of_iteration(groups, account, update, self.objective, gap, limit)
         for line in warnings if self.args.should_log else ():
             logger.warning("iteration %d: %s", number, line)
         self._journals.pop(number)
@@ -283,10 +288,11 @@ class OnlineTrainer:
         """
         where = f"iteration {iteration + 1}"
         budget = budget_of(self.settings, self.loop)
-        amount = self.collector.amount(self.settings.trees_per_iteration, budget, self.loop)
-        with sampling_progress(where, *amount, hidden=bool(self.args.disable_tqdm)) as advance:
-            by = (self._journal(iteration + 1), self.eval_sampler, iteration, self.state, advance)
-            drawn = self._draw(Moment(where, self.loop, *by), (self.args.seed, iteration, _TREES))
+        amount, unit = self.collector.amount(self.settings.trees_per_iteration, budget, self.loop)
+        with sampling_progress(where, amount, unit, hidden=bool(self.args.disable_tqdm)) as advance:
+            recorded = self._journal(iteration + 1)
+            moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
+            drawn = self._draw(moment, (self.args.seed, iteration, _TREES))
         if self.items.curriculum.measures_angles:
             prompts = [group.prompt_ids for group in drawn.groups]
             angles = feature("angles").angles_of(self.engine, prompts, self.items.memory["num_shared"])
@@ -452,12 +458,13 @@ class OnlineTrainer:
         requests = requests_of(self.task, chosen, [1] * len(chosen), stream, num_rollouts=num_rollouts)
         moment = Moment("self-check", self.loop, self._journal(0), self.eval_sampler, 0, self.state)
         groups = self.collector.collect(requests, moment).groups
-        settings, reference = self.settings, self._reference_engine
 
         def credited(rows: list[Trajectory]) -> list[Trajectory]:
-            method, more = settings.advantages, settings.advantages_settings
-            own = (self.objective, self.engine)
-            return own_update([rows], *own, reference=reference, method=method, settings=more).trees[0]
+            method, settings = self.settings.advantages, self.settings.advantages_settings
+            reference, engine = self._reference_engine, self.engine
+            return own_update(
+                [rows], self.objective, engine, reference=reference, method=method, settings=settings
+            ).trees[0]
 
         return angles.checked(groups, self.items, self.engine, self.objective, credited), groups
 
@@ -494,13 +501,18 @@ class OnlineTrainer:
             self.runner.resume_budget(found.max_tokens)
             trainer.state = self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
-            load_weights(self.model, found.folder)
-            resume.load_states(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
-            resume.load_random_state(found.folder)
+            feature("resume").load_run(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
             self.items.load_state_dict(self.loop.curriculum)
         ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
-        begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
         self.state.max_steps = self.settings.iterations
+
+    def _is_finished(self) -> bool:
+        """Whether no iteration is left, and the folder holds the model after the last one. Else the run is open."""
+        end = self.folder / contents.STATE  # is written when all else is saved
+        if self.loop.iteration >= self.settings.iterations:
+            return ranks.on_first_rank(end.exists)
+        ranks.on_first_rank(lambda: end.unlink(missing_ok=True))
+        return False
 
     def _save_loop(self) -> None:
         """One checkpoint with all state; journals of the iterations before it are no longer needed."""
@@ -508,9 +520,10 @@ class OnlineTrainer:
             return
         if self._ahead is None:
             self.loop.curriculum = self.items.state_dict()
-        own = (self.trainer.optimizer, self.trainer.lr_scheduler, self.state, [self.loop], self.processing_class)
+        optimizer, scheduler, tokenizer = self.trainer.optimizer, self.trainer.lr_scheduler, self.processing_class
+        run = contents.RunState(self.args, self.model, optimizer, scheduler, self.state, [self.loop], tokenizer)
         with self._working(), busy_with("saving a checkpoint"):
-            self._checkpoints.save(contents.RunState(self.args, self.model, *own), self.folder, self.engine.max_tokens)
+            self._checkpoints.save(run, self.folder, self.engine.max_tokens)
         if self.args.should_save and self._checkpoints.last_step == self.loop.iteration:
             for path in journals(self.folder, self.loop.iteration):
                 path.unlink()

@@ -1,9 +1,9 @@
 """One rollout while it is sampled: a conversation whose token ids grow, and what makes a node of its tree of it."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -12,20 +12,56 @@ from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentEpisode, RewardFailure, TaskItem
-from treewise.rl.tasks.episode import start_episodes
+from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
+from treewise.rl.tasks.reward_functions import Logged
+from treewise.rl.tasks.rewards import Outcome
 
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
+class Conversation(Protocol):
+    """What a rollout holds and how it goes on: `OneTurn`, and with an environment `ManyTurns` (`many_turns.py`).
+
+    token_ids: the prompt and all that followed: what the sampler continues. can_return: whether a branch may start
+    behind the prompt. opening: what a branch waits for before its first request, which may run in another thread, and
+    raises `TaskError` if the environment cannot be brought back; None: nothing. is_rewarded_alone: whether it is
+    rewarded as soon as it ended, and not together with all others that end meanwhile.
+    """
+
+    @property
+    def item(self) -> TaskItem: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def can_return(self) -> bool: ...
+    @property
+    def opening(self) -> Callable[[], None] | None: ...
+    @property
+    def is_rewarded_alone(self) -> bool: ...
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds sampled tokens of the present turn."""
+
+    def end_turn(self, finish: str) -> Callable[[], None] | None:
+        """Ends the turn; what `answered` waits for, which may run in another thread."""
+
+    def answered(self, finish: str) -> tuple[list[int], str | None]:
+        """The observation that follows the turn, and why the rollout ended (None where it goes on)."""
+        ...
+
+    def branch(self, num_tokens: int) -> "Conversation":
+        """An independent conversation of the first `num_tokens` tokens."""
+        ...
+
+    def reward_call(self, others: Sequence[Any], runner: RewardRunner) -> Callable[[], tuple[list[Outcome], Logged]]:
+        """The call for the rewards of this conversation and `others` like it, which all ended; for another thread."""
+        ...
+
+
 @dataclass(slots=True)
 class OneTurn:
-    """A prompt of a task and one completion. token_ids: the prompt and all that followed: what the sampler continues.
-
-    can_return: whether a branch may start behind the prompt. opening: what a branch waits for before its first request,
-    which may run in another thread, and raises `TaskError` if the environment cannot be brought back.
-    """
+    """A prompt of a task and one completion."""
 
     token_ids: list[int]
     task: SingleTurnTask
@@ -35,23 +71,24 @@ class OneTurn:
 
     can_return: ClassVar[bool] = True
     opening: ClassVar[None] = None
+    is_rewarded_alone: ClassVar[bool] = False
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds sampled tokens of the present turn."""
         self.token_ids += [int(token) for token in token_ids]
 
-    def end_turn(self, finish: str) -> Callable[[], None] | None:
-        """Ends the turn; what `answered` waits for, which may run in another thread."""
+    def end_turn(self, finish: str) -> None:
         del finish
-        return None
 
     def answered(self, finish: str) -> tuple[list[int], str | None]:
-        """The observation that follows the turn, and why the rollout ended (None where it goes on)."""
         return [], finish
 
     def branch(self, num_tokens: int) -> "OneTurn":
-        """An independent conversation of the first `num_tokens` tokens."""
         return replace(self, token_ids=self.token_ids[:num_tokens])
+
+    def reward_call(
+        self, others: Sequence["OneTurn"], runner: RewardRunner
+    ) -> Callable[[], tuple[list[Outcome], Logged]]:
+        return partial(runner.rewards, self.task, [each.request() for each in (self, *others)])
 
     def request(self) -> RewardRequest:
         """What its reward is computed from."""
@@ -61,58 +98,11 @@ class OneTurn:
         return RewardRequest(self.item, text, tuple(ids), message)
 
 
-@dataclass(slots=True)
-class ManyTurns:
-    """An episode with an environment, and the tokens of the turn that has not ended; as `OneTurn` for the loop."""
-
-    episode: EnvironmentEpisode
-    pending: list[int] = field(default_factory=list)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.episode.token_ids, *self.pending]
-
-    @property
-    def item(self) -> TaskItem:
-        return self.episode.item
-
-    @property
-    def can_return(self) -> bool:
-        return self.episode.method != "start"
-
-    @property
-    def opening(self) -> Callable[[], None]:
-        return self.episode.open
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self.pending += [int(token) for token in token_ids]
-
-    def end_turn(self, finish: str) -> Callable[[], None]:
-        work = self.episode.begin_turn(self.pending, finish)
-        self.pending = []
-        return work
-
-    def answered(self, finish: str) -> tuple[list[int], str | None]:
-        del finish
-        before = len(self.episode.token_ids)
-        self.episode.end_turn()
-        return self.episode.token_ids[before:], self.episode.end_reason
-
-    def branch(self, num_tokens: int) -> "ManyTurns":
-        is_pending = num_tokens >= len(self.episode.token_ids) and self.episode.end_reason is None
-        starts = self.episode.turn_starts
-        turn = self.episode.num_turns if is_pending else bisect_right(starts, num_tokens) - 1
-        copy = self.episode.begin_branch(turn)
-        return ManyTurns(copy, self.token_ids[len(copy.token_ids) : num_tokens])
-
-
-Conversation = OneTurn | ManyTurns
-
-
 def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[Conversation]:
     """A conversation for each item, which stands behind its prompt; environments are reset at the same time."""
     if isinstance(task, TurnTask):
-        return [ManyTurns(episode) for episode in start_episodes(task, items, chat, calls)]
+        episodes: Sequence[Conversation] = feature("many_turns").started(task, items, chat, calls)
+        return episodes
     found = []
     for item in items:
         if isinstance(item.prompt, str):
@@ -248,7 +238,7 @@ class Continuation:
         return self._finish is not None
 
     def node(self) -> RolloutNode:
-        """What the continuation adds to its tree, once it is finished."""
+        """What the continuation adds to its tree, once it is finished: with its reward, or why it has none."""
         ends = self._turn_ends
         if self._finish is not None and (not ends or ends[-1] < len(self._is_sampled)):
             ends = [*ends, len(self._is_sampled)]
@@ -259,6 +249,8 @@ class Continuation:
             is_sampled=np.array(self._is_sampled),
             turn_ends=np.array(ends),
             finish=self._finish,
+            reward=None if isinstance(self.outcome, RewardFailure) else self.outcome,
+            error=str(self.outcome) if isinstance(self.outcome, RewardFailure) else None,
             routed_experts=self._routes,
         )
 

@@ -12,7 +12,7 @@ from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import SUFFIXES, PartialTailError, find_files, parsed_object, stem
 from treewise.data.sources import read_records
 from treewise.errors import ConfigError, DataError, TreewiseError
-from treewise.rl.tasks import EnvironmentTask, ReasoningGymTask, RowsTask, SumTask
+from treewise.rl import tasks
 from treewise.rl.tasks.calls import described, found_by_name
 from treewise.rl.tasks.protocol import SingleTurnTask, Task, TurnTask
 
@@ -61,7 +61,7 @@ def task_named(
     try:
         if name.startswith(_GYM):
             words = {key: given.pop(key) for key in ("instruction", "solved_examples") if key in given}
-            return ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **words)
+            return tasks.ReasoningGymTask(name.removeprefix(_GYM), given, seed=seed, **words)
         package, _, rest = name.partition(":")
         if package in _OF_OTHERS and rest:
             module, _, function = _OF_OTHERS[package].partition(":")
@@ -69,14 +69,14 @@ def task_named(
             task: Task = make(rest, **given)
             return task
         if name == "sum":
-            return SumTask(seed=seed, **given)
+            return tasks.SumTask(seed=seed, **given)
         if is_rows:
             rows, locations, own = _rows(name)
             if is_for_agent:
                 from treewise.rl.tasks.agent_task import AgentTask
 
                 return AgentTask(rows, reward_functions, reward_weights, name=own, **given)
-            return RowsTask(rows, list(reward_functions), reward_weights, name=own, locations=locations, **given)
+            return tasks.RowsTask(rows, list(reward_functions), reward_weights, name=own, locations=locations, **given)
         return _made(name, found_by_name(name, "task"), given)
     except TypeError as error:
         raise ConfigError(f"tasks={name!r} with {given}: {error}") from None
@@ -85,8 +85,8 @@ def task_named(
 def _made(name: str, found: Any, settings: dict[str, Any]) -> Task:
     is_environment = isinstance(found, type) and hasattr(found, "reset") and hasattr(found, "get_reward")
     if is_environment:
-        own = {key: settings.pop(key) for key in list(settings) if key in EnvironmentTask.__slots__}
-        return EnvironmentTask(functools.partial(found, **settings), **{"name": name, **own})
+        own = {key: settings.pop(key) for key in list(settings) if key in tasks.EnvironmentTask.__slots__}
+        return tasks.EnvironmentTask(functools.partial(found, **settings), **{"name": name, **own})
     if not callable(found):
         raise ConfigError(f"tasks={name!r} is of type {type(found).__name__}; give {FORMS}.")
     try:

@@ -3,7 +3,6 @@ parameters are in parts (shards, or those of a mesh), so that no process has the
 """
 
 import sys
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.wrapped import base_model
-from treewise.rl.samplers.protocol import Sampler, begin_update
+from treewise.rl.samplers.protocol import Sampler
 from treewise.rl.samplers.shared_prefix import device_of
 from treewise.rl.samplers.transformers_sampler import TransformersSampler
 
@@ -88,20 +87,17 @@ class CopyingSampler(TransformersSampler):
             self.copy.take(model)
 
 
-def samplers_of(
-    given: Sampler, model: nn.Module, *, is_ahead: bool, is_parted: bool
-) -> tuple[Sampler, Sampler, WholeCopy | None]:
+def samplers_of(given: Sampler, model: nn.Module, *, is_parted: bool) -> tuple[Sampler, Sampler, WholeCopy | None]:
     """What samples training rollouts, what samples evaluations (from the newest weights), and the copy from which a
     server gets weights where no process has them whole: in the host memory of the first.
 
     Parameters:
-        is_ahead: training rollouts are sampled while the model trains. is_parted: no process will have the model whole.
+        is_parted: no process will have the model whole; else training rollouts are sampled while the model trains.
 
     Raises:
         ConfigError: there is no room for a copy.
     """
-    is_embedded = isinstance(given, TransformersSampler) and given.model is model
-    if isinstance(given, TransformersSampler) and is_embedded and (is_ahead or is_parted):
+    if isinstance(given, TransformersSampler) and given.model is model:
         copy = WholeCopy(model, device_of(model), shares_frozen=not is_parted)
         if ranks.own() == 0:
             size = bytes_as_text(copy.num_bytes)
@@ -112,23 +108,6 @@ def samplers_of(
         held = ranks.own() == 0
         return given, given, WholeCopy(model, torch.device("cpu"), shares_frozen=False, is_held=held)
     return given, given, None
-
-
-def begin_hand_over(sampler: Sampler, model: nn.Module, whole: WholeCopy | None) -> Callable[[], None]:
-    """Takes the model's weights, which may change then; what is returned gives them to the sampler of each process;
-    servers get those of the first. whole: as of `samplers_of`.
-    """
-    if type(sampler) is TransformersSampler and sampler.model is model:
-        return lambda: None  # it samples from these weights themselves
-    if whole is not None:
-        whole.take(model)
-    give = begin_update(sampler, model if whole is None else whole.model)
-
-    def finish() -> None:
-        give()
-        ranks.on_first_rank(lambda: None)  # the others wait until a server has them
-
-    return finish
 
 
 def _unparted(model: nn.Module, device: torch.device) -> nn.Module:

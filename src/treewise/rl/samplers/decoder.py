@@ -3,16 +3,16 @@
 `SharedPrefix` (shared_prefix.py) keeps one copy of a prefix's keys and values for all rows that continue it;
 `CopiedCache` copies a transformers cache for each row, so that recurrent states and any kind of layer cache follow;
 `Recompute` has no cache and runs the whole rows again, for models that offer none. `choose_decoder` takes the first
-whose logits are those of plain forwards, measured on the model. A prompt with images has its own (seen_prompt.py).
+whose logits are those of plain forwards, measured on the model. A prompt with images has its own (seen_prompt.py), and
+experts are recorded around a decoder (heard_decoders.py).
 
 Letters: G groups (distinct prefixes), R rows, V vocabulary.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -28,9 +28,6 @@ from treewise.rl.samplers.shared_prefix import (
     known_arguments,
 )
 
-if TYPE_CHECKING:
-    from treewise.nn.routing import HeardRoutes
-
 logger = logging.getLogger(__name__)
 NUM_STEPS = 3  # of the comparison with plain forwards
 TOLERANCE = 1e-3  # of the largest logit, in float32; caches order sums otherwise than a plain forward
@@ -38,17 +35,9 @@ TOLERANCE_HALF = 5e-2
 
 
 class Decoder(Protocol):
-    """One batch of rows. Rows are numbered by group, in the order of `prefixes`.
-
-    heard: the experts that the model's routers choose; None: nobody asks. prefix_routes: of each group, after `start`
-    ([tokens, L, k] of the prefix without its last ones, which are rows' own). row_routes: [R, L, k] of the tokens that
-    rows were given last; None where all of the prefix is in `prefix_routes`.
-    """
+    """One batch of rows. Rows are numbered by group, in the order of `prefixes`."""
 
     needs_equal_lengths: bool
-    heard: "HeardRoutes | None"
-    prefix_routes: list[np.ndarray]
-    row_routes: np.ndarray | None
 
     def __init__(self, model: nn.Module) -> None: ...
 
@@ -145,31 +134,17 @@ class Recompute:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.heard: HeardRoutes | None = None
-        self.prefix_routes: list[np.ndarray] = []
-        self.row_routes: np.ndarray | None = None
         self.rows: list[list[int]] = []
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
         del max_new_tokens
         self.rows = [list(prefix) for prefix, count in zip(prefixes, num_rows, strict=True) for _ in range(count)]
-        logits = self._logits()
-        if self.heard is not None:
-            first = np.cumsum([0, *num_rows])[:-1].tolist()
-            taken = self.heard.taken(len(self.rows))
-            self.prefix_routes = [taken[row, : len(prefix)] for row, prefix in zip(first, prefixes, strict=True)]
-            self.row_routes = None
-        return logits
+        return self._logits()
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         for row, token in zip(self.rows, token_ids.tolist(), strict=True):
             row.append(token)
-        logits = self._logits()
-        if self.heard is not None:
-            self.row_routes = self.heard.taken(len(self.rows))[
-                range(len(self.rows)), [len(row) - 1 for row in self.rows]
-            ]
-        return logits
+        return self._logits()
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -192,32 +167,18 @@ class CopiedCache:
         self.argument = cache_argument(model) or "cache"
         self.cache: Cache = _new_cache(model)
         self.length = 0
-        self.heard: HeardRoutes | None = None
-        self.prefix_routes: list[np.ndarray] = []
-        self.row_routes: np.ndarray | None = None
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
         del max_new_tokens
         self.cache, self.length = _new_cache(self.model), 0
         logits = self._forward(torch.tensor(prefixes, device=device_of(self.model)), 0)
-        self._hear_prefixes(len(prefixes))
         rows = [group for group, count in enumerate(num_rows) for _ in range(count)]
         self.keep(rows)
         return logits[rows]
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Decoder`."""
-        return self._step(token_ids, self.length)
-
-    def _step(self, token_ids: torch.Tensor, position: int) -> torch.Tensor:
-        logits = self._forward(token_ids[:, None], position)
-        if self.heard is not None:
-            self.row_routes = self.heard.taken(len(token_ids))[:, 0]
-        return logits
-
-    def _hear_prefixes(self, num_prefixes: int) -> None:
-        if self.heard is not None:
-            self.prefix_routes, self.row_routes = list(self.heard.taken(num_prefixes)), None
+        return self._forward(token_ids[:, None], self.length)
 
     def _forward(self, ids: torch.Tensor, first: int, **more: torch.Tensor) -> torch.Tensor:
         """first: the position of the first of these tokens. more: further arguments of the model."""

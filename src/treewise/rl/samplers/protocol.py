@@ -128,8 +128,8 @@ class Completion:
 class Sampler(Protocol):
     """Anything that continues token ids. One that answers several calls at once, as a server does, has a number
     `max_concurrent` of them: the online loop then asks for each continuation on its own. One that computes a call in
-    parts may have `sample_in_parts`, and one that is given weights in two parts `begin_update`, see the functions of
-    these names.
+    parts may have `sample_in_parts`, and one that is given weights in two parts `begin_update`, which is `update` but
+    returns what ends it: the model may change meanwhile.
     """
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
@@ -141,16 +141,6 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Gives connections and memory back."""
-
-
-def begin_update(sampler: Sampler, model: "nn.Module | None") -> Callable[[], None]:
-    """`Sampler.update` in two parts: after the first the model may change; the second, which is returned, ends it."""
-    own = getattr(sampler, "begin_update", None)
-    if own is not None:
-        found: Callable[[], None] = own(model)
-        return found
-    sampler.update(model)  # type: ignore[arg-type]  # None of a process that has no part of a server's weights
-    return lambda: None
 
 
 Done = Callable[[int, tuple[Completion, ...]], None]

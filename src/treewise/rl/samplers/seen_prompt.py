@@ -58,10 +58,9 @@ class SeenPrompt(CopiedCache):
             logits = self._forward(ids, 0, **given)
         except ValueError as error:
             raise DataError(f"the images of a prompt of {ids.shape[1]} tokens: {error}") from error
-        self._hear_prefixes(1)
         self.keep([0] * num_rows[0])
         return logits.expand(num_rows[0], -1)
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `Decoder`."""
-        return self._step(token_ids, self.length - self.skipped)
+        return self._forward(token_ids[:, None], self.length - self.skipped)

@@ -228,7 +228,7 @@ class ServerSampler:
         self.begin_update(model)()
 
     def begin_update(self, model: nn.Module) -> Callable[[], None]:
-        """See `protocol.begin_update`: weights that go through a folder are written first, and loaded then."""
+        """See `Sampler`: weights that go through a folder are written first, and loaded then."""
         load: list[Callable[[], Held]] = []
         ranks.on_first_rank(lambda: load.append(self._weights.hand_over(model)))
 

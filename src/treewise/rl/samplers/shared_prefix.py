@@ -12,9 +12,8 @@ S new tokens so far, H query heads, K key heads, D head size, V vocabulary.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
@@ -22,10 +21,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from treewise.errors import UnsupportedModelError
 
-if TYPE_CHECKING:
-    from treewise.nn.routing import HeardRoutes
-
-NO_ROUTES = np.zeros((0, 1, 1), dtype=np.int16)  # of a prefix of one token, which each row computes itself
 NAME = "treewise_shared_prefix"
 PREFILL_TOKENS = 4096  # tokens of a prefix that one forward computes
 FORWARD_TOKENS = 32  # what a forward costs besides its tokens, in tokens
@@ -52,9 +47,6 @@ class SharedPrefix:
         self.slots: list[int] = []
         self.width = 0
         self.windows: dict[int, int | None] = {}
-        self.heard: HeardRoutes | None = None
-        self.prefix_routes: list[np.ndarray] = []
-        self.row_routes: np.ndarray | None = None
 
     def start(self, prefixes: Sequence[Prefix], num_rows: Sequence[int], max_new_tokens: int) -> torch.Tensor:
         """See `Decoder`. Prefixes in lexicographic order are computed with the fewest tokens.
@@ -62,7 +54,6 @@ class SharedPrefix:
         The last token of a prefix is computed as the first of each of its rows.
         """
         prefilled: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # by prefix and layer, [1, K, P', D] each
-        self.prefix_routes = []
         before: Prefix = ()
         for bucket in _buckets(prefixes):
             cache = self._prefill(bucket, before, prefilled[-1] if prefilled else ())
@@ -101,8 +92,6 @@ class SharedPrefix:
                 treewise_rows=self,
                 **{self.argument: self.cache},
             )
-        if self.heard is not None:
-            self.row_routes = self.heard.taken(len(grid))[self.slots, 0]
         return out.logits[:, -1].index_select(0, slots)
 
     def keep(self, rows: list[int]) -> None:
@@ -134,35 +123,23 @@ class SharedPrefix:
         start = max(min(_num_shared([bucket[0], before]), shared, len(before) - 1), 0)
         for index, (keys, values) in enumerate(known if start else ()):  # a cache of no tokens has one row for ever
             cache.update(keys[:, :, :start], values[:, :, :start], index)
-        known_routes = [self.prefix_routes[-1][:start]] if start and self.heard is not None else []
-        routes = [*known_routes, *self._forward([bucket[0][start:shared]], cache, start)]
+        self._forward([bucket[0][start:shared]], cache, start)
         if len(bucket) > 1:
             cache.batch_repeat_interleave(len(bucket))
         width = max(map(len, bucket)) - 1 - shared
         rest = [(*prefix[shared:-1], *prefix[-1:] * (width - len(prefix) + 1 + shared)) for prefix in bucket]
-        routes_of_rest = self._forward(rest, cache, shared)
-        if self.heard is not None:
-            for row, prefix in enumerate(bucket):
-                own = [route.reshape(-1, *route.shape[-2:]) for route in routes]
-                own += [route[row] for route in routes_of_rest]
-                self.prefix_routes.append(np.concatenate(own)[: len(prefix) - 1] if own else NO_ROUTES)
+        self._forward(rest, cache, shared)
         if not cache.layers:  # prefixes of one token: nothing is kept of what shows the sizes
             self._forward(bucket, cache, 0)
         return cache
 
-    def _forward(self, rows: Sequence[Prefix], cache: DynamicCache, start: int) -> list[np.ndarray]:
-        """Appends the tokens of all rows, which are equally many, to a cache that holds `start` of each; their experts,
-        where these are heard, of each forward [rows, tokens, L, k].
-        """
-        routes = []
+    def _forward(self, rows: Sequence[Prefix], cache: DynamicCache, start: int) -> None:
+        """Appends the tokens of all rows, which are equally many, to a cache that holds `start` of each."""
         extra = known_arguments(self.model, logits_to_keep=1) | {self.argument: cache}
         for low in range(0, len(rows[0]), PREFILL_TOKENS):
             part = torch.tensor([row[low : low + PREFILL_TOKENS] for row in rows], device=device_of(self.model))
             positions = torch.arange(start + low, start + low + part.shape[1], device=part.device).expand_as(part)
             self.model(input_ids=part, position_ids=positions, use_cache=True, **extra)
-            if self.heard is not None:
-                routes.append(self.heard.taken(len(rows)))
-        return routes
 
 
 def _buckets(prefixes: Sequence[Prefix]) -> list[list[Prefix]]:

@@ -9,7 +9,7 @@ its tokens depend on the whole batch; nor does it return entropies or candidates
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import nn
 from treewise.base.features import feature
 from treewise.base.progress import busy_with, tell_progress
 from treewise.errors import ConfigError, NonFiniteError, num
-from treewise.nn.model import split_model
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.nn.wrapped import uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
@@ -165,38 +164,17 @@ class TransformersSampler:
         return found
 
     def _run(self, rows: list[_SampledRow]) -> None:
-        """Samples the rows of a batch to their ends, token by token."""
+        """Samples the rows of a batch to their ends."""
         assert self._decoder is not None
         images = rows[0].request.images
         decoder: Decoder = self._decoder(self.model) if not images else self._seen(images)
-        counts = Counter(row.request.prefix_ids for row in rows)
-        limit = max(row.request.max_new_tokens for row in rows)
-        wants_routes = any(row.request.want_routes for row in rows)
-        listening = feature("routing").heard(split_model(self.model).decoder) if wants_routes else nullcontext()
-        with listening as decoder.heard:  # the experts that routers choose; None: nobody asks
-            logits = decoder.start(list(counts), list(counts.values()), limit)
-            if decoder.heard is not None:
-                groups = dict(zip(counts, decoder.prefix_routes, strict=True))
-                for row in rows:
-                    row.routes.append(groups[row.request.prefix_ids])
-            while True:
-                if decoder.row_routes is not None:
-                    for row, own in zip(rows, decoder.row_routes, strict=True):
-                        row.routes.append(own[None])
-                token_ids = _append(rows, logits)
-                tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
-                alive = [
-                    i
-                    for i, row in enumerate(rows)
-                    if len(row.token_ids) < row.request.max_new_tokens and not row.request.is_stopped(row.token_ids)
-                ]
-                if not alive:
-                    return
-                if len(alive) < len(rows):
-                    decoder.keep(alive)
-                    rows = [rows[i] for i in alive]
-                    token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
-                logits = decoder.step(token_ids)
+        if not any(row.request.want_routes for row in rows):
+            _decode(rows, decoder)
+            return
+        with feature("heard_decoders").listening_to(decoder) as heard:
+            _decode(rows, heard)
+        for row, parts in zip(rows, heard.routes.parts, strict=True):
+            row.routes = parts
 
 
 @contextmanager
@@ -218,6 +196,28 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
         for module in checkpointed:
             module.gradient_checkpointing = True
+
+
+def _decode(rows: list[_SampledRow], decoder: Decoder) -> None:
+    """Token by token, until all rows have ended."""
+    counts = Counter(row.request.prefix_ids for row in rows)
+    limit = max(row.request.max_new_tokens for row in rows)
+    logits = decoder.start(list(counts), list(counts.values()), limit)
+    while True:
+        token_ids = _append(rows, logits)
+        tell_progress("token by token", max(len(row.token_ids) for row in rows), limit)
+        alive = [
+            i
+            for i, row in enumerate(rows)
+            if len(row.token_ids) < row.request.max_new_tokens and not row.request.is_stopped(row.token_ids)
+        ]
+        if not alive:
+            return
+        if len(alive) < len(rows):
+            decoder.keep(alive)
+            rows = [rows[i] for i in alive]
+            token_ids = token_ids[torch.tensor(alive, device=token_ids.device)]
+        logits = decoder.step(token_ids)
 
 
 def _append(rows: list[_SampledRow], logits: torch.Tensor) -> torch.Tensor:

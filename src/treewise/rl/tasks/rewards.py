@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from treewise.data.io.field_checks import printable
 from treewise.errors import TaskError, num
 from treewise.rl.tasks.calls import Calls, FailedCall, FailureKind, Job
-from treewise.rl.tasks.episode import EnvironmentEpisode
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask
 from treewise.rl.tasks.reward_functions import Logged, number
+
+if TYPE_CHECKING:
+    from treewise.rl.tasks.episode import EnvironmentEpisode
 
 logger = logging.getLogger(__name__)
 MAX_FAILED = 0.5  # the share of rollouts that may have no reward, where nothing else is asked for
@@ -116,7 +118,7 @@ class RewardRunner:
             self._write_extras(self.extras, requests, logged)
         return self._checked([request.item.key for request in requests], outcomes), logged
 
-    def of_episodes(self, episodes: Sequence[EnvironmentEpisode]) -> list[Outcome]:
+    def of_episodes(self, episodes: Sequence["EnvironmentEpisode"]) -> list[Outcome]:
         """What the environments of finished episodes give, or why there is nothing.
 
         Raises:

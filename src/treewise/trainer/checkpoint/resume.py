@@ -20,6 +20,7 @@ from treewise.trainer.checkpoint.json_values import from_plain
 from treewise.trainer.checkpoint.load_optimizer import load_optimizer
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER
 from treewise.trainer.checkpoint.store import listed_files, read_manifest
+from treewise.trainer.checkpoint.weights import load_weights
 
 # Where a run writes and what it is called, and what transformers finds out by itself.
 _UNIMPORTANT = {
@@ -113,6 +114,13 @@ def _check_settings(checkpoint: Path, args: SavedSettings) -> list[str]:
 
 
 # -- its states -------------------------------------------------------------------------------------------------------
+
+
+def load_run(checkpoint: Path, model: Any, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Weights, optimizer, schedule and random generators as they were between two steps. Raises as `load_states`."""
+    load_weights(model, checkpoint)
+    load_states(checkpoint, model, optimizer, scheduler)
+    load_random_state(checkpoint)
 
 
 def load_states(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:

@@ -59,11 +59,11 @@ def verifiers_task(
         logger.warning("verifiers:%s: %s of its tasks run %s", name, ", ".join(found["unsandboxed"]), where)
     rows = [{"number": number} for number in range(found["num_tasks"])]
     return EnvironmentTask(
-        partial(Conversation, itertools.cycle(started)), rows=rows, **{"name": f"verifiers:{name}", **own}
+        partial(VerifiersEnvironment, itertools.cycle(started)), rows=rows, **{"name": f"verifiers:{name}", **own}
     )
 
 
-class Conversation:
+class VerifiersEnvironment:
     """An episode, as an environment that answers whole turns. Played again, not copied."""
 
     can_be_copied = False

@@ -1,0 +1,16 @@
+from .calls import Calls as Calls
+from .chat_tokens import ChatTokens as ChatTokens
+from .environment import EnvironmentTask as EnvironmentTask
+from .environment import GuessNumber as GuessNumber
+from .episode import EnvironmentEpisode as EnvironmentEpisode
+from .protocol import RewardRequest as RewardRequest
+from .protocol import SingleTurnTask as SingleTurnTask
+from .protocol import Task as Task
+from .protocol import TaskItem as TaskItem
+from .protocol import TurnTask as TurnTask
+from .reward_functions import math_reward as math_reward
+from .rewards import RewardFailure as RewardFailure
+from .rewards import RewardRunner as RewardRunner
+from .single_turn import ReasoningGymTask as ReasoningGymTask
+from .single_turn import RowsTask as RowsTask
+from .single_turn import SumTask as SumTask
