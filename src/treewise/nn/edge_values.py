@@ -69,7 +69,7 @@ class EdgeValues(torch.autograd.Function):
         if is_own is not None:
             logprob_grad = torch.where(is_own, logprob_grad, 0)
         cast_weight = weight.to(hidden.dtype)
-        gradients = ChunkGradients(ctx.head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        gradients = ChunkGradients(ctx.head, hidden, ctx.needs_input_grad, wide)
         kept, ctx.kept.logits = ctx.kept.logits, None
         factor = ctx.head.scale / ctx.head.temperature
         for (start, end), (low, high) in reversed(ctx.bounds):

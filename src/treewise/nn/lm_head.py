@@ -273,7 +273,7 @@ class _EdgeLoss(torch.autograd.Function):
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         cast_weight = weight.to(dtype)
-        gradients = ChunkGradients(head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        gradients = ChunkGradients(head, hidden, ctx.needs_input_grad, wide)
         values_E = [hidden.new_empty(len(target), dtype=wide) for _ in range(1 + with_entropy)]
         losses = []
         head.slot.keep(None)
@@ -353,24 +353,18 @@ def gradient_of_logits(
 
 
 class ChunkGradients:
-    """Gradients of a head's rows, weight and bias, which its chunks add up; each is None where it is not needed."""
+    """Gradients of a head's rows, weight and bias, which its chunks add up; each is None where it is not needed.
 
-    def __init__(
-        self,
-        head: Head,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        needs: Sequence[bool],
-        wide: torch.dtype,
-    ) -> None:
+    hidden: the rows, as they are projected. needs: whether rows, weight and bias have gradients.
+    """
+
+    def __init__(self, head: Head, hidden: torch.Tensor, needs: Sequence[bool], wide: torch.dtype) -> None:
         # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
         sums = head.gradients or HeadGradients(head)
-        self._is_collected, self._rows = head.gradients is not None, hidden
-        self._like = weight, bias
+        self._head, self._rows = head, hidden
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self._weight = sums.sum("weight", wide) if needs[1] else None
-        self._bias = sums.sum("bias", wide) if bias is not None and needs[2] else None
+        self._bias = sums.sum("bias", wide) if needs[2] else None
 
     def add(self, grad: torch.Tensor, cast_weight: torch.Tensor, start: int, end: int) -> None:
         """Of the rows `start:end`, from the gradient of their projections ([R, V])."""
@@ -384,13 +378,10 @@ class ChunkGradients:
 
     def of_head(self) -> list[torch.Tensor | None]:
         """Of weight and bias, in their dtypes; None where the head collects them."""
-        if self._is_collected:
+        if self._head.gradients is not None:
             return [None, None]
-        sums = (self._weight, self._bias)
-        return [
-            None if total is None or like is None else total.to(like.dtype)
-            for total, like in zip(sums, self._like, strict=True)
-        ]
+        own = (self._weight, self._head.weight), (self._bias, self._head.bias)
+        return [None if total is None or like is None else total.to(like.dtype) for total, like in own]
 
 
 def padded(rows: torch.Tensor) -> torch.Tensor:
