@@ -10,10 +10,9 @@ more than one weight (most adapters of PEFT) runs its own forward on each chunk 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -79,7 +78,6 @@ class Head:
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
     shard: "VocabularyShard | None" = None
-    slot: "LogitsSlot" = field(default_factory=lambda: LogitsSlot())
 
     @property
     def num_tokens(self) -> int:
@@ -155,34 +153,6 @@ class HeadGradients:
             grads = [total.to(each.dtype) for each, total in zip(tensors, self._sums.values(), strict=True)]
             torch.autograd.backward(tensors, grads)
         self._sums.clear()
-
-
-class LogitsSlot:
-    """Holds the logits of the last chunk of the latest forward, for its backward, which mostly comes next.
-
-    One chunk is alive in a forward and in a backward in any case, so keeping one between them adds nothing to their
-    peak. Those of a forward whose backward comes after other forwards do not pile up; those of a graph that is freed
-    are freed with it.
-    """
-
-    def __init__(self) -> None:
-        self._latest: weakref.ref[KeptLogits] | None = None
-
-    def keep(self, logits: torch.Tensor | None) -> "KeptLogits":
-        """Frees what is held; the result, which the caller owns, is held next. logits: None: nothing is."""
-        latest = None if self._latest is None else self._latest()
-        if latest is not None:
-            latest.logits = None
-        kept = KeptLogits(logits)
-        self._latest = weakref.ref(kept)
-        return kept
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class KeptLogits:
-    """logits: [R, V], which the backward may overwrite; None where they are gone."""
-
-    logits: torch.Tensor | None
 
 
 def edge_values(
@@ -276,7 +246,6 @@ class _EdgeLoss(torch.autograd.Function):
         gradients = ChunkGradients(head, hidden, ctx.needs_input_grad, wide)
         values_E = [hidden.new_empty(len(target), dtype=wide) for _ in range(1 + with_entropy)]
         losses = []
-        head.slot.keep(None)
         for (start, end), (low, high) in bounds:
             logits, slope = project(hidden[start:end], cast_weight, bias, wide, head, with_slope=True)
             row, column = edge_row[low:high] - start, target[low:high]
