@@ -66,7 +66,7 @@ def out_of_memory() -> None:
 
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    with_less_memory(step, Budget(8192), 20_000, model)
+    with_less_memory(step, Budget(8192), 20_000, [*model.parameters()])
 
 
 def not_finite() -> None:

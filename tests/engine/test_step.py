@@ -10,7 +10,9 @@ from treewise import Forest, Trajectory, TreeEngine, plan
 from treewise.distributed.lockstep import forward_passes, training_passes
 from treewise.distributed.lockstep.guest import DONE
 from treewise.distributed.lockstep.turns import Passes
+from treewise.engine.step import StepLoss
 from treewise.errors import ConfigError
+from treewise.nn.guest import MicroBatchOutput
 from treewise.objectives import SFT
 from treewise.planning.plans import Plan, lay_out
 from treewise.testing.families import tiny_model
@@ -40,6 +42,32 @@ def test_a_micro_batch_skips_the_branches_beside_it(attention: str) -> None:
     with torch.no_grad():
         for found, each in zip(engine.logprobs(forest), logprobs, strict=True):
             torch.testing.assert_close(found, each.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("hold", ["never", "always"])
+def test_a_walk_trains_again_after_a_visit_and_after_an_error(hold: str) -> None:
+    rng = np.random.default_rng(2)
+    items = [Trajectory([3, 4, 5, 6, *rng.integers(7, 64, 5)]) for _ in range(4)]
+    model = tiny_model("gpt_neox", torch.float64)
+    loss, _, expected = flat_sft(model, items)
+    engine = TreeEngine(model, 8, hold=hold, check=False)
+    walk = engine.new_walk(plan(forest := Forest.from_trajectories(items), 8, hold=hold))
+    outputs: list[MicroBatchOutput] = []
+
+    def fails_late(output: MicroBatchOutput) -> torch.Tensor | None:
+        outputs.append(output)
+        if len(outputs) == 3:
+            raise KeyError
+        return StepLoss(forest, SFT(), None).of_micro_batch(output)
+
+    of_trees = StepLoss(forest, SFT(), None)
+    walk.visit(of_trees.of_micro_batch)
+    with pytest.raises(KeyError):
+        walk.train(fails_late)
+    model.zero_grad()
+    walk.train(StepLoss(forest, SFT(), None).of_micro_batch)
+    assert of_trees.output(walk).loss == pytest.approx(loss, rel=1e-10)
+    assert gradient_error(gradients_of(model), expected) < 1e-10
 
 
 @pytest.mark.parametrize("hold", ["never", "always"])

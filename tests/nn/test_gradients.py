@@ -40,7 +40,7 @@ def test_taken(model: nn.Linear) -> None:
 
 
 def test_set_aside_and_added(model: nn.Linear) -> None:
-    with gradients_set_aside(model):
+    with gradients_set_aside([*model.parameters()]):
         assert model.weight.grad is None
         model(torch.ones(1, 2)).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((2, 2), 2.0))
@@ -49,7 +49,7 @@ def test_set_aside_and_added(model: nn.Linear) -> None:
 
 def test_set_aside_and_kept_alone_after_an_error(model: nn.Linear) -> None:
     def backward_and_fail() -> None:
-        with gradients_set_aside(model):
+        with gradients_set_aside([*model.parameters()]):
             model(torch.ones(1, 2)).sum().backward()
             raise KeyError
 

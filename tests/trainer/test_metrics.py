@@ -71,7 +71,8 @@ def test_mfu_is_the_speed_over_the_peak_of_the_device(trees, monkeypatch):
         throughput.begin_run(torch.device(name), dtype)
         with throughput.waiting_for_batches():
             pass
-        assert throughput.add_flops(model, PreparedBatch(tuple(forests), (), None)) == needed
+        batch = PreparedBatch(tuple(forests), (), None, throughput.flops_of(model, forests))
+        assert throughput.add_flops(model, batch) == needed
         throughput.end_step()
         found[name, dtype] = throughput.take(1.0, 1.0, 1.0)
         assert found[name, dtype]["batch_wait_share"] == 0.25

@@ -19,7 +19,7 @@ from treewise.planning.fastest import fastest_plan
 from treewise.planning.planner import plan
 from treewise.testing.families import tiny_model as family_model
 from treewise.testing.oracle import gradient_error, gradients_of
-from treewise.trainer import TreeTrainingArguments, step
+from treewise.trainer import TreeTrainingArguments, recomputation, step
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.tree.forest import Forest
 
@@ -121,6 +121,24 @@ def test_an_optimizer_of_8_bits_needs_two_bytes():
     number = sum(each.numel() for each in model.parameters())
     sizes = {name: optimizer_bytes(model, None, name) / number for name in ("adamw_torch", "adamw_torch_8bit", "sgd")}
     assert sizes == {"adamw_torch": 4.0, "adamw_torch_8bit": 2.0, "sgd": 0.0}
+
+
+def test_layers_that_are_computed_again_are_chosen_before_a_budget_is_measured(make_runner, forests, monkeypatch):
+    """Also where routers are counted before the first backward."""
+    found = []
+
+    def recompute_as_set(engine, first, *_, **__):
+        found.append((engine.budget.is_measured, engine.model.training, first().num_tokens))
+
+    monkeypatch.setattr(recomputation, "recompute_as_set", recompute_as_set)
+    model = family_model("mixtral", output_router_logits=True, pad_token_id=None, vocab_size=64).eval()
+    runner = make_runner(model, max_tokens="auto", activation_checkpointing="auto")
+    batches = [runner.prepare(part) for part in ([], forests[:2], forests[2:])]
+    runner.begin_step(batches, 1)
+    assert found == [(False, True, sum(each.num_tokens for each in forests[:2]))]
+    assert runner.engine.budget.is_measured
+    runner.begin_step(batches, 2)
+    assert len(found) == 1
 
 
 # -- sums of gradients ------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, TreewiseError
 from treewise.nn.attention import IMPLEMENTATIONS, TreeMask
 from treewise.nn.decoder import DecoderAndHead
-from treewise.nn.lm_head import LogitsSlot
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
@@ -288,7 +287,7 @@ def plain_parts(model: PreTrainedModel) -> DecoderAndHead:
     lm = split_model(touched)
     path_of = {id(module): path for path, module in touched.named_modules()}
     decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (lm.decoder, lm.output))
-    return replace(lm, model=plain, base=base_model(plain), decoder=decoder, output=output, logits=LogitsSlot())
+    return replace(lm, model=plain, base=base_model(plain), decoder=decoder, output=output)
 
 
 def prepare(build: Callable[[], Contestant]) -> Contestant | str:

@@ -14,7 +14,6 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import ANCHOR, EVERYTHING, NOTHING, Carried
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest
-from treewise.nn.wrapped import base_model
 
 # Names in decoders. Layers and last norms of other names count as what is before the layers: exact, at a higher cost.
 _LAYERS = {"layers", "h", "block", "blocks"}
@@ -47,9 +46,8 @@ def carried_by(lm: DecoderAndHead, *, with_images: bool) -> Carried:
 
 def tower_parameters(lm: DecoderAndHead) -> list[nn.Parameter]:
     """The parameters of a model's towers and projectors; none of a model of text."""
-    base: Any = base_model(lm.model)
     inside = set(lm.decoder.parameters())
-    return [each for each in base.base_model.parameters() if each not in inside]
+    return [each for each in lm.base.base_model.parameters() if each not in inside]
 
 
 def reaches_a_parameter(root: torch.Tensor) -> bool:

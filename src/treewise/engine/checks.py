@@ -18,10 +18,10 @@ from treewise.base.progress import busy_with
 from treewise.engine.probe import check_router_losses, probe
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
-from treewise.nn.decoder import DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead, all_modules, all_parameters
 from treewise.nn.device import warn_of_slow_precision
 from treewise.nn.platform.tensors import autocast_dtype
-from treewise.nn.wrapped import all_modules, all_parameters, base_model
+from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
 _NUM_KEPT = 8  # states; more only where something is new at every step

@@ -20,7 +20,7 @@ from treewise.distributed.parts import mesh_of
 from treewise.engine.checks import StepChecks, refuse_no_gradients
 from treewise.engine.edge_scorer import Values
 from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest, StepOutput
-from treewise.engine.step import StepLoss, Walk, take_step, with_less_memory
+from treewise.engine.step import Loss, StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
 from treewise.nn.gradients import refuse_hooks
@@ -256,35 +256,38 @@ class TreeEngine:
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
             refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
         self.check(ready.joined)  # with the hooks in their places
-        new_walks = partial(self._new_walks, router_counts=router_counts)
-        new_loss = partial(self._new_loss, loss, ready, denominator, trained_only=trained_only)
-        return take_step(ready, self.model, self.budget, self.plan, new_walks, new_loss)
+        begin = partial(self._begun, ready, loss, denominator, router_counts=router_counts, trained_only=trained_only)
+        return take_step(begin, self.model, self.budget, ready.joined.num_tokens)
 
-    def _new_loss(
+    def _begun(
         self,
-        loss: Any,
         ready: PreparedForest,
+        loss: Any,
         denominator: float | None,
-        forest: Forest,
         *,
+        router_counts: Any = None,
         trained_only: bool = False,
-    ) -> Any:
-        if not isinstance(loss, Objective):
-            if denominator is not None:
-                raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
-            return feature("values").FunctionLoss(forest, loss, trained_only=trained_only)
-        kind = StepLoss if loss.is_separable(forest) else feature("values").JointLoss
-        own = kind(forest, loss, denominator, ready.terms if loss is ready.objective else None)
-        if own.terms.tokens is not None:
-            refuse_candidates(self.lm, own.terms.tokens)
-        return own
-
-    def _new_walks(self, plan: Plan, router_counts: Any = None) -> Callable[[], Walk]:
-        """What makes walks over a plan that share their guests: images, and the router losses of a step."""
+    ) -> tuple[Walk, Loss]:
+        """The walk over a forest's plan under the present budget, and the loss on it."""
+        plan = self.plan(ready)
+        own = self._new_loss(ready, loss, denominator, trained_only=trained_only)
         guests = self._guests(plan)
         if self.router_loss_rule is not None:
             guests.append(self._router_losses(plan, router_counts))
-        return lambda: Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
+        return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature), own
+
+    def _new_loss(self, ready: PreparedForest, loss: Any, denominator: float | None, *, trained_only: bool) -> Loss:
+        forest = ready.joined
+        if not isinstance(loss, Objective):
+            if denominator is not None:
+                raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
+            of_function: Loss = feature("values").FunctionLoss(forest, loss, trained_only=trained_only)
+            return of_function
+        kind = StepLoss if loss.is_separable(forest) else feature("values").JointLoss
+        own: StepLoss = kind(forest, loss, denominator, ready.terms if loss is ready.objective else None)
+        if own.terms.tokens is not None:
+            refuse_candidates(self.lm, own.terms.tokens)
+        return own
 
     def _router_losses(self, plan: Plan, counts: Any = None) -> Any:
         add_up = None if self._context is None else self._context.add_up
@@ -301,11 +304,9 @@ class TreeEngine:
         objective = checked_objective(objective)
         ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         self.check(ready.joined)
-        plan = self.plan(ready)
-        loss, walk = self._new_loss(objective, ready, denominator, plan.forest), self._new_walks(plan)()
+        walk, loss = self._begun(ready, objective, denominator)
         loss.evaluate(walk)
-        output: StepOutput = loss.output(walk)
-        return output
+        return loss.output(walk)
 
     def count_experts(self, forests: Forests) -> Any:
         """How often the routers choose each expert on some trees (`nn.router_loss.RouterCounts`), for a step that is
@@ -321,7 +322,7 @@ class TreeEngine:
             self.new_walk(plan, more=[losses]).visit(lambda _: None)
             return losses.router_loss.counts()
 
-        return with_less_memory(counted, self.budget, ready.joined.num_tokens, self.model)
+        return with_less_memory(counted, self.budget, ready.joined.num_tokens)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -386,8 +387,9 @@ class TreeEngine:
         """
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
-        walk = partial(Walk, self.lm, plan, self.implementation, guests, temperature=self.temperature)
-        values: list[Values] = feature("values").tree_values(partial(walk, reads_routers=reads_routers), readers)
+        options = {"temperature": self.temperature, "reads_routers": reads_routers}
+        walk = Walk(self.lm, plan, self.implementation, guests, **options)
+        values: list[Values] = feature("values").tree_values(walk, readers)
         self.replay = replay_of(guests)
         return values
 

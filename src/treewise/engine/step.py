@@ -36,15 +36,14 @@ from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
 from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
-from treewise.engine.prepared import AUTO, Budget, PreparedForest, StepOutput
+from treewise.engine.prepared import AUTO, Budget, StepOutput
 from treewise.errors import ConfigError, DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
-from treewise.nn.decoder import DecoderAndHead, run_decoder
+from treewise.nn.decoder import DecoderAndHead, all_modules, all_parameters, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch, add_up, replay_of
 from treewise.nn.lm_head import AnyHead
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
-from treewise.nn.wrapped import all_modules, all_parameters
 from treewise.objectives.protocol import Objective, Terms
 from treewise.objectives.sft import described
 from treewise.planning.plans import BACKWARD, FORWARD, HOLD, Pass, Plan, lay_out
@@ -60,47 +59,42 @@ T = TypeVar("T")
 
 
 def take_step(
-    ready: PreparedForest,
-    model: nn.Module,
-    budget: Budget,
-    plan_of: Callable[[PreparedForest], Plan],
-    new_walks: Callable[[Plan], "Callable[[], Walk]"],
-    new_loss: Callable[[Forest], "Loss"],
+    begin: Callable[[], "tuple[Walk, Loss]"], model: nn.Module, budget: Budget, num_tokens: int
 ) -> StepOutput:
     """Forward and backward of a forest; gradients are added into `.grad`, and hooks on them run once, in the end.
 
-    plan_of: cuts the forest under the present budget. new_walks: returns what makes walks over a plan that share their
-    guests. new_loss: of a forest.
+    begin: plans the forest under the present budget; the walk over that plan, and the loss. num_tokens: of the forest.
 
     Raises:
         OutOfMemoryError: see `with_less_memory`.
     """
 
     def attempt() -> StepOutput:
-        plan = plan_of(ready)
-        loss = new_loss(plan.forest)
-        walk = loss.backward(new_walks(plan))
+        walk, loss = begin()
+        loss.backward(walk)
         return loss.output(walk)
 
     parameters = all_parameters(all_modules(model))
     has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)  # noqa: SLF001
     with hooks_run_once(model) if has_hooks else nullcontext():
-        return with_less_memory(attempt, budget, ready.joined.num_tokens, model)
+        return with_less_memory(attempt, budget, num_tokens, parameters)
 
 
-def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, model: nn.Module | None) -> T:
+def with_less_memory(
+    attempt: Callable[[], T], budget: Budget, num_tokens: int, parameters: Sequence[nn.Parameter] = ()
+) -> T:
     """Runs a step of `num_tokens`, and again at half the budget while it runs out of memory, with the same result.
 
-    What an attempt added to the model's gradients is dropped; those of earlier calls are kept, with
-    `max_tokens="auto"`. model: None: it adds to none.
+    parameters: to whose gradients it adds. What an attempt added is dropped; the gradients of earlier calls are kept,
+    with `max_tokens="auto"`.
 
     Raises:
         OutOfMemoryError: at a budget of one token, or if `.grad` also holds gradients of earlier calls, which can only
             be kept apart with `max_tokens="auto"`.
     """
     is_auto = budget.setting == AUTO
-    is_fresh = is_auto or model is None or all(parameter.grad is None for parameter in model.parameters())
-    with gradients_set_aside(model) if is_auto and model is not None else nullcontext():
+    is_fresh = is_auto or all(parameter.grad is None for parameter in parameters)
+    with gradients_set_aside(parameters) if is_auto else nullcontext():
         while True:
             try:
                 return attempt()
@@ -119,7 +113,7 @@ def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, 
                 raise OutOfMemoryError(f"out of memory even with one token at a time. ({reason})")
             budget.tokens = used // 2
             logger.warning("out of memory with %d tokens at a time; the same step again with %d", used, budget.tokens)
-            clear_gradients(() if model is None else model.parameters())
+            clear_gradients(parameters)
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -129,7 +123,7 @@ def with_less_memory(attempt: Callable[[], T], budget: Budget, num_tokens: int, 
 
 
 class Walk:
-    """One pass, or several, over the micro-batches of a plan.
+    """One pass, or several, over the micro-batches of a plan: `train`, and `visit` before it or alone.
 
     Parameters:
         impl: a name of `nn.attention.IMPLEMENTATIONS`.
@@ -179,9 +173,9 @@ class Walk:
         if not (self.plan.is_whole and not self.splits_tokens) and any(guest.needs_visit for guest in self.guests):
             self.visit(lambda _: None)
         has_gradient = False
+        self._collects, self._head = not self.has_one_root, None  # not what a training that failed had collected
         with ExitStack() as around:
-            if not self.has_one_root:
-                self._collects = True
+            if self._collects:
                 around.enter_context(sparse_embedding_gradients(self.lm.decoder.get_input_embeddings()))
                 for guest in self.guests:
                     around.enter_context(guest.training())
@@ -319,14 +313,14 @@ class Walk:
 class Loss(Protocol):
     """What a step takes the gradients of."""
 
-    def backward(self, new_walk: Callable[[], Walk]) -> Walk:
-        """Adds the gradients, by one walk or two; returns the last."""
+    def backward(self, walk: Walk) -> None:
+        """Adds the gradients, by a training, or by a visit and then a training."""
 
     def evaluate(self, walk: Walk) -> None:
-        """The loss alone, by one walk without a graph."""
+        """The loss alone, by a visit."""
 
     def output(self, walk: Walk) -> StepOutput:
-        """What the step reports, after its walks."""
+        """What the step reports, after its walk."""
 
 
 class StepLoss:
@@ -350,10 +344,8 @@ class StepLoss:
         self.score = EdgeScorer(forest, self.terms.positions, self.terms.tokens, objective.outputs)
         self._reported: list[Values] = []
 
-    def backward(self, new_walk: Callable[[], Walk]) -> Walk:
-        walk = new_walk()
+    def backward(self, walk: Walk) -> None:
         walk.train(self.of_micro_batch)
-        return walk
 
     def evaluate(self, walk: Walk) -> None:
         walk.visit(self.of_micro_batch)
@@ -368,7 +360,8 @@ class StepLoss:
         streams: Values = {}
 
         def of_part(values: Values, entries: np.ndarray, part: slice) -> Tensor:
-            streams.update({} if streams else self._streams(values["log_probs"], entries))
+            if not streams:
+                streams.update(self._streams(values["log_probs"], entries))
             return self._loss(values, {name: stream[part] for name, stream in streams.items()})
 
         found = self.score.loss(output, of_part)

@@ -56,15 +56,12 @@ class Reader:
         return to_device(index if self.places is None else self.places[index], device)
 
 
-def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list[Values]:
+def tree_values(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
     """For each reader, its [num_entries, ...] tensors by name; entries that no micro-batch gives are zero.
-
-    new_walk: returns a fresh walk over the plan; the backward needs one of its own.
 
     Raises:
         ConfigError: in lockstep with gradients enabled; in the backward, if weights changed since the forward.
     """
-    walk = new_walk()
     if walk.in_lockstep and torch.is_grad_enabled():
         raise ConfigError(
             "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
@@ -77,16 +74,16 @@ def tree_values(new_walk: Callable[[], Walk], readers: Sequence[Reader]) -> list
     # Has autograd call the backward also where no parameter is trained, which is an error there.
     anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
     trained = [each for each in walk.lm.model.parameters() if each.requires_grad]
-    tensors = iter(_TreeValues.apply(anchor, new_walk, tuple(readers), *trained))
+    tensors = iter(_TreeValues.apply(anchor, walk, tuple(readers), *trained))
     return [{name: next(tensors) for name in reader.names} for reader in readers]
 
 
 def backward_through(
-    new_walk: Callable[[], Walk], readers: Sequence[Reader], loss_of: Callable[[list[Values]], Tensor]
-) -> tuple[Float[Tensor, ""], Walk]:
-    """Backward of a loss on values of the whole forest; returns the loss, a scalar that is detached, and the last walk.
+    walk: Walk, readers: Sequence[Reader], loss_of: Callable[[list[Values]], Tensor]
+) -> Float[Tensor, ""]:
+    """Backward of a loss on values of the whole forest; returns the loss, a scalar that is detached.
 
-    The walk with the loss's gradients runs after the backward of the loss and not inside of it, as it would with
+    The training with the loss's gradients runs after the backward of the loss and not inside of it, as it would with
     `tree_values`: modules that are sharded by FSDP2 take a forward within a backward for a recomputation, keep their
     parameters whole after it and gather none in the backward. Their collectives would then differ from those of a rank
     whose empty pass runs outside of a backward, and memory would hold the whole model.
@@ -96,28 +93,25 @@ def backward_through(
     Raises:
         UnsupportedModelError: nothing that the walk computes requires a gradient.
     """
-    first = new_walk()
-    if first.is_one_graph:
-        output = _only_forward(first)
-        values, more = _in_one_graph(output, readers), first.loss_of_guests(output)
+    if walk.is_one_graph:
+        output = _only_forward(walk)
+        values, more = _in_one_graph(output, readers), walk.loss_of_guests(output)
         has_gradient = any(tensor.requires_grad for each in values for tensor in each.values())
         if not has_gradient:
-            refuse_no_gradient(first.lm, first.guests)
+            refuse_no_gradient(walk.lm, walk.guests)
         loss = loss_of(values)
         if has_gradient:
             (loss if more is None else loss + more.to(loss.dtype)).backward()
-        return loss.detach(), first
-    values = _visited(first, readers)
+        return loss.detach()
+    values = _visited(walk, readers)
     for reader, tensors in zip(readers, values, strict=True):
         for name, tensor in tensors.items():
             tensor.requires_grad_(name not in reader.without_gradient)
     loss = loss_of(values)
     loss.backward()
     grads_of = [{name: tensor.grad for name, tensor in tensors.items()} for tensors in values]
-    walk = new_walk()
     walk.train(_loss_with_gradients(readers, grads_of))
-    walk.num_visits += first.num_visits
-    return loss.detach(), walk
+    return loss.detach()
 
 
 def token_reader(
@@ -153,11 +147,11 @@ def restored_logprobs(values: Values, forest: Forest, *, trained_only: bool) -> 
 class JointLoss(StepLoss):
     """The loss of an objective whose terms depend on one another, as sequence-level ratios do: two walks."""
 
-    def backward(self, new_walk: Callable[[], Walk]) -> Walk:
-        return backward_through(new_walk, [self._reader()], lambda values: self.of_terms(values[0]))[1]
+    def backward(self, walk: Walk) -> None:
+        backward_through(walk, [self._reader()], lambda values: self.of_terms(values[0]))
 
     def evaluate(self, walk: Walk) -> None:
-        self.of_terms(tree_values(lambda: walk, [self._reader()])[0])
+        self.of_terms(tree_values(walk, [self._reader()])[0])
 
     def output(self, walk: Walk, *, is_part: bool = False) -> StepOutput:
         """What the step reports; the values of all ranks' tokens were added up before the loss."""
@@ -175,18 +169,13 @@ class FunctionLoss:
         self._forest, self._function, self._trained_only = forest, function, trained_only
         self._value: Tensor | None = None
 
-    def backward(self, new_walk: Callable[[], Walk]) -> Walk:
-        """Adds the gradients; returns the last walk.
-
-        Raises:
-            ConfigError: the function returns no scalar, or one without a gradient.
-        """
-        self._value, walk = backward_through(new_walk, [self._reader()], self._with_gradient)
-        return walk
+    def backward(self, walk: Walk) -> None:
+        """Raises `ConfigError`: the function returns no scalar, or one without a gradient."""
+        self._value = backward_through(walk, [self._reader()], self._with_gradient)
 
     def evaluate(self, walk: Walk) -> None:
         """Raises `ConfigError`: the function returns no scalar."""
-        self._value = self._of(tree_values(lambda: walk, [self._reader()]))
+        self._value = self._of(tree_values(walk, [self._reader()]))
 
     def output(self, walk: Walk) -> StepOutput:
         """What the step reports, after its walks."""
@@ -257,12 +246,11 @@ class _TreeValues(torch.autograd.Function):
     def forward(
         ctx: Context,
         _: Tensor,
-        new_walk: Callable[[], Walk],
+        walk: Walk,
         readers: tuple[Reader, ...],
         *trained: Tensor,
     ) -> tuple[Tensor, ...]:
-        walk = new_walk()
-        ctx.new_walk, ctx.readers, ctx.trained = new_walk, readers, trained
+        ctx.walk, ctx.readers, ctx.trained = walk, readers, trained
         ctx.autocast = Autocast.now(walk.lm.device.type)
         versions = [(each, _version(each)) for each in walk.lm.model.parameters()]
         results = _visited(walk, readers)
@@ -287,7 +275,7 @@ class _TreeValues(torch.autograd.Function):
                 "weights were changed between the forward and the backward of values on a tree, which the backward "
                 "computes again. Call backward before the optimizer's step."
             )
-        walk, tensors = ctx.new_walk(), iter(grads)
+        walk, tensors = ctx.walk, iter(grads)
         grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
         came: list[Tensor | None] = [None] * len(ctx.trained)
         if any(grad is not None for grad in grads):

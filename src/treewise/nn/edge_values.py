@@ -1,16 +1,44 @@
 """Log-probs of edges whose gradients come later, as values of a graph: the backward computes their logits again.
 
-It takes the logits of the last chunk over from the forward if no other call came between (see `lm_head.LogitsSlot`),
-and projects the other chunks again, so memory stays at `chunk x vocabulary`. Letters as in `lm_head`.
+It takes the logits of the last chunk over from the forward if no other forward came between (`_kept`), and projects the
+other chunks again, so memory stays at `chunk x vocabulary`. Letters as in `lm_head`.
 """
 
+import weakref
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from treewise.base.shapes import Context
-from treewise.nn.lm_head import Bounds, ChunkGradients, Head, KeptLogits, gradient_of_logits, means, over_rows, project
+from treewise.nn.lm_head import Bounds, ChunkGradients, Head, gradient_of_logits, means, over_rows, project
 from treewise.nn.platform.tensors import autocast_dtype
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Kept:
+    """logits: [R, V], which the backward may overwrite; None where they are gone."""
+
+    logits: torch.Tensor | None
+
+
+# By device: the logits of the last chunk of the latest forward, for its backward, which mostly comes next. The graph of
+# that forward owns them.
+_latest: "dict[torch.device, weakref.ref[_Kept]]" = {}
+
+
+def _kept(logits: torch.Tensor | None, device: torch.device) -> _Kept:
+    """What the caller keeps for its backward, in place of what the latest forward kept; logits: None: nothing is.
+
+    One chunk is alive in a forward and in a backward in any case, so keeping one between them adds nothing to their
+    peak. Those of a forward whose backward comes after other forwards do not pile up.
+    """
+    latest = _latest[device]() if device in _latest else None
+    if latest is not None:
+        latest.logits = None
+    kept = _Kept(logits)
+    _latest[device] = weakref.ref(kept)
+    return kept
 
 
 class EdgeValues(torch.autograd.Function):
@@ -36,7 +64,7 @@ class EdgeValues(torch.autograd.Function):
         mean_R = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
         cast_weight = weight.to(dtype)
         column_E, is_own_E = (target, None) if head.shard is None else head.shard.local(target)
-        head.slot.keep(None)
+        _kept(None, hidden.device)
         for (start, end), (low, high) in bounds:
             logits, _ = project(hidden[start:end], cast_weight, bias, wide, head)
             lse_R[start:end] = over_rows(partial(torch.logsumexp, dim=1), logits)
@@ -51,7 +79,7 @@ class EdgeValues(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, edge_row, column_E, is_own_E, lse_R, entropy_R)
         ctx.head, ctx.bounds, ctx.with_entropy = head, bounds, with_entropy
         has_backward = head.softcap is None and any(ctx.needs_input_grad)
-        ctx.kept = head.slot.keep(logits) if has_backward else KeptLogits(None)
+        ctx.kept = _kept(logits if has_backward else None, hidden.device)
         ctx.set_materialize_grads(False)
         return log_probs_E, entropy_R
 
@@ -69,7 +97,7 @@ class EdgeValues(torch.autograd.Function):
         if is_own is not None:
             logprob_grad = torch.where(is_own, logprob_grad, 0)
         cast_weight = weight.to(hidden.dtype)
-        gradients = ChunkGradients(ctx.head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        gradients = ChunkGradients(ctx.head, hidden, ctx.needs_input_grad, wide)
         kept, ctx.kept.logits = ctx.kept.logits, None
         factor = ctx.head.scale / ctx.head.temperature
         for (start, end), (low, high) in reversed(ctx.bounds):

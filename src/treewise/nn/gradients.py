@@ -3,7 +3,7 @@ on gradients run.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +52,9 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def gradients_set_aside(model: nn.Module) -> Iterator[None]:
+def gradients_set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, gradients start at None; afterwards the earlier ones are added, or kept alone if an error was raised."""
-    before = _moved_out(model)
+    before = _moved_out(parameters)
     try:
         yield
     except BaseException:
@@ -69,7 +69,7 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
 def gradients_restored(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start at None and hooks on them do not run; afterwards they are the earlier ones, also if an
     error was raised."""
-    before = _moved_out(model)
+    before = _moved_out([*model.parameters()])
     try:
         with hooks_suspended(model):
             yield
@@ -229,9 +229,9 @@ def refuse_hooks(model: nn.Module, why: str, *, on_any_gradient: bool = False) -
 _Kept = list[tuple[nn.Parameter, torch.Tensor | None]]
 
 
-def _moved_out(model: nn.Module) -> _Kept:
-    before: _Kept = [(each, each.grad) for each in model.parameters()]
-    clear_gradients(model.parameters())
+def _moved_out(parameters: Sequence[nn.Parameter]) -> _Kept:
+    before: _Kept = [(each, each.grad) for each in parameters]
+    clear_gradients(parameters)
     return before
 
 

@@ -10,10 +10,9 @@ more than one weight (most adapters of PEFT) runs its own forward on each chunk 
 Letters: R projected rows, E edges, M model width, V vocabulary.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -79,7 +78,6 @@ class Head:
     temperature: float = 1.0
     gradients: "HeadGradients | None" = None
     shard: "VocabularyShard | None" = None
-    slot: "LogitsSlot" = field(default_factory=lambda: LogitsSlot())
 
     @property
     def num_tokens(self) -> int:
@@ -155,34 +153,6 @@ class HeadGradients:
             grads = [total.to(each.dtype) for each, total in zip(tensors, self._sums.values(), strict=True)]
             torch.autograd.backward(tensors, grads)
         self._sums.clear()
-
-
-class LogitsSlot:
-    """Holds the logits of the last chunk of the latest forward, for its backward, which mostly comes next.
-
-    One chunk is alive in a forward and in a backward in any case, so keeping one between them adds nothing to their
-    peak. Those of a forward whose backward comes after other forwards do not pile up; those of a graph that is freed
-    are freed with it.
-    """
-
-    def __init__(self) -> None:
-        self._latest: weakref.ref[KeptLogits] | None = None
-
-    def keep(self, logits: torch.Tensor | None) -> "KeptLogits":
-        """Frees what is held; the result, which the caller owns, is held next. logits: None: nothing is."""
-        latest = None if self._latest is None else self._latest()
-        if latest is not None:
-            latest.logits = None
-        kept = KeptLogits(logits)
-        self._latest = weakref.ref(kept)
-        return kept
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class KeptLogits:
-    """logits: [R, V], which the backward may overwrite; None where they are gone."""
-
-    logits: torch.Tensor | None
 
 
 def edge_values(
@@ -273,10 +243,9 @@ class _EdgeLoss(torch.autograd.Function):
         hidden = hidden.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         cast_weight = weight.to(dtype)
-        gradients = ChunkGradients(head, hidden, weight, bias, ctx.needs_input_grad, wide)
+        gradients = ChunkGradients(head, hidden, ctx.needs_input_grad, wide)
         values_E = [hidden.new_empty(len(target), dtype=wide) for _ in range(1 + with_entropy)]
         losses = []
-        head.slot.keep(None)
         for (start, end), (low, high) in bounds:
             logits, slope = project(hidden[start:end], cast_weight, bias, wide, head, with_slope=True)
             row, column = edge_row[low:high] - start, target[low:high]
@@ -353,24 +322,18 @@ def gradient_of_logits(
 
 
 class ChunkGradients:
-    """Gradients of a head's rows, weight and bias, which its chunks add up; each is None where it is not needed."""
+    """Gradients of a head's rows, weight and bias, which its chunks add up; each is None where it is not needed.
 
-    def __init__(
-        self,
-        head: Head,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        needs: Sequence[bool],
-        wide: torch.dtype,
-    ) -> None:
+    hidden: the rows, as they are projected. needs: whether rows, weight and bias have gradients.
+    """
+
+    def __init__(self, head: Head, hidden: torch.Tensor, needs: Sequence[bool], wide: torch.dtype) -> None:
         # Chunks of a low-precision model add up in float32, as one large product would inside its kernel.
         sums = head.gradients or HeadGradients(head)
-        self._is_collected, self._rows = head.gradients is not None, hidden
-        self._like = weight, bias
+        self._head, self._rows = head, hidden
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self._weight = sums.sum("weight", wide) if needs[1] else None
-        self._bias = sums.sum("bias", wide) if bias is not None and needs[2] else None
+        self._bias = sums.sum("bias", wide) if needs[2] else None
 
     def add(self, grad: torch.Tensor, cast_weight: torch.Tensor, start: int, end: int) -> None:
         """Of the rows `start:end`, from the gradient of their projections ([R, V])."""
@@ -384,13 +347,10 @@ class ChunkGradients:
 
     def of_head(self) -> list[torch.Tensor | None]:
         """Of weight and bias, in their dtypes; None where the head collects them."""
-        if self._is_collected:
+        if self._head.gradients is not None:
             return [None, None]
-        sums = (self._weight, self._bias)
-        return [
-            None if total is None or like is None else total.to(like.dtype)
-            for total, like in zip(sums, self._like, strict=True)
-        ]
+        own = (self._weight, self._head.weight), (self._bias, self._head.bias)
+        return [None if total is None or like is None else total.to(like.dtype) for total, like in own]
 
 
 def padded(rows: torch.Tensor) -> torch.Tensor:

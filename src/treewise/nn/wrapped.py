@@ -1,6 +1,6 @@
 """What stands around a transformers model or its layers: torch.compile, DistributedDataParallel, PEFT's adapters."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,25 +34,6 @@ def unwrap_model(model: Any) -> Any:
             model = model.get_submodule("_orig_mod")
         else:
             return model
-
-
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()`, in its order, without a generator in a generator for each level: a fifth of the time, for what
-    looks at all of them in each step."""
-    found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            waiting += [*module._modules.values()][::-1]  # noqa: SLF001
-    return list(found)
-
-
-def all_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of modules themselves, each once, in the order of `model.parameters()`."""
-    of_each = (module._parameters.values() for module in modules)  # noqa: SLF001
-    return list({id(each): each for values in of_each for each in values if each is not None}.values())
 
 
 def is_compiled(model: nn.Module) -> bool:

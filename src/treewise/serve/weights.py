@@ -151,7 +151,7 @@ class ServedModel:
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)
-        with self.using(weights), gradients_set_aside(self.model) if gradients else nullcontext():
+        with self.using(weights), gradients_set_aside([*self.model.parameters()]) if gradients else nullcontext():
             try:
                 out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
             except UnsupportedModelError as error:  # of the probe, if they are the first weights of this process

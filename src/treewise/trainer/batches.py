@@ -166,7 +166,7 @@ class PreparedBatch:
     """This rank's trees of a batch, with what its step needs of them.
 
     denominators: of each tree, by the objective. ready: all trees with a trained token as one, planned; None without
-    any. flops: of tree and flat training; None where not counted.
+    any. flops: of tree and flat training; None where they are not counted or not known.
     """
 
     forests: tuple[Forest, ...]

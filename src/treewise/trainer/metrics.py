@@ -104,29 +104,25 @@ class Throughput:
         self._sums["computed_tokens"] += out.num_computed_tokens
 
     def flops_of(self, model: nn.Module, forests: Sequence[Forest]) -> tuple[float, float] | None:
-        """FLOPs of tree and of flat training; None before `add_flops` read the model, or for unknown shapes."""
-        flops = self._flop_model
-        if flops is None or self._model is not model:
-            return None
-        return float(sum(map(flops.tree, forests))), float(sum(map(flops.flat, forests)))
-
-    def add_flops(self, model: nn.Module, batch: PreparedBatch) -> float:
-        """Adds the FLOPs of its trees, forward and backward, and those of flat training; returns the former.
-
-        FLOPs are those of `treewise.nn.flops`, without recomputation; 6 per parameter and tree token where the shapes
-        of the model are not known.
-        """
+        """FLOPs of a batch on the tree and of flat training, forward and backward, without recomputation (`nn.flops`);
+        None where the shapes of the model are not known."""
         if self._model is not model:
             self._model, self._flop_model = model, None
             with suppress(AttributeError, TypeError, ValueError, ZeroDivisionError, KeyError):  # another kind of config
                 self._flop_model = flop_model(model)
-        flops = batch.flops or self.flops_of(model, batch.forests)
+        flops = self._flop_model
         if flops is None:
+            return None
+        return float(sum(map(flops.tree, forests))), float(sum(map(flops.flat, forests)))
+
+    def add_flops(self, model: nn.Module, batch: PreparedBatch) -> float:
+        """Adds the FLOPs of a batch; returns those on the tree, 6 per parameter and token where they are not known."""
+        if batch.flops is None:
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             return 6.0 * sum(forest.num_tokens for forest in batch.forests) * num_parameters
-        self._sums["tree_flops"] += flops[0]
-        self._sums["flat_flops"] += flops[1]
-        return flops[0]
+        self._sums["tree_flops"] += batch.flops[0]
+        self._sums["flat_flops"] += batch.flops[1]
+        return batch.flops[0]
 
     def take(self, tree_tokens: float, flat_tokens: float, computed_tokens: float) -> dict[str, float]:
         """The log entries; resets the sums. Tokens are those of all ranks, FLOPs those of this rank."""

@@ -98,6 +98,7 @@ class StepRunner:
         self.ranks: Any = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
             self.ranks = feature("many_ranks").ManyRanks(model, args)
+        self._is_alone = self.ranks is None or ranks.count() == 1
         self.engine = self._new_engine()
         if args.torch_compile or args.use_liger_kernel or self._is_untried:
             feature("fused_layers").fuse_layers(model, self.engine.lm, args)
@@ -155,7 +156,7 @@ class StepRunner:
         """All ranks measure at the same time; one process alone measures with its first batch. first_tree: what they
         measure with, the same on all; None: that of the run.
         """
-        if self.ranks is not None and not self.engine.budget.is_measured and ranks.count() > 1:
+        if not self._is_alone and not self.engine.budget.is_measured:
             with self._autocast():
                 self.engine.plan((first_tree or self._first_tree)())
             self.ranks.take_least_budget(self.engine)
@@ -170,16 +171,15 @@ class StepRunner:
         """Before the first batch that has trained tokens: switches layers that are computed again in the backward on,
         as the settings say. One process looks at its first batch, several at the tree that budgets are measured with.
         """
-        is_alone = self.ranks is None or ranks.count() == 1
-        if is_alone and ready is None:
+        if self._is_alone and ready is None:
             return
         self._is_chosen = True
-        first = self._first_tree if ready is None or not is_alone else lambda: ready.joined
+        first = self._first_tree if ready is None or not self._is_alone else lambda: ready.joined
         with self._autocast():
             feature("recomputation").recompute_as_set(
                 self.engine, first, self.objective, self.args, reserve_bytes=self._reserve_bytes
             )
-        if not is_alone and self.engine.budget.setting == AUTO and self.engine.budget.is_measured:
+        if not self._is_alone and self.engine.budget.setting == AUTO and self.engine.budget.is_measured:
             self.ranks.take_least_budget(self.engine)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -201,13 +201,25 @@ class StepRunner:
     def begin_step(self, batches: Sequence[PreparedBatch], step: int) -> float:
         """Begins step number `step`, of which `batches` are this rank's: what its sum of token losses is divided by on
         all ranks, how often routers choose each expert over all its batches and ranks, for their load-balancing loss,
-        and the baseline of KTO, are known before the first backward.
+        and the baseline of KTO, are known before the first backward. So is what a first step decides for the run:
+        whether layers are compiled and computed again, and the budget.
 
         Raises:
             DataError: the step has no trained token.
+            ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
         """
+        if self.args.gradient_accumulation_steps > 1 or not self._is_alone:
+            refuse_hooks(
+                self.model,
+                "which is whole only when all batches and processes of a step are added up. Use one process and "
+                "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
+            )
+        self.model.train()
         if self._is_untried:
             self._try_compiled()
+        if not self._is_chosen:
+            self._choose_recomputation(next((batch.ready for batch in batches if batch.ready is not None), None))
+        self.measure_budget()
         if self.args.float32_gradients:
             sum_in_float32(self.model.parameters())
         self._step, self._is_finite = step, True
@@ -223,8 +235,7 @@ class StepRunner:
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
         self._step_objective, self._router_counts = self.objective, None
-        is_alone = len(batches) == 1 and (self.ranks is None or ranks.count() == 1)
-        if is_alone:  # the batch's own walks count, and find the baseline
+        if self._is_alone and len(batches) == 1:  # the batch's own walks count, and find the baseline
             return self._denominator
         if self.engine.router_loss_rule is not None:
             parts = self._of_each(batches, self.engine.count_experts)
@@ -244,18 +255,8 @@ class StepRunner:
 
         Raises:
             OutOfMemoryError: sharded parameters, and a rank has too little memory for its budget.
-            ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
         """
-        if self.args.gradient_accumulation_steps > 1 or (self.ranks is not None and ranks.count() > 1):
-            refuse_hooks(
-                self.model,
-                "which is whole only when all batches and processes of a step are added up. Use one process and "
-                "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
-            )
-        self.model.train()
-        if not self._is_chosen:
-            self._choose_recomputation(batch.ready)
-        self.measure_budget()
+        self.model.train()  # whatever a callback did since the step began
         with self._batch(trains=True):
             if batch.ready is None:
                 return None
@@ -304,7 +305,7 @@ class StepRunner:
         """Sources of trajectories whose log-probs are not finite; empty with several ranks, which would have to agree
         on what to compute.
         """
-        if self.ranks is not None and (ranks.count() > 1 or self.ranks.is_sharded):
+        if not self._is_alone or (self.ranks is not None and self.ranks.is_sharded):
             return []
         with torch.no_grad(), self._autocast():
             of_forest = feature("nonfinite").nonfinite_trajectories
@@ -312,7 +313,6 @@ class StepRunner:
 
     def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
         """What is measured of each batch with trained tokens, without a graph."""
-        self.measure_budget()
         found = []
         for batch in batches:
             with self._batch(trains=False), self._autocast():

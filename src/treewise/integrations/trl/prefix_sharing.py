@@ -205,7 +205,7 @@ class Sharing:
                 return self._batches.fields(rows, self._head, rule)
 
         # The forward adds to no gradient, so it may run again with a smaller budget.
-        return with_less_memory(compute, self.engine.budget, rows.forest.num_tokens, None)
+        return with_less_memory(compute, self.engine.budget, rows.forest.num_tokens)
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:

@@ -90,11 +90,12 @@ class _Cascade(torch.autograd.Function):
         call: LayerCall,
     ) -> torch.Tensor:
         sources = _Sources(key, value, reads, call, query.shape[3])
-        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype, query.device, sources.bounds)
+        to_run = _blocks if has_data(query) else _largest_block
+        blocks = mask.derived(to_run, rule.window, rule.chunk, query.dtype, query.device, sources.bounds)
         out = query.new_empty(1, query.shape[2], query.shape[1], sources.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, sources.width)
-        for rows, parts in _to_run(blocks, query):
+        for rows, parts in blocks:
             row_query, row_out, row_lse = padded_query[:, :, rows], out[:, :, rows], lse[:, :, rows]
             results = [_forward_part(row_query, *sources.read(pieces), visible, rule) for pieces, visible in parts]
             rest, rest_lse = results[0]
@@ -126,7 +127,7 @@ class _Cascade(torch.autograd.Function):
         query_width = query.shape[3]
         grad, query = _padded(grad, sources.width), _padded(query, sources.width)
         query_grad = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-        for rows, parts in _to_run(ctx.blocks, query):
+        for rows, parts in ctx.blocks:
             part_grads = []
             row_grad, row_query, row_out, row_lse = (tensor[:, :, rows] for tensor in (grad, query, out, lse))
             for pieces, visible in parts:
@@ -163,18 +164,6 @@ class Visibility(NamedTuple):
 
     is_causal: bool = False
     mask: torch.Tensor | None = None
-
-
-def _to_run(blocks: "list[_Rows]", query: torch.Tensor) -> "list[_Rows]":
-    """All blocks; of tensors without data the largest alone, after which no other takes more memory."""
-    if has_data(query):
-        return blocks
-
-    def num_pairs(block: "_Rows") -> int:
-        rows, parts = block
-        return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
-
-    return [max(blocks, key=num_pairs)]
 
 
 def _forward_part(
@@ -313,6 +302,23 @@ def _blocks(
             parts.append((_pieces(block.full, bounds), Visibility()))
         blocks.append((slice(block.start, block.end), parts))
     return blocks
+
+
+def _largest_block(
+    mask: TreeMask,
+    window: int | None,
+    chunk: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    bounds: tuple[int, ...],
+) -> list[_Rows]:
+    """Of tensors without data: the block with most pairs, after which no other takes more memory."""
+
+    def num_pairs(block: _Rows) -> int:
+        rows, parts = block
+        return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
+
+    return [max(_blocks(mask, window, chunk, dtype, device, bounds), key=num_pairs)]
 
 
 def _pieces(ranges: Ranges, bounds: tuple[int, ...]) -> list[_Piece]:

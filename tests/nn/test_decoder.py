@@ -1,9 +1,9 @@
-"""What stands around and inside of models: all modules and parameters, once each, in torch's own order."""
+"""All modules and parameters of a model, once each, in torch's own order."""
 
 import pytest
 from torch import nn
 
-from treewise.nn.wrapped import all_modules, all_parameters
+from treewise.nn.decoder import all_modules, all_parameters
 from treewise.testing import tiny_model
 
 
