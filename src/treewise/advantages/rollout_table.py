@@ -37,7 +37,7 @@ class AdvantageReport:
     """What the advantages were made from.
 
     zero_variance_groups: groups of two or more rollouts that teach nothing: all their trained tokens have advantage 0,
-        because the rewards are equal.
+        mostly because the rewards are equal.
     groups_of_one: groups of one rollout, which is compared with nothing.
     num_silent_rollouts: rollouts whose trained tokens all have advantage 0.
     mean_reward: over rollouts with a reward; NaN where none has one.

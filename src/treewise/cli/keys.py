@@ -69,7 +69,7 @@ RL: Keys = {
     "advantages_settings": Annotated[dict | None, Doc("of the advantages, a mapping")],
     "old_logprobs": Annotated[str, Doc("auto, recompute, sampler or given")],
     "mini_batches": Annotated[int | None, Doc("optimizer steps that an epoch is cut into")],
-    "drop_flat_groups": Annotated[bool, Doc("leave out groups whose rewards are all equal, and groups of one rollout")],
+    "drop_flat_groups": Annotated[bool, Doc("leave out groups that teach nothing, as where all rewards are equal")],
     "max_failed": Annotated[float, Ge(0), Le(1), Doc("the share of rollouts that may have no reward")],
     "logprob_gap_limit": Annotated[
         float, Ge(1), Doc("a run warns where sampler and policy differ by more (1: no gap)")

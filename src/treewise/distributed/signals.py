@@ -60,7 +60,7 @@ class StopSignals:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Marks work that changes no parameter and can therefore be abandoned at any moment.
+        """Marks work that can be abandoned at any moment, because nothing that it changes is saved then.
 
         Raises:
             StepAbandoned: a signal came before or during the work, and `may_abandon` holds.

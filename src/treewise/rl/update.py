@@ -77,7 +77,7 @@ class Update:
         method: how rewards became advantages; None for objectives without advantages.
         rewards: how many rollouts there were, and how many were set aside because they have no reward.
         report: of the advantages; None where they were given.
-        num_dropped: groups without variance that were left out.
+        num_dropped: groups that were left out because they teach nothing.
         old, ref: where old and reference log-probs come from: `given`, `policy`, `sampler`, `reference`, or None (not
             needed).
         num_without_sampler: rows without `sampler_logprobs`.
@@ -121,7 +121,8 @@ def credited(
         method: of `ADVANTAGES`, or `given`; None for the rows' own advantages where they have
             some, else the method that the objective carries.
         settings: of the method.
-        drop_flat_groups: leave out groups whose rewards are all equal, and groups of one rollout without advantage.
+        drop_flat_groups: leave out groups that teach nothing: no trained token has an advantage other than 0, as where all
+            rewards are equal.
         max_failed: the share of rollouts that may have no reward.
         may_be_empty: whether no group may be left, or every advantage may be zero.
 

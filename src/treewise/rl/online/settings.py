@@ -98,7 +98,7 @@ class OnlineSettings:
         branching, branching_settings: a policy of `treewise.rl.branching` and its settings.
         advantages, advantages_settings: of `treewise rl --advantages`; None: the one that the objective was published
             with.
-        drop_flat_groups: leave out the trees whose rewards are all equal.
+        drop_flat_groups: leave out the trees that teach nothing, as where all rewards are equal.
         mini_batches, update_epochs: the trees of an iteration are cut into so many optimizer steps, so many times.
         old_logprobs: as of `treewise rl`.
         top_p, top_k: cut the distribution that is sampled; the temperature is that of the training arguments.
@@ -240,5 +240,6 @@ class OnlineSettings:
         """What decides which rollouts a run samples; a resumed run must agree."""
         free = {"iterations", "eval_every", "eval_items", "eval_temperature", "show_every", "save_every"}
         free |= {"reward_timeout", "max_failed", "reward_workers", "episodes_at_once", "gather_seconds"}
+        free |= {"logprob_gap_limit"}  # of a warning
         facts = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}
