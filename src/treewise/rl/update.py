@@ -121,8 +121,8 @@ def credited(
         method: of `ADVANTAGES`, or `given`; None for the rows' own advantages where they have
             some, else the method that the objective carries.
         settings: of the method.
-        drop_flat_groups: leave out groups that teach nothing: no trained token has an advantage other than 0, as where all
-            rewards are equal.
+        drop_flat_groups: leave out groups that teach nothing: no trained token has an advantage other than 0, as
+            where all rewards are equal.
         max_failed: the share of rollouts that may have no reward.
         may_be_empty: whether no group may be left, or every advantage may be zero.
 
