@@ -300,3 +300,14 @@ def test_what_decides_a_prompt_beside_its_messages_is_counted(write):
     rows = import_rollouts(write({"request": request, "response": {"choices": [{"message": ANSWER}]}}))
     assert len(list(rows)) == 1
     assert "'chat_template_kwargs', which decides their prompts" in next(iter(rows.report.warnings))
+
+
+def test_a_score_with_several_values_is_no_reward(write):
+    """Those of a trace hold the scores of its observations, too."""
+    scores = [{"name": "right", "value": value, "observationId": str(value)} for value in (1, 0)]
+    trace = {"id": "t", "observations": [logged("Yes.")], "scores": [*scores, {"name": "short", "value": 1}]}
+    for name, reward in (("right", None), ("short", 1.0), (None, 1.0)):
+        rows = import_rollouts(write(trace), reward_field=name)
+        [row] = rows
+        assert row.get("reward") == reward
+        assert any("several values of the score 'right'" in text for text in rows.report.warnings)

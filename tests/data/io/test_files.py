@@ -55,6 +55,15 @@ def test_a_folder_yields_its_data_files_in_order_without_side_files(tmp_path):
     assert [path.name for path in find_files(tmp_path)] == ["a.jsonl.gz", "b.jsonl"]
 
 
+def test_records_of_a_json_list_are_read_as_lines_are(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf[{"token_ids": [1, 2]},\n {"token_ids": [1], "token_ids": [2]}]')
+    refuse(path, "a.json:2: the key 'token_ids' is given twice")
+    text = '[{"token_ids": [1, 2], "group": "é"},\n {"token_ids": [1, 2], "group": "\\ud800"}]'
+    path.write_bytes(text.encode())
+    refuse(path, f"a.json:2: lone surrogate \\ud800 at byte {text.encode().index(b'ud800') - 1} of the file")
+
+
 def test_a_json_list_names_the_physical_line_of_each_record(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[\n{"token_ids": [1, 2]},\n\n{"token_ids":\n [1, 3]}, {"token_ids": [1]}\n]\n')

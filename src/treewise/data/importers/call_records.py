@@ -310,11 +310,17 @@ def _openai_tool_call(call: object) -> object:
 
 def _score(scores: object, location: str, context: Context) -> float | None:
     """The reward among scores of `name` and `value`: the one that is named, or the only one."""
-    values = {
-        str(score.get("name")): score.get("value")
-        for score in (scores if isinstance(scores, list) else ())
-        if isinstance(score, dict) and isinstance(score.get("value"), int | float)
-    }
+    values: dict[str, Any] = {}
+    several: set[str] = set()
+    for score in scores if isinstance(scores, list) else ():
+        if not isinstance(score, dict) or not isinstance(score.get("value"), int | float):
+            continue
+        name = str(score.get("name"))
+        if values.setdefault(name, score["value"]) != score["value"]:
+            several.add(name)
+    for name in several:
+        context.warn(f"several values of the score {shown(name)} in one trace or call, none of which is its reward")
+        del values[name]
     if not values:
         return None
     if context.reward_field is not None:

@@ -11,7 +11,8 @@ from treewise.errors import DataError
 
 def json_list(path: Path, limit: int) -> Iterator[RawRecord]:
     """One JSON list of records. Elements are cut by the decoder one by one, so each has its physical line; where others
-    begin on it, too, also its number in the list, because rollouts and trees without a name are named by location.
+    begin on it, too, also its number in the list, because rollouts and trees without a name are named by location. Each
+    is handed on as its text, and read as a line of JSON Lines is.
     """
     data = read_bytes(path, limit)
     skip = len(UTF8_MARK) if data.startswith(UTF8_MARK) else 0
@@ -27,14 +28,15 @@ def json_list(path: Path, limit: int) -> Iterator[RawRecord]:
         )
     decoder = json.JSONDecoder()
     position = _skip_space(text, position + 1)
-    line, counted, number, last_line = 1, 0, 0, 0
+    line, counted, number, last_line, offset = 1, 0, 0, 0, skip
     while text[position : position + 1] != "]":
-        line, counted, number = line + text.count("\n", counted, position), position, number + 1
+        line, offset = line + text.count("\n", counted, position), offset + len(text[counted:position].encode())
+        counted, number = position, number + 1
         location = f"{printable(path)}:{line}" + (f" record {number}" if line == last_line else "")
         last_line = line
         try:
             value, end = decoder.raw_decode(text, position)
-            position = _skip_space(text, end)
+            payload, position = text[position:end].encode(), _skip_space(text, end)
             if text[position : position + 1] == ",":
                 position = _skip_space(text, position + 1)
             elif text[position : position + 1] != "]":
@@ -45,7 +47,7 @@ def json_list(path: Path, limit: int) -> Iterator[RawRecord]:
             raise DataError(f"{location}: JSON that cannot be read ({type(error).__name__}).") from None
         if not isinstance(value, dict):
             raise DataError(f"{location}: a record must be a JSON object, found {json_kind(value)}.")
-        yield RawRecord(location, value, num_bytes=position - counted)
+        yield RawRecord(location, payload, offset, num_bytes=position - counted)
     if text[position + 1 :].strip():
         raise DataError(f"{printable(path)}: text after the end of the list; a .json file holds one list.")
 

@@ -9,7 +9,7 @@ import numpy as np
 from treewise.data.io.endings import ending_of, own_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.io.forms import Record
+from treewise.data.io.forms import TOOLS, Record
 from treewise.data.io.replies import KEYS, UnusableError
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.records import Label, RecordReader, rollout_of
@@ -71,6 +71,10 @@ def _pair(reader: RecordReader, item: Placed) -> list[Row]:
     prompt, completion = record["prompt"], record["completion"]
     if "images" in record and isinstance(prompt, str):
         raise DataError(f"{location}: images beside a prompt of plain text; give messages (lists of role and content).")
+    if isinstance(prompt, str) and (tools := next((name for name in TOOLS if record.get(name)), None)):
+        raise DataError(
+            f"{location}: {tools} beside a prompt of plain text; give messages (lists of role and content)."
+        )
     if isinstance(prompt, str) and isinstance(completion, str):
         return _plain_pair(reader.template, prompt, completion, location, is_cut=_is_cut(record))
     if isinstance(prompt, str):

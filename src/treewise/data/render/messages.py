@@ -17,6 +17,7 @@ IMAGES = "images"  # key of a message
 KINDS = ("image", "image_url", "input_image")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BAD_CALL = "bad_call"  # key of a message with a tool call that cannot be written: the error
+OF_ASSISTANT = ("tool_calls", "function_call", *REASONING_NAMES)
 WEIGHTS = ("weight", "train", "training", "loss")  # two of axolotl's, and that of ms-swift and xtuner
 # What blocks and items of other interfaces are in a chat record, where they are no text.
 _AS_CALLS, _AS_REPLY = "Write it among the tool_calls of its message.", "Write it as a message of role tool."
@@ -85,12 +86,16 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
         if (mark := next((name for name in WEIGHTS if value.get(name)), None)) is not None:
             given = "true" if value[mark] is True else shown(value[mark])
             raise DataError(f"{location} ({role}) has {mark}: {given}; only assistant messages can be trained.")
+        if (own := next((name for name in OF_ASSISTANT if message.get(name)), None)) is not None:
+            raise DataError(f"{location} ({role}) has {own}, which only messages of the assistant have.")
         return message, 0.0
     if said := {key: message.pop(key) for key in KEYS if key in message}:
         message = feature("endings").with_reason(message, said)
     for other in REASONING_NAMES[1:]:
-        if isinstance(message.get(other), str):
-            message.setdefault("reasoning_content", message.pop(other))
+        if not isinstance(message.get(other), str):
+            continue
+        if message.setdefault("reasoning_content", reasoning := message.pop(other)) != reasoning:
+            raise DataError(f"{location} has reasoning twice, another one as {other}; give it once.")
     if not isinstance(message.get("reasoning_content", ""), str):
         raise DataError(f"{location}: reasoning_content must be text.")
     if old := message.pop("function_call", None):  # OpenAI's older name of the one tool call that it is

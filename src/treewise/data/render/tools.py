@@ -29,8 +29,10 @@ def tools_of(item: Placed) -> Tools:
     """
     record, data_file, location = item.value, item.file, item.location
     tools, name = record.get("tools"), record.get("tools_ref")
-    if tools is None and isinstance(record.get("functions"), list):  # OpenAI's older name
-        tools = [{"type": "function", "function": function} for function in record["functions"]]
+    if isinstance(older := record.get("functions"), list) and older:  # OpenAI's older name
+        if tools:
+            raise DataError(f"{location} has both functions and tools; give them once, as tools.")
+        tools = [{"type": "function", "function": function} for function in older]
     if tools is not None or name is None:
         return clean_tools(tools, location)
     if data_file is None:
