@@ -1,7 +1,7 @@
 """What a step asks of a GPU on the workloads of `make bench-gpu`, counted without one.
 
     python benchmarks/count_gpu.py [--model qwen3-8b] [--workload tau2 ...] [--parts 4] [--json FILE]
-    python benchmarks/count_gpu.py --layers compiled
+    python benchmarks/count_gpu.py --layers plain compiled
 
 The step runs on tensors without data, which stand for those of the GPU: no kernel runs. Counted are operations that
 launch a kernel, one each; copies of arrays to the device and back; times at which the host waits for a copy or a value;
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -167,15 +168,26 @@ def counted(counts: Counts) -> Iterator[Counting]:
         yield mode
 
 
-def compile_counted(lm: DecoderAndHead, mode: Counting, counting_backend: Callable[..., Any]) -> None:
-    """Compiles the layers; their graphs count as their kernels."""
+class CountedGraphs:
+    """Compiles layers so that their graphs count as their kernels. One for all steps of a model: torch shares what it
+    compiled among layers, and keeps it, by the backend.
 
-    def add(names: list[str]) -> None:
-        mode.counts.kernels += len(names)
+    counting_backend: that of `layer_kernels.py`.
+    """
 
-    compile_layers(lm, "eager")  # its settings of torch
-    for layer in decoder_layers(lm):
-        layer.compile(dynamic=True, backend=counting_backend(add, mode.paused))
+    def __init__(self, counting_backend: Callable[..., Any]) -> None:
+        self._mode: Any = None
+        self._backend = counting_backend(self._add, lambda: self._mode.paused())
+
+    def compile(self, lm: DecoderAndHead, mode: Counting) -> None:
+        """Compiles the layers, to be counted by `mode` from now on."""
+        self._mode = mode
+        compile_layers(lm, "eager")  # its settings of torch
+        for layer in decoder_layers(lm):
+            layer.compile(dynamic=True, backend=self._backend)
+
+    def _add(self, names: list[str]) -> None:
+        self._mode.counts.kernels += len(names)
 
 
 def count_step(
@@ -185,18 +197,18 @@ def count_step(
     *,
     hold: str = "auto",
     offload: bool = False,
-    counting_backend: Callable[..., Any] | None = None,
+    graphs: CountedGraphs | None = None,
 ) -> Counts:
-    """Counts of a step of SFT with its loss. model: with or without data; forest: of text. counting_backend: that of
-    `layer_kernels.py`, for compiled layers."""
+    """Counts of a step of SFT with its loss. model: with or without data; forest: of text. graphs: of its compiled
+    layers."""
     parts = plan(forest, max_tokens, hold=hold)
     counts = Counts(parts.num_micro_batches, sum(step.action != "backward" for step in parts.schedule))
     lm = split_model(without_data(model))
     walk = Walk(lm, parts, "flex", [HostMemory()] if offload else ())
     loss = StepLoss(forest, SFT(), None)
     with counted(counts) as mode:
-        if counting_backend is not None:
-            compile_counted(lm, mode, counting_backend)
+        if graphs is not None:
+            graphs.compile(lm, mode)
         walk.train(loss.of_micro_batch)
         loss.output(walk)
     return counts
@@ -220,41 +232,38 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--parts", nargs="+", type=int, default=[1, 4], help="budget: tree tokens over this (1 4)")
-    parser.add_argument("--layers", choices=("plain", "compiled"), default="plain")
+    parser.add_argument("--layers", nargs="+", choices=("plain", "compiled"), default=["plain"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    around, backend = nullcontext, None
-    if args.layers == "compiled":
-        from layer_kernels import as_on_gpu  # a neighbour of this script
-        from layer_kernels import counting_backend as backend
-
-        around = as_on_gpu if find_spec("triton") else nullcontext
     model = model_without_data(args.model)
-    rows = []
+    results = {"benchmark": "kernels, copies, waits and allocations of a step", "model": args.model, "rows": []}
     print(
-        "| workload | tree tokens | budget | micro-batches | passes | kernels a pass | copies a pass | KiB a pass | "
-        "KiB back | allocations a pass | waits |"
+        "| workload | tree tokens | budget | layers | micro-batches | passes | kernels a pass | copies a pass | "
+        "KiB a pass | KiB back | allocations a pass | waits |"
     )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for name in args.workload:
-        forest = forest_of(name, args.model)
-        for part, offload in [(each, offload) for each in args.parts for offload in (False, True)]:
+    print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for layers in args.layers:
+        around, graphs = nullcontext, None
+        if layers == "compiled":
+            from layer_kernels import as_on_gpu, counting_backend  # a neighbour of this script
+
+            around, graphs = as_on_gpu if find_spec("triton") else nullcontext, CountedGraphs(counting_backend)
+        for name, part, offload in product(args.workload, args.parts, (False, True)):
             if part == 1 and offload:
                 continue
+            forest = forest_of(name, args.model)
             budget = None if part == 1 else -(-forest.num_tokens // part)
             with around():
-                each = count_step(model, forest, budget, offload=offload, counting_backend=backend)
+                each = count_step(model, forest, budget, offload=offload, graphs=graphs)
             facts = {"workload": name, "tree_tokens": forest.num_tokens, "max_tokens": budget, "offload": offload}
-            rows.append(facts | asdict(each))
+            results["rows"].append({"layers": layers} | facts | asdict(each))
             per_pass = (each.kernels, each.copies, each.copied_bytes / 1024, each.copied_back_bytes / 1024)
             figures = [f"{figure / each.passes:,.0f}" for figure in (*per_pass, each.allocations)]
             of = "whole" if budget is None else f"{budget:,}{', offload' * offload}"
-            plain = (name, f"{forest.num_tokens:,}", of, each.micro_batches, each.passes, *figures, each.waits)
+            plain = (name, f"{forest.num_tokens:,}", of, layers, each.micro_batches, each.passes, *figures, each.waits)
             print(f"| {' | '.join(map(str, plain))} |", flush=True)
-    if args.json is not None:
-        what = "kernels, copies, waits and allocations of a step"
-        results = {"benchmark": what, "model": args.model, "layers": args.layers, "rows": rows}
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+            if args.json is not None:  # as they come
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from treewise.nn.compilation import INDUCTOR_OPTIONS
+
 NAME = "counted graph"  # of what runs for a graph, in a profile
 CALLS = re.compile(r"(triton_\w+)\.run\(|(cpp_fused_\w+)\(|(extern_kernels\.\w+)\(|= torch\.ops\.(\w+\.\w+\.\w+)\(")
 
@@ -70,7 +72,8 @@ def kernels_of(graph: Any, inputs: Any, **settings: Any) -> list[str]:
         raise _Scheduled(wrapper.value)
 
     code = ""
-    with mock.patch.object(GraphLowering, "codegen", stop), config.patch(force_disable_caches=True):
+    settings_of_run = config.patch({**INDUCTOR_OPTIONS, "fx_graph_cache": False, "fx_graph_remote_cache": False})
+    with mock.patch.object(GraphLowering, "codegen", stop), settings_of_run:
         try:
             compile_fx.compile_fx_inner(_made_on_cpu(graph), _on_cpu(inputs), **settings)
         except Exception as error:  # Inductor's own, around ours
@@ -142,5 +145,5 @@ def as_on_gpu(capability: int = 90, multiprocessors: int = 132) -> Iterator[None
     )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        stack.enter_context(config.patch(cpu_backend="triton", force_disable_caches=True, compile_threads=1))
+        stack.enter_context(config.patch(cpu_backend="triton", compile_threads=1))
         yield

@@ -262,12 +262,22 @@ def test_the_counts_in_the_documents_are_of_all_workloads_and_wait_once() -> Non
     }
 
 
+def test_the_counts_of_compiled_layers_are_of_the_same_steps() -> None:
+    """With fewer launches; those of the head, which is not compiled, are among them."""
+    plain, compiled = ([each for each in COUNTED["rows"] if each["layers"] == name] for name in ("plain", "compiled"))
+    same = ("workload", "tree_tokens", "max_tokens", "offload", "micro_batches", "passes", "waits")
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert [ours[name] for name in same] == [theirs[name] for name in same]
+        assert ours["kernels"] < 0.62 * theirs["kernels"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_counts_in_the_documents_are_those_of_a_step(workload: str) -> None:
     """Of each workload under its budget; all figures of the file."""
     model, forest = model_without_data(COUNTED["model"]), forest_of(workload, COUNTED["model"])
-    for row in (each for each in COUNTED["rows"] if each["workload"] == workload and each["max_tokens"]):
+    rows = [each for each in COUNTED["rows"] if each["layers"] == "plain" and each["workload"] == workload]
+    for row in (each for each in rows if each["max_tokens"]):
         assert row == row | asdict(count_step(model, forest, row["max_tokens"], offload=row["offload"]))
 
 

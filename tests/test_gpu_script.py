@@ -260,7 +260,7 @@ def test_every_stage_runs_on_a_cpu_with_tiny_shapes(name: str, tmp_path: Path) -
     assert gpu_stages.STAGES[name](args) == 0
     (stage,) = [each for each in STAGES if each.name == name]
     lines = gpu.summarised(stage, out)
-    assert len(lines) >= 2
+    assert lines
     assert not any("cannot be read" in line or "failed" in line for line in lines), lines
     found = json.loads(out.read_text())
     if stage.summary is gpu.of_bench:

@@ -1,10 +1,15 @@
-"""What of liger-kernel is taken, and what is refused; its own kernels need a GPU."""
+"""What of liger-kernel is taken, what is refused, and gradients through its kernels, which Triton interprets here."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.needs import packages
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import liger
 from treewise.testing import tiny_model
@@ -58,3 +63,22 @@ def test_what_it_cannot_do_is_refused_by_name(calls, monkeypatch):
     with pytest.raises(ConfigError, match=r"needs liger-kernel 0\.8 or later, and 0\.5\.2 is installed: pip install"):
         liger.require_liger()
     assert not calls
+
+
+@packages("triton", "liger_kernel")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("qwen3", {"rope", "rms_norm", "swiglu"}),
+        ("llama", {"rope", "rms_norm", "swiglu"}),
+        ("gemma2", {"rope", "rms_norm", "geglu"}),
+    ],
+)
+def test_gradients_through_its_kernels_are_those_of_flat_training(family, parts):
+    """In a process of its own, since Triton reads at its import whether it interprets."""
+    command = [sys.executable, "-m", "tests.nn.interpreted_liger", family]
+    found = json.loads(subprocess.run(command, cwd=Path(__file__).parents[2], stdout=-1, check=True).stdout)[family]
+    assert set(found["parts"]) == parts
+    for error, tolerance in found["errors"]:
+        assert 0 < error < tolerance

@@ -25,6 +25,9 @@ RECOMPILE_LIMIT = 64
 # They record CUDA graphs, whose results the next call overwrites, while gateways and held micro-batches keep them.
 _OVERWRITING = ("reduce-overhead", "max-autotune")
 DEFAULT_BACKEND = "inductor"
+# Halves that are put together (rotary positions) are computed where they are read. Else each is a kernel that writes
+# them.
+INDUCTOR_OPTIONS = {"force_pointwise_cat": True}
 
 
 def check_compilation(backend: str, mode: str | None, known: Collection[str] | None = None) -> None:
@@ -78,10 +81,9 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
 
 
 def _options(backend: str, mode: str | None) -> dict[str, Any]:
-    """The mode, or Inductor's options, of which it takes none beside a mode: halves that are put together (rotary
-    positions) are computed where they are read. Else each is a kernel that writes them."""
+    """The mode, or Inductor's options, of which it takes none beside a mode."""
     if backend == "inductor" and mode in (None, "default"):
-        return {"options": {"force_pointwise_cat": True}}
+        return {"options": INDUCTOR_OPTIONS}
     return {"mode": mode}
 
 
