@@ -8,8 +8,8 @@ from itertools import chain, repeat
 import pytest
 
 from tests.trainer.helpers import in_child
-from treewise.distributed import signals as module
-from treewise.distributed.signals import SIGNALS, StepAbandoned, StopSignals
+from treewise.trainer import signals as module
+from treewise.trainer.signals import SIGNALS, StepAbandoned, StopSignals
 
 PARENT, OTHER = 4711, 1
 
