@@ -10,11 +10,11 @@ import pytest
 
 from tests.trainer.helpers import in_child
 from treewise import TreeTrainingArguments
-from treewise.distributed.signals import StopSignals
 from treewise.errors import ConfigError, LostRankError
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.store import own_file
 from treewise.trainer.run_context import NAME, RunLock, entered_run
+from treewise.trainer.signals import StopSignals
 
 
 @pytest.fixture

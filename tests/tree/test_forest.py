@@ -71,7 +71,7 @@ def test_paths_behave_like_a_sequence():
     forest = Forest.from_trajectories([Trajectory([1, 2]), Trajectory([1, 3]), Trajectory([4, 5])])
     assert forest.paths[-1].tolist() == forest.paths[2].tolist()
     assert [path.tolist() for path in forest.paths[1:]] == [forest.paths[1].tolist(), forest.paths[2].tolist()]
-    with pytest.raises(IndexError, match="trajectory 3 of 3"):
+    with pytest.raises(IndexError, match="index 3 of 3 items"):
         forest.paths[3]
 
 

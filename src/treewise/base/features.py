@@ -27,6 +27,10 @@ FEATURES = {
         "samplers with a copy of the weights (max_staleness, sharded, tp_size)",
     ),
     "declared_trees": ("treewise.data.readers.declared_trees", "records of declared trees (nodes)"),
+    "depth_scaling": (
+        "treewise.nn.attention.depth_scaling",
+        "layers that scale queries by their position (attn_temperature_tuning)",
+    ),
     "edge_values": ("treewise.nn.edge_values", "log-probs, and losses of all tokens at once"),
     "encoded_arrays": ("treewise.data.io.encoded_arrays", "records with experts of tokens (routed_experts)"),
     "endings": ("treewise.data.io.endings", "replies that say why they ended"),

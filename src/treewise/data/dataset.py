@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from treewise.base.features import feature
+from treewise.base.lazy_sequence import LazySequence
 from treewise.data.io.options import LoadReport
 from treewise.data.io.rows import first_id_outside, table_columns, trajectories_of
 from treewise.errors import DataError, num
-from treewise.tree.forest import Forest, LazySequence
+from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from treewise.base.lazy_sequence import LazySequence
 from treewise.data.dataset import TrainingTree, TreeDataset
 from treewise.data.io.field_checks import shown
 from treewise.data.io.options import LoadReport
 from treewise.data.raw import is_part
 from treewise.errors import ConfigError, DataError, num
-from treewise.tree.forest import LazySequence
 
 MAX_MIXED = 100_000_000  # trees of a part of a mixture
 

@@ -387,8 +387,9 @@ class TreeEngine:
         """
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
-        options = {"temperature": self.temperature, "reads_routers": reads_routers}
-        walk = Walk(self.lm, plan, self.implementation, guests, **options)
+        walk = Walk(
+            self.lm, plan, self.implementation, guests, temperature=self.temperature, reads_routers=reads_routers
+        )
         values: list[Values] = feature("values").tree_values(walk, readers)
         self.replay = replay_of(guests)
         return values

@@ -23,7 +23,7 @@ Letters: T tokens of a micro-batch, M model width, E edges or terms of a micro-b
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import repeat
 from typing import Protocol, TypeVar
 
@@ -173,9 +173,9 @@ class Walk:
         if not (self.plan.is_whole and not self.splits_tokens) and any(guest.needs_visit for guest in self.guests):
             self.visit(lambda _: None)
         has_gradient = False
-        self._collects, self._head = not self.has_one_root, None  # not what a training that failed had collected
         with ExitStack() as around:
-            if self._collects:
+            if not self.has_one_root:
+                around.enter_context(self._one_head())
                 around.enter_context(sparse_embedding_gradients(self.lm.decoder.get_input_embeddings()))
                 for guest in self.guests:
                     around.enter_context(guest.training())
@@ -202,9 +202,6 @@ class Walk:
                     has_gradient = has_gradient or self.is_one_graph or reaches_a_parameter(root)
                     torch.autograd.backward(root, torch.zeros_like(root) if root.dim() else None)
                 del self._running[index], root, held_root
-        if self._head is not None and self._head.gradients is not None:
-            self._head.gradients.join()
-        self._collects, self._head = False, None
         if self.splits_tokens:  # a rank without a trained token may have none where the head alone is trained
             has_gradient = bool(self.add_up(torch.tensor(float(has_gradient), device=self.lm.device)))
         if not has_gradient:
@@ -286,6 +283,17 @@ class Walk:
         if self._head is None:
             self._head = self.lm.head(self.temperature).collecting()
         return self._head
+
+    @contextmanager
+    def _one_head(self) -> Iterator[None]:
+        """Inside, all micro-batches have one head, which collects its gradients; at the end they reach `.grad`."""
+        self._collects = True
+        try:
+            yield
+            if self._head is not None and self._head.gradients is not None:
+                self._head.gradients.join()
+        finally:
+            self._collects, self._head = False, None
 
     def loss_of_guests(self, output: MicroBatchOutput) -> Tensor | None:
         """What guests add to the loss of a micro-batch."""

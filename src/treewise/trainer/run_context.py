@@ -22,10 +22,10 @@ import psutil
 
 from treewise.base.features import feature
 from treewise.distributed import ranks
-from treewise.distributed.signals import StopSignals
 from treewise.errors import ConfigError, StoppedError
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.checkpoint import store
+from treewise.trainer.signals import StopSignals
 
 logger = logging.getLogger("treewise")
 

@@ -30,7 +30,6 @@ from typing_extensions import override
 from treewise.base.features import feature
 from treewise.base.progress import busy_with
 from treewise.distributed import ranks
-from treewise.distributed.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn.device import without_accelerates_fsdp
@@ -53,6 +52,7 @@ from treewise.trainer.inputs import as_trees, check_given, check_mesh, check_pre
 from treewise.trainer.metrics import Throughput
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.trainer.run_summary import num_optimizer_steps, print_summary, steps_per_epoch
+from treewise.trainer.signals import StepAbandoned, StepEnd, StopSignals
 from treewise.trainer.step import StepRunner, optimizer_bytes
 from treewise.trainer.survey import DataFacts, survey
 from treewise.tree.forest import Forest, forest_of

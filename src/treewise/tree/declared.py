@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from treewise.base.features import feature
+from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import ConfigError, DataError
 from treewise.tree import checks, forest
-from treewise.tree.forest import Forest, LazySequence
+from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan, check_spans
 from treewise.tree.prefix_merge import Segments, heavy_first, path_to
 from treewise.tree.trajectory import STREAMS, Trajectory

@@ -4,14 +4,13 @@ In this order the descendants of a token are the contiguous range after it, so `
 may see which: query `q` sees key `k` exactly when `k <= q < subtree_end[k]`.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TypeVar, overload
 
 import numpy as np
 
 from treewise.base.features import feature
+from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import DataError, check_choice, num
 from treewise.tree import prefix_merge
 from treewise.tree.images import NO_IMAGES, ForestImages, ImageSpan, images_on_paths, merge_keys
@@ -22,7 +21,6 @@ MAX_FLAT_TOKENS = 200_000_000
 # How often a token that several trajectories share counts in a loss: as flat training counts it; like any other token
 # (the mean over the trajectories that train it); once for each rollout, however the rollout's rows overlap.
 WEIGHTINGS = ("per_trajectory", "once", "per_rollout")
-Item = TypeVar("Item")
 LOGPROB_STREAMS = tuple(name for name, stream in STREAMS.items() if stream.is_logprob)
 
 
@@ -383,27 +381,6 @@ class Forest:
             f"Forest({counts}, {self.num_tokens:,} tree tokens, "
             f"{self.num_flat_tokens:,} flat tokens, share ratio {self.share_ratio:.2f})"
         )
-
-
-class LazySequence(Sequence[Item]):
-    """A sequence whose items are computed when they are read."""
-
-    @abstractmethod
-    def item(self, index: int) -> Item:
-        """The item at an index from 0 to the length."""
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self.item(position) for position in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"trajectory {index} of {len(self)}")
-        return self.item(index % len(self))
 
 
 class Paths(LazySequence[np.ndarray]):

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from treewise.base.features import feature
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
 from treewise.nn.attention.implementations import IMPLEMENTATIONS, unknown_attention
 from treewise.nn.attention.mask import LayerRule, TreeMask
-from treewise.nn.platform.tensors import autocast_dtype, to_device
+from treewise.nn.platform.tensors import autocast_dtype
 
 NAME = "treewise"
 # Arguments that models give to attention and that change nothing here: positions are already in queries and keys.
@@ -178,7 +178,7 @@ def attend(
     call = context.next_call(module)
     dtype = autocast_dtype(query.device.type)  # which kernels that are called directly bypass
     if vars(module).get("attn_temperature_tuning"):
-        query = _rescaled_for_depth(module, query, context.mask)
+        query = feature("depth_scaling").rescaled_for_depth(module, query, context.mask)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if context.carried is not NOTHING and context.carried.includes(*call):
@@ -196,28 +196,6 @@ def attend(
     if context.exchange is not None:
         out = context.exchange.kept(out, call)
     return out.transpose(1, 2).contiguous()
-
-
-def _rescaled_for_depth(module: Any, query: torch.Tensor, mask: TreeMask) -> torch.Tensor:
-    """Queries [1, H, T, D], scaled for the depths of their tokens instead of their rows.
-
-    Positions reach a model as `position_ids`, and nearly all layers use nothing else. Llama 4's layers without rotary
-    positions scale their queries by `log1p(floor((p + 1) / floor_scale)) * attn_scale + 1` (Nakanishi,
-    Scalable-Softmax, 2025, arXiv:2501.19399) and count `p` themselves, from 0 at the first row of the call. Before
-    position `floor_scale` (8192) the factor is 1, so a probe on short sequences cannot detect it.
-    """
-    if getattr(module, "use_rope", True):
-        return query
-    factor_T = mask.derived(_factors, module.floor_scale, module.attn_scale, query.device)
-    return query if factor_T is None else query * factor_T[:, None].to(query.dtype)
-
-
-def _factors(mask: TreeMask, floor_scale: float, attn_scale: float, device: torch.device) -> torch.Tensor | None:
-    """[T] float64 factors from the scale at a query's row to the scale at its depth; None where all are 1."""
-    depth_T, row_T = mask.key_depth[mask.num_gateway_keys :], np.arange(mask.num_queries)
-    at_depth_T, at_row_T = (np.log1p(np.floor((at + 1.0) / floor_scale)) * attn_scale + 1.0 for at in (depth_T, row_T))
-    factor_T = at_depth_T / at_row_T
-    return None if (factor_T == 1).all() else to_device(factor_T, device)
 
 
 def layer_rule(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> LayerRule:

@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from treewise.base.features import feature
 from treewise.base.progress import busy_with
 from treewise.distributed import groups, ranks
-from treewise.distributed.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import StepOutput
 from treewise.errors import ConfigError, StoppedError
@@ -53,6 +52,7 @@ from treewise.trainer.batches import collate
 from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.run_context import entered_run, stopped_error
+from treewise.trainer.signals import StepAbandoned, StopSignals, stop_of_all
 from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
 

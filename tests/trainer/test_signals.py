@@ -8,8 +8,8 @@ from itertools import chain, repeat
 import pytest
 
 from tests.trainer.helpers import in_child
-from treewise.distributed import launcher as module
-from treewise.distributed.signals import SIGNALS, StepAbandoned, StopSignals
+from treewise.distributed import launcher
+from treewise.trainer.signals import SIGNALS, StepAbandoned, StopSignals
 
 PARENT, OTHER = 4711, 1
 
@@ -24,7 +24,7 @@ def _hangups_are_not_ignored():
 
 @pytest.fixture
 def launched(monkeypatch):
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
 
@@ -122,13 +122,13 @@ def test_a_command_is_watched_from_its_beginning_and_a_run_in_it_answers(launche
     """Before the run, where its processes wait for one another, nothing is there to be saved."""
 
     def work():
-        with module.WATCH.watching(PARENT):
+        with launcher.WATCH.watching(PARENT):
             threading.Event().wait(30)
 
     monkeypatch.setattr(os, "getppid", lambda: OTHER)
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGTERM
     monkeypatch.setattr(os, "getppid", lambda: PARENT)
-    with module.WATCH.watching(PARENT), StopSignals(may_abandon=False) as signals:
+    with launcher.WATCH.watching(PARENT), StopSignals(may_abandon=False) as signals:
         assert len([each for each in threading.enumerate() if each.name == "treewise-launcher"]) == 1
         monkeypatch.setattr(os, "getppid", lambda: OTHER)
         assert wait_for(lambda: signals.received == signal.SIGTERM, 10)
