@@ -226,7 +226,8 @@ def test_paths_that_are_not_served():
         assert client.get("/v1/models/gpt-5").json()["id"] == "gpt-5"
         assert client.get("/nothing").status_code == 404
         answer = client.get("/v1/messages")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "/v1/messages takes POST, not GET.")
+        found = {"type": "invalid_request_error", "message": "/v1/messages takes POST, not GET."}
+        assert (answer.status_code, answer.json()["error"]) == (405, found)
 
 
 # -- the other protocols ----------------------------------------------------------------------------------------------

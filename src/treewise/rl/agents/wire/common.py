@@ -10,7 +10,8 @@ from treewise.errors import did_you_mean
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_ERRORS |= {408: "timeout_error", 410: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error"}
+_ERRORS |= dict.fromkeys((405, 410, 415), "invalid_request_error")
+_ERRORS |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error"}
 _KINDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
