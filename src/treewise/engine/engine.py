@@ -1,8 +1,8 @@
 """The engine: losses and gradients of a forest, equal to training each trajectory alone.
 
-A separable objective takes one walk over the plan (`step`). Any other loss takes two: values of all its tokens first,
-then the loss, then the walk with the loss's gradients on these values (`values`, loaded for such a loss, or where
-log-probs or hidden states are asked for).
+A separable objective walks over the plan once (`step`). Any other loss walks twice: for the values of all its tokens,
+and, after the loss, with the loss's gradients (`values`, loaded for such a loss, or where log-probs or hidden states
+are asked for).
 """
 
 from collections.abc import Callable, Sequence

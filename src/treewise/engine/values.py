@@ -5,8 +5,8 @@ result is an ordinary graph. With several, the forward runs without a graph, and
 gradients autograd gets as those of the trained parameters; so a result may be used in any loss, more than once in a
 graph, under autocast, and with `torch.autograd.grad`, `inputs=` and hooks. Second derivatives are an error.
 
-A loss that is no sum over single tokens (ratios of sequences, preferences, a caller's function) takes two walks:
-values first, then the loss on them, then the walk with its gradients (`JointLoss`, `FunctionLoss`).
+A loss that is no sum over single tokens (ratios of sequences, preferences, a caller's function) walks twice: a visit
+for the values, then the loss on them, then a training with its gradients (`JointLoss`, `FunctionLoss`).
 
 Letters: T tokens of a micro-batch or of the forest, E entries of a micro-batch, F tokens of all trajectories.
 """
@@ -145,7 +145,7 @@ def restored_logprobs(values: Values, forest: Forest, *, trained_only: bool) -> 
 
 
 class JointLoss(StepLoss):
-    """The loss of an objective whose terms depend on one another, as sequence-level ratios do: two walks."""
+    """The loss of an objective whose terms depend on one another, as sequence-level ratios do: walked twice."""
 
     def backward(self, walk: Walk) -> None:
         backward_through(walk, [self._reader()], lambda values: self.of_terms(values[0]))
@@ -163,7 +163,7 @@ class JointLoss(StepLoss):
 
 
 class FunctionLoss:
-    """The loss of a function of all trajectories' log-probs, of trained tokens alone if `trained_only`: two walks."""
+    """The loss of a function of all trajectories' log-probs, of trained tokens alone if `trained_only`."""
 
     def __init__(self, forest: Forest, function: LossFunction, *, trained_only: bool) -> None:
         self._forest, self._function, self._trained_only = forest, function, trained_only
