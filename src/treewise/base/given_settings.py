@@ -40,7 +40,7 @@ def settings_named(what: str, name: str, known: Mapping[str, type[S]], given: Ma
     """
     if name not in known:
         raise ConfigError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-    types_of = {each.name: each.type for each in dataclasses.fields(known[name])}  # type: ignore[arg-type]
+    types_of = {field.name: field.type for field in dataclasses.fields(known[name])}  # type: ignore[arg-type]
     check_setting_types(f"{what} {name!r}", given, types_of)
     settings = known[name](**given)
     check_fields(settings)

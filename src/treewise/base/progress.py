@@ -20,15 +20,15 @@ def begin_work(what: str, total: int | None = None) -> None:
     """Tells that some work begins, and all before it is over. total: what later calls of `tell_progress` add up to, as
     the tokens of a step in several batches; None where nobody counts.
     """
-    for each in listeners:
-        each.begins(what, total, is_part=False)
+    for listener in listeners:
+        listener.begins(what, total, is_part=False)
 
 
 @contextmanager
 def busy_with(what: str, total: int | None = None) -> Iterator[None]:
     """Around work within other work, which goes on afterwards."""
-    for each in listeners:
-        each.begins(what, total, is_part=True)
+    for listener in listeners:
+        listener.begins(what, total, is_part=True)
     try:
         yield
     finally:
@@ -38,5 +38,5 @@ def busy_with(what: str, total: int | None = None) -> Iterator[None]:
 
 def tell_progress(what: str, done: int, total: int | None, unit: str = "token") -> None:
     """Tells how much is done of the present work, or of a part of it. total: None where nobody counts."""
-    for each in listeners:
-        each.reaches(what, done, total, unit)
+    for listener in listeners:
+        listener.reaches(what, done, total, unit)

@@ -86,7 +86,7 @@ class FlatRows:
         with own_attention, checkpointing(self.lm.model) if self.is_checkpointed else nullcontext():
             for number, row in enumerate(self.rows, 1):
                 source, *streams = row.edges
-                target, weight = (to_device(each, device) for each in streams)
+                target, weight = (to_device(stream, device) for stream in streams)
                 loss, _ = edge_loss(self._hidden(row), self.lm.head(), source, target, partial(self._loss, weight))
                 loss.backward()
                 losses.append(loss.detach())

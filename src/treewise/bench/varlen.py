@@ -134,8 +134,8 @@ def _row(device: torch.device, dtype: torch.dtype, heads: RowHeads, *lengths: tu
     rows, keys = map(sum, lengths)
     sizes = (rows, heads.queries, heads.size), (keys, heads.keys, heads.size), (keys, heads.keys, heads.value_size)
     shapes = *sizes, (rows, heads.queries, heads.value_size)
-    query, key, value, grad = (torch.randn(each, generator=made, device=device, dtype=dtype) for each in shapes)
-    first, second = (torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(device) for each in lengths)
+    query, key, value, grad = (torch.randn(shape, generator=made, device=device, dtype=dtype) for shape in shapes)
+    first, second = (torch.tensor([0, *accumulate(length)], dtype=torch.int32).to(device) for length in lengths)
     return _Row((query, key, value), grad, (first, second), (max(lengths[0]), max(lengths[1])))
 
 

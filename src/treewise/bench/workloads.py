@@ -246,7 +246,7 @@ def random_model(name: str, dtype: "torch.dtype", device: "torch.device") -> "Pr
     def num_parameters(num_layers: int) -> int:
         config.num_hidden_layers = num_layers
         with torch.device("meta"):
-            return sum(each.numel() for each in model_class.from_config(config).parameters())
+            return sum(parameter.numel() for parameter in model_class.from_config(config).parameters())
 
     num_layers, free, bytes_each = config.num_hidden_layers, free_bytes(device), 2 * dtype.itemsize  # and its gradient
     if name in CUT_TO_FIT:

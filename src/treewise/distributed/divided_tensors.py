@@ -40,7 +40,7 @@ def divided_dimensions(tensor: torch.Tensor) -> set[int]:
     """The dimensions along which processes hold parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return set()
-    of_placements: list[Any] = [each for each in tensor.placements if not each.is_replicate()]
+    of_placements: list[Any] = [placement for placement in tensor.placements if not placement.is_replicate()]
     return {each.dim % tensor.dim() for each in of_placements}
 
 

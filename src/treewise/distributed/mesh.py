@@ -199,7 +199,7 @@ def check_mesh_sizes(tp_size: int, ep_size: int, num_ranks: int) -> None:
 
 def spread_experts(layer: nn.Module) -> list[nn.Module]:
     """The modules of a layer whose own parameters are experts that ranks hold together."""
-    return [each for each in layer.modules() if any(map(_is_expert, each.parameters(recurse=False)))]
+    return [module for module in layer.modules() if any(map(_is_expert, module.parameters(recurse=False)))]
 
 
 def _is_expert(parameter: torch.Tensor) -> bool:

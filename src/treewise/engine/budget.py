@@ -127,7 +127,7 @@ def measure(
 
     reserve_bytes: memory that others will allocate later (the optimizer's state).
     """
-    if not any(each.requires_grad for each in lm.model.parameters()):
+    if not any(parameter.requires_grad for parameter in lm.model.parameters()):
         budget.tokens = budget.tokens or MAX_SCORED_TOKENS.get(lm.device.type, MAX_SCORED_TOKENS["cpu"])
         return
     state_size = feature("recurrent").state_bytes(lm) if lm.is_recurrent else 0

@@ -47,7 +47,7 @@ def carried_by(lm: DecoderAndHead, *, with_images: bool) -> Carried:
 def tower_parameters(lm: DecoderAndHead) -> list[nn.Parameter]:
     """The parameters of a model's towers and projectors; none of a model of text."""
     inside = set(lm.decoder.parameters())
-    return [each for each in lm.base.base_model.parameters() if each not in inside]
+    return [parameter for parameter in lm.base.base_model.parameters() if parameter not in inside]
 
 
 def reaches_a_parameter(root: torch.Tensor) -> bool:
@@ -68,7 +68,9 @@ def refuse_no_gradient(lm: DecoderAndHead, guests: Iterable[Guest]) -> None:
     """Raises `UnsupportedModelError`, for a walk in which nothing required a gradient; but trees of text do not reach a
     tower, which may be all that is trained.
     """
-    if any(each.brings_images for each in guests) or not any(each.requires_grad for each in tower_parameters(lm)):
+    if any(guest.brings_images for guest in guests) or not any(
+        tower_parameter.requires_grad for tower_parameter in tower_parameters(lm)
+    ):
         raise UnsupportedModelError(
             f"nothing that {type(lm.model).__name__} computes on a tree requires a gradient, so a backward would do "
             "nothing. Are the trained parameters in use (an adapter that is active and not disabled)?"
@@ -76,4 +78,4 @@ def refuse_no_gradient(lm: DecoderAndHead, guests: Iterable[Guest]) -> None:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    return any(each.requires_grad for each in module.parameters())
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -226,4 +226,4 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
         # `save_pretrained` makes a text of `dtype`, on the one rank that writes; no module reads it again.
         if type(value) in (int, float, str, bool) and name != "dtype"
     )
-    return _State(modules, outer, tuple(each.requires_grad for each in all_parameters(all_of_model)))
+    return _State(modules, outer, tuple(parameter.requires_grad for parameter in all_parameters(all_of_model)))

@@ -182,7 +182,7 @@ class FlatLoss:
         assert isinstance(self.objective, Objective)
         like, streams = values["log_probs"], {}
         for name in terms[0].streams:
-            stream = np.concatenate([each.streams[name] for each in terms])
+            stream = np.concatenate([term.streams[name] for term in terms])
             dtype = like.dtype if stream.dtype.kind == "f" else torch.long
             streams[name] = torch.tensor(stream, dtype=dtype, device=like.device)
         return self.objective.token_losses(values, streams) / self.denominator

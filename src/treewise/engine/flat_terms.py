@@ -157,7 +157,7 @@ class FlatRouters:
 
     def part(self, model: nn.Module, item: Trajectory, router_logits: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Counts the rows of one trajectory ([.., E] of each layer); once all are counted, its part of the losses."""
-        logits_RE = torch.cat([each.reshape(-1, each.shape[-1]) for each in router_logits])
+        logits_RE = torch.cat([router_logit.reshape(-1, router_logit.shape[-1]) for router_logit in router_logits])
         logits_RE = logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32))
         probability_RE = logits_RE.softmax(-1)
         if not self.is_counted:

@@ -201,7 +201,7 @@ def _flat(lm: DecoderAndHead, loss: FlatLoss) -> _Flat:
     if [len(each) for each in hidden] != [len(item) for item in loss.items]:
         hidden = []
     for what, values in (("hidden rows", hidden), ("logits", run.logprobs)):
-        if not all(each.isfinite().all() for each in values):
+        if not all(value.isfinite().all() for value in values):
             wrong = [name for name, each in lm.model.named_parameters() if not each.isfinite().all()]
             why = "its weights diverged, or its precision is too low."
             if wrong:
@@ -388,7 +388,7 @@ class _Gradients:
     def note(self, where: str) -> None:
         """Keeps the norms as they are now. where: under which budget a walk came before, in words."""
         grads = [each.grad for each in self._trained.values()]
-        self._norms.append((where, np.array([0.0 if each is None else each.float().norm().item() for each in grads])))
+        self._norms.append((where, np.array([0.0 if grad is None else grad.float().norm().item() for grad in grads])))
 
     def check(self, spread: float, *, is_exact: bool) -> None:
         """Raises `UnsupportedModelError` with the first parameter whose gradient is lost or another one."""
@@ -455,7 +455,7 @@ def _check_head(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     finally:
         hook.remove()
     modules = set(lm.decoder.modules())
-    check_masks([each for each in observations if each.module in modules])
+    check_masks([observation for observation in observations if observation.module in modules])
     if len(large) != 1 or large[0].shape != own.shape:
         return
     gap, largest = (large[0].float() - own.float()).abs().max().item(), own.abs().max().item()

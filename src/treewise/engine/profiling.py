@@ -98,7 +98,7 @@ class ProfilerRecording:
         if trace is not None:
             trace.parent.mkdir(parents=True, exist_ok=True)
             self._record.export_chrome_trace(str(trace))
-        events = [each for each in self._record.events() or () if isinstance(each, FunctionEvent)]
+        events = [event for event in self._record.events() or () if isinstance(event, FunctionEvent)]
         return Profile(seconds, _parts(events, seconds, on_gpu=self._device.type == "cuda"))
 
 
@@ -120,7 +120,7 @@ def mean(profiles: list[Profile]) -> Profile:
         costs = [each.parts[name] for each in profiles if name in each.parts]
         if costs:
             parts[name] = PartCost(
-                sum(each.seconds for each in costs) / count,
+                sum(cost.seconds for cost in costs) / count,
                 sum(each.flops for each in costs) / count,
                 round(sum(each.calls for each in costs) / count),
             )
@@ -164,7 +164,7 @@ def _part_of(event: FunctionEvent, seen: dict[int, str]) -> str:
 
 def _kernel_part(event: FunctionEvent) -> str:
     """Which kind of block a call of the CPU's attention kernel computes, from its arguments."""
-    shapes: list[Any] = [each for each in event.input_shapes or () if each]
+    shapes: list[Any] = [input_shape for input_shape in event.input_shapes or () if input_shape]
     if any(len(shape) == 4 and shape[0] == 1 and shape[1] == 1 for shape in shapes[3:]):
         return TILES
     query, key = (shapes[1], shapes[2]) if event.name.endswith("backward") else (shapes[0], shapes[1])
@@ -172,7 +172,7 @@ def _kernel_part(event: FunctionEvent) -> str:
 
 
 def _flops(event: FunctionEvent) -> float:
-    shapes: list[Any] = [each for each in event.input_shapes or () if each]
+    shapes: list[Any] = [input_shape for input_shape in event.input_shapes or () if input_shape]
     if event.name in _PRODUCTS:
         if event.cpu_parent is not None and event.cpu_parent.name in _PRODUCTS:
             return 0.0  # on a CPU a grouped product calls one for each group

@@ -75,7 +75,7 @@ def take_step(
         return loss.output(walk)
 
     parameters = all_parameters(all_modules(model))
-    has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)  # noqa: SLF001
+    has_hooks = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)  # noqa: SLF001
     with hooks_run_once(model) if has_hooks else nullcontext():
         return with_less_memory(attempt, budget, num_tokens, parameters)
 
@@ -273,7 +273,11 @@ class Walk:
         positions = layout.positions
         if run.part is not None:
             own = slice(run.part.num_own)
-            positions, hidden, router_logits = positions[own], hidden[own], tuple(each[own] for each in router_logits)
+            positions, hidden, router_logits = (
+                positions[own],
+                hidden[own],
+                tuple(router_logit[own] for router_logit in router_logits),
+            )
         return MicroBatchOutput(index, positions, hidden, router_logits, self.head)
 
     def head(self) -> AnyHead:

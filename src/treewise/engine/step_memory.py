@@ -92,14 +92,14 @@ def without_data(model: nn.Module, *, claims_cpu: bool = False) -> nn.Module:
     """
     tensors = [*model.parameters(), *model.buffers()]
     stand_ins: dict[int, torch.Tensor] = {}
-    for each in tensors:
-        shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+    for tensor in tensors:
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         shape = OnCpu(shape) if claims_cpu else shape
-        stand_ins[id(each)] = nn.Parameter(shape, each.requires_grad) if isinstance(each, nn.Parameter) else shape
+        stand_ins[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
     is_there = not claims_cpu and all(each.is_meta for each in tensors)
     twin = (model if is_there else copy.deepcopy(model, stand_ins)).train()
-    for each in twin.parameters():
-        each.grad = torch.empty_like(each) if each.requires_grad else None
+    for parameter in twin.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     return twin
 
 
@@ -227,7 +227,9 @@ def _fullest(plan: Plan, costs: FlopModel, dtype: torch.dtype, *, has_states: bo
             if step.micro_batch in opened:
                 ends[opened.pop(step.micro_batch)] = index
     fullest = {max(backwards, key=lambda each: each[by:])[-1] for by in range(3)}
-    opening = [each for each in backwards if plan.micro_batches[plan.schedule[each[-1]].micro_batch].is_open]
+    opening = [
+        backward for backward in backwards if plan.micro_batches[plan.schedule[backward[-1]].micro_batch].is_open
+    ]
     if opening and has_states:
         fullest.add(max(opening, key=lambda each: each[2:])[-1])
     before = {max((each[-1] for each in backwards if each[-1] < index), default=index) for index in fullest}
@@ -272,7 +274,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
         tensors = [*model.parameters(), *model.buffers()]
         self._results = Results(makes_shapes=any(isinstance(each, OnCpu) for each in tensors))
-        for each in [*tensors, *(each.grad for each in tensors if each.grad is not None)]:
+        for each in [*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)]:
             self._watch(each.untyped_storage(), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -411,7 +413,7 @@ def _forms(value: Any) -> Any:
 
 def _is_new(result: Any, given: Any) -> bool:
     """Whether a result is tensors without data in storages of their own, each no larger than it needs."""
-    before = {id(each.untyped_storage()) for each in _tensors(given)}
+    before = {id(tensor.untyped_storage()) for tensor in _tensors(given)}
     for each in result if isinstance(result, tuple | list) else (result,):
         if not isinstance(each, torch.Tensor) or has_data(each):
             return False

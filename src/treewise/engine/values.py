@@ -73,7 +73,7 @@ def tree_values(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
         return _in_one_graph(_only_forward(walk), readers)
     # Has autograd call the backward also where no parameter is trained, which is an error there.
     anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
-    trained = [each for each in walk.lm.model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in walk.lm.model.parameters() if parameter.requires_grad]
     tensors = iter(_TreeValues.apply(anchor, walk, tuple(readers), *trained))
     return [{name: next(tensors) for name in reader.names} for reader in readers]
 
@@ -96,7 +96,7 @@ def backward_through(
     if walk.is_one_graph:
         output = _only_forward(walk)
         values, more = _in_one_graph(output, readers), walk.loss_of_guests(output)
-        has_gradient = any(tensor.requires_grad for each in values for tensor in each.values())
+        has_gradient = any(tensor.requires_grad for value in values for tensor in value.values())
         if not has_gradient:
             refuse_no_gradient(walk.lm, walk.guests)
         loss = loss_of(values)
@@ -225,7 +225,7 @@ def _only_forward(walk: Walk) -> MicroBatchOutput:
 def _in_one_graph(output: MicroBatchOutput, readers: Sequence[Reader]) -> list[Values]:
     """Each reader's values of the only micro-batch of a forest, in its graph."""
     values = [_joined([reader.read(output)], reader, output.hidden) for reader in readers]
-    return [{name: _FirstOrder.apply(tensor) for name, tensor in each.items()} for each in values]
+    return [{name: _FirstOrder.apply(tensor) for name, tensor in value.items()} for value in values]
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -252,7 +252,7 @@ class _TreeValues(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.walk, ctx.readers, ctx.trained = walk, readers, trained
         ctx.autocast = Autocast.now(walk.lm.device.type)
-        versions = [(each, _version(each)) for each in walk.lm.model.parameters()]
+        versions = [(parameter, _version(parameter)) for parameter in walk.lm.model.parameters()]
         results = _visited(walk, readers)
         # PEFT's parametrised experts bump `_version` in every forward; such parameters are excluded from the
         # changed-weights check.
@@ -353,7 +353,7 @@ def _visited(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
 
 def _joined(entries: Sequence[Entries | None], reader: Reader, hidden: Float[Tensor, "T M"]) -> Values:
     """A reader's result from the entries of all micro-batches. hidden: [T, M] of any of them."""
-    present = [each for each in entries if each is not None]
+    present = [entry for entry in entries if entry is not None]
     if not present:
         # Nothing to read; the result stays connected to the model, so that its backward is a zero and not an error.
         wide = torch.promote_types(hidden.dtype, torch.float32)

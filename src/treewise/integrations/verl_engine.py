@@ -253,7 +253,7 @@ class EngineSharing:
         self._is_compared = True
         gaps = (found.detach() - expected).abs().reshape(-1)[torch.as_tensor(rows.cell, device=found.device)]
         is_low = torch.is_autocast_enabled(found.device.type) or any(
-            each.dtype.itemsize < 4 for each in self.model.parameters() if each.is_floating_point()
+            parameter.dtype.itemsize < 4 for parameter in self.model.parameters() if parameter.is_floating_point()
         )
         gap, limit = (gaps.median(), _MAX_MEDIAN_GAP) if is_low else (gaps.max(), _MAX_GAP)
         if not gap.item() <= limit:

@@ -175,14 +175,14 @@ def adapter_config(adapters: Path) -> "PeftConfig":
             config = PeftConfig.from_pretrained(str(adapters))
         except KeyError as error:  # of peft's table of types
             raise ConfigError(f"{adapters / ADAPTERS}: peft_type is {error}, which this peft does not have.") from None
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name)
-        if value is None and each.default is None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None and field.default is None:
             continue
-        is_count = isinstance(value, int) and not isinstance(value, bool) and (each.name != "r" or value > 0)
-        if each.type in (int, "int") and not is_count:
-            kind = "a positive whole number" if each.name == "r" else "a whole number"
-            raise ConfigError(f"{adapters / ADAPTERS}: {each.name} is {value!r:.60}; it must be {kind}.")
+        is_count = isinstance(value, int) and not isinstance(value, bool) and (field.name != "r" or value > 0)
+        if field.type in (int, "int") and not is_count:
+            kind = "a positive whole number" if field.name == "r" else "a whole number"
+            raise ConfigError(f"{adapters / ADAPTERS}: {field.name} is {value!r:.60}; it must be {kind}.")
     config.inference_mode = False
     return config
 
@@ -238,7 +238,7 @@ def saved_tables(model: "PreTrainedModel", shapes: Mapping[str, Sequence[int]]) 
 def tables_of(model: "PreTrainedModel") -> dict[str, Any]:
     """The modules of the embeddings and the head, by path."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return {path: module for path, module in model.named_modules() if any(module is each for each in tables)}
+    return {path: module for path, module in model.named_modules() if any(module is table for table in tables)}
 
 
 def parted_table(model: "PreTrainedModel") -> str | None:

@@ -75,7 +75,7 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     config.nested_graph_breaks = True
     for layer in layers:
-        if any(isinstance(each, DTensor) for each in layer.parameters()):
+        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             feature("tensor_parallel").leave_out_of_graphs(layer)
         layer.compile(dynamic=True, backend=backend, **_options(backend, mode))
 

@@ -185,4 +185,4 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 def all_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of modules themselves, each once, in the order of `model.parameters()`."""
     of_each = (module._parameters.values() for module in modules)
-    return list({id(each): each for values in of_each for each in values if each is not None}.values())
+    return list({id(value): value for values in of_each for value in values if value is not None}.values())

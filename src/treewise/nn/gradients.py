@@ -41,7 +41,7 @@ def zeros_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Of the gradients that trained parameters are still going to have."""
-    missing = (each for each in parameters if each.requires_grad and each.grad is None)
+    missing = (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
     return sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in missing)
 
 
@@ -230,7 +230,7 @@ _Kept = list[tuple[nn.Parameter, torch.Tensor | None]]
 
 
 def _moved_out(parameters: Sequence[nn.Parameter]) -> _Kept:
-    before: _Kept = [(each, each.grad) for each in parameters]
+    before: _Kept = [(parameter, parameter.grad) for parameter in parameters]
     clear_gradients(parameters)
     return before
 

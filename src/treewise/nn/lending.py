@@ -19,7 +19,7 @@ from treewise.nn.attention.interface import TreeContext
 def lend_to(layer: nn.Module, module: nn.Module) -> None:
     """From now on each forward of `layer` lends its tree to a module inside of it; a second call changes nothing."""
     borrowers: list[nn.Module] = layer.__dict__.setdefault("_treewise_borrowers", [])
-    if all(each is not module for each in borrowers):
+    if all(borrower is not module for borrower in borrowers):
         borrowers.append(module)
     if not vars(layer).get("_treewise_lends"):
         layer.__dict__["_treewise_lends"] = True
@@ -85,7 +85,7 @@ def _checkpoint(
 ) -> object:
     def lending(*args: object) -> object:
         borrowers = vars(layer)["_treewise_borrowers"]
-        before = [lent(each) for each in borrowers]
+        before = [lent(borrower) for borrower in borrowers]
         _give(layer, context)
         try:
             return function(*args)

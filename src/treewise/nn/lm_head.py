@@ -254,7 +254,7 @@ class _EdgeLoss(torch.autograd.Function):
             values_E[0][low:high] = logits[row, column] - lse[row]
             if entropy is not None:
                 values_E[1][low:high] = entropy[row]
-            loss, grads = _gradients_of(loss_of, [each[low:high] for each in values_E], slice(low, high))
+            loss, grads = _gradients_of(loss_of, [value[low:high] for value in values_E], slice(low, high))
             losses.append(loss)
             row_grad = torch.zeros_like(lse).index_add_(0, row, grads[0])
             entropies = None
@@ -281,10 +281,10 @@ class _EdgeLoss(torch.autograd.Function):
 def _gradients_of(loss_of: LossOfEdges, values: list[torch.Tensor], edges: slice) -> tuple[torch.Tensor, list[Tensor]]:
     """The loss of some edges, and its gradients with respect to their values, each [E]."""
     with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in values]
+        leaves = [value.detach().requires_grad_() for value in values]
         loss = loss_of(dict(zip(OUTPUTS, leaves, strict=False)), edges)
         if not loss.requires_grad:
-            return loss, [torch.zeros_like(each) for each in leaves]
+            return loss, [torch.zeros_like(leaf) for leaf in leaves]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.detach(), list(grads)
 
@@ -364,7 +364,7 @@ def padded(rows: torch.Tensor) -> torch.Tensor:
 def over_rows(reduce: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """[R] values of the rows of [R, V] and [R, 1] tensors, a slice of the rows at a time."""
     size = -(-len(tensors[0]) // _NUM_SLICES)
-    return torch.cat([reduce(*parts) for parts in zip(*(each.split(size) for each in tensors), strict=True)])
+    return torch.cat([reduce(*parts) for parts in zip(*(tensor.split(size) for tensor in tensors), strict=True)])
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

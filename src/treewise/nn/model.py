@@ -78,7 +78,7 @@ def split_model(model: nn.Module) -> DecoderAndHead:
     is_recurrent = mixes_in_order(decoder)
     if is_recurrent:
         feature("recurrent").install(decoder)
-    if any(isinstance(each, DTensor) for each in base.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
         feature("tensor_parallel").repair_tensor_parallel(base)
     scale, softcap = _logit_scale(base.config), _softcap(base.config)
     parameters = parameters_of(type(decoder))

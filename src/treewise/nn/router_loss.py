@@ -238,7 +238,7 @@ def router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor)
             "output_router_logits=False."
         )
     # transformers keeps router logits while a layer runs, which such a checkpoint does without a graph.
-    if hidden.requires_grad and not any(each.requires_grad for each in logits) and _has_reentrant_checkpoints(lm):
+    if hidden.requires_grad and not any(logit.requires_grad for logit in logits) and _has_reentrant_checkpoints(lm):
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} returns router logits without gradients under reentrant gradient "
             "checkpointing, so a loss on them would train nothing; set use_reentrant=False "
@@ -296,7 +296,7 @@ def check_router_loss(model: PreTrainedModel, rule: RouterLossRule, token_ids: t
         raise UnsupportedModelError(
             f"{name} adds no load-balancing loss of its own; set output_router_logits=False (router_aux_loss=False)."
         )
-    logits = tuple(each.reshape(-1, each.shape[-1]) for each in out.router_logits)
+    logits = tuple(router_logit.reshape(-1, router_logit.shape[-1]) for router_logit in out.router_logits)
     router_loss = RouterLoss(RouterLossRule(rule.num_chosen, 1.0), np.ones(len(token_ids)))
     ours = float(router_loss.part(logits, np.arange(len(token_ids))))
     if not abs(ours - float(own)) <= 1e-2 * abs(float(own)):

@@ -128,7 +128,7 @@ def _not_called(router: Router) -> UnsupportedModelError:
 
 def check_record(experts: np.ndarray, sizes: Sequence[RouterSizes], location: str) -> None:
     """Raises `DataError` for the experts of a row ([n, L, k]) that routers of these sizes cannot have chosen."""
-    columns = _columns([each.layer for each in sizes], experts, location)
+    columns = _columns([size.layer for size in sizes], experts, location)
     for column, each in zip(columns, sizes, strict=True):
         _check_column(experts[:, column], each, lambda token: f"{location}: routed_experts[{token}]")
 
@@ -358,7 +358,7 @@ class Replay(Guest):
     def __init__(self, lm: DecoderAndHead, forest: Forest) -> None:
         self._forest, self._device, self._routers = forest, lm.device, install(lm.decoder)
         self._experts = forest.routed_experts  # [tree tokens, layers of the record, k]
-        self._columns = _columns([each.layer for each in self._routers], self._experts, forest.source_of(0))
+        self._columns = _columns([router.layer for router in self._routers], self._experts, forest.source_of(0))
         self._runs: dict[int, RecordedRoutes] = {}
         self._is_checked: set[int] = set()
 

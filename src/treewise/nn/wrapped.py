@@ -86,7 +86,7 @@ _NOISE = 0.05
 def adapter_parameters(model: nn.Module) -> dict[int, float]:
     """Ids of parameters of modules within adapter layers, apart from the layers that these adapt; each with the largest
     factor of its layer's result (LoRA's alpha over rank; 1 where there is none)."""
-    layers: list[Any] = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     adapted = {
         id(parameter)
         for layer in layers

@@ -142,7 +142,7 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
     table = _table("worth a look", "finding", "count")
     table.add_column("what it means, and where", overflow="fold")
     for finding in findings:
-        places = "; ".join(short_name(each, MAX_PLACE) for each in finding.examples)
+        places = "; ".join(short_name(example, MAX_PLACE) for example in finding.examples)
         places += "; ..." if finding.count > len(finding.examples) else ""
         table.add_row(finding.kind, f"{finding.count:,}", escape(f"{finding.meaning}: {places}"))
     return table

@@ -64,7 +64,7 @@ def flat_sft(model: nn.Module, trajectories: Sequence[Trajectory]) -> tuple[floa
     some = next(model.parameters())
     run = FlatLoss(trajectories, SFT()).run(model, some.device)
     wide = torch.promote_types(some.dtype, torch.float32)
-    logprobs_N = [each.to(some.device, wide) for each in run.logprobs]
+    logprobs_N = [logprob.to(some.device, wide) for logprob in run.logprobs]
     return run.loss, logprobs_N, FlatGradients(gradients_of(model), lambda: flat_sft(wide_copy(model), trajectories)[2])
 
 

@@ -98,7 +98,7 @@ class ManyRanks:
         cuts its trees in the same places.
         """
         budgets = ranks.on_every_rank(lambda: engine.max_tokens)
-        engine.budget.tokens = min((each for each in budgets if each is not None), default=None)
+        engine.budget.tokens = min((budget for budget in budgets if budget is not None), default=None)
 
     @contextmanager
     def batch(self, engine: TreeEngine, step: int, *, trains: bool) -> Iterator[None]:

@@ -19,7 +19,7 @@ _LABELS = ("group", "rollout", "reward", "rollout_weight", "source")  # of a row
 
 def sources(forests: Iterable[Forest], limit: int = 5) -> list[str]:
     """The first few sources of the trajectories of some trees."""
-    named = (each.source for forest in forests for each in forest.trajectories if each.source)
+    named = (trajectory.source for forest in forests for trajectory in forest.trajectories if trajectory.source)
     return list(dict.fromkeys(named))[:limit]
 
 
@@ -54,10 +54,10 @@ def _rows(forest: Forest) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {name: values.tolist() for name, values in streams.items()}
         if trajectory.images:  # paths, or bytes as data addresses
             row["images"] = [
-                f"data:;base64,{base64.b64encode(each.source).decode()}"
-                if isinstance(each.source, bytes)
-                else str(Path(each.source).absolute())
-                for each in trajectory.images
+                f"data:;base64,{base64.b64encode(image.source).decode()}"
+                if isinstance(image.source, bytes)
+                else str(Path(image.source).absolute())
+                for image in trajectory.images
             ]
         labels = {name: getattr(trajectory, name) for name in _LABELS}
         for name, value in labels.items():

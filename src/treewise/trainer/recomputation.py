@@ -67,7 +67,7 @@ def choose_recomputation(
     """
     model: Any = engine.model
     set_recomputation(model, wanted=False)
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or not getattr(model, "supports_gradient_checkpointing", False):
         return False
     if engine.budget.setting == AUTO and not engine.budget.is_measured:

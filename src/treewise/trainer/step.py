@@ -92,7 +92,11 @@ class StepRunner:
         if args.float32_gradients:
             _refuse_shards(args, model)
             sum_in_float32(model.parameters())  # counted where a budget is measured
-            sums = [each for each in model.parameters() if each.requires_grad and each.grad_dtype != each.dtype]
+            sums = [
+                parameter
+                for parameter in model.parameters()
+                if parameter.requires_grad and parameter.grad_dtype != parameter.dtype
+            ]
             more = sum(each.numel() * (torch.float32.itemsize - each.element_size()) for each in sums)
             logger.info("float32_gradients: %s more, of %s", bytes_as_text(more), num(len(sums), "parameter"))
         self.ranks: Any = None

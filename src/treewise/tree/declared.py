@@ -90,7 +90,7 @@ def forest_of_nodes(
         if name not in STREAMS or STREAMS[name].has_candidates:
             known = ", ".join(each for each, stream in STREAMS.items() if not stream.has_candidates)
             raise ConfigError(f"{location}: {name!r} is not a stream of nodes; known: {known}.")
-        if values is not None and any(each is not None for each in values):
+        if values is not None and any(value is not None for value in values):
             is_spread = STREAMS[name].is_scalar_allowed
             node_streams[name] = _spread_over_nodes(values, token_ids) if is_spread else values
     tree = lay_out_nodes(parents, token_ids, node_streams, ends, merge_siblings, location, images)

@@ -85,7 +85,7 @@ def _check_experts(experts: np.ndarray, name: str, location: str) -> None:
 
 
 def _as_lists(values: object) -> object:
-    return [_as_lists(each) for each in values] if isinstance(values, list | tuple | np.ndarray) else values
+    return [_as_lists(value) for value in values] if isinstance(values, list | tuple | np.ndarray) else values
 
 
 def has_routes(trajectories: Sequence[Trajectory]) -> bool:

@@ -246,7 +246,7 @@ class _Sides:
         """The flat side in float32: of the model without autocast, or of a copy."""
         model = self.model
         if _lowest_dtype(model) in LOW_PRECISION:
-            num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+            num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             needed, free = 4 * (sum(each.numel() for each in model.parameters()) + num_trained), free_bytes(self.device)
             if needed > free:
                 raise ConfigError(
@@ -265,7 +265,7 @@ class _Sides:
         logprobs = engine.logprobs(plan.forest)
         torch.autograd.backward(logprobs, [each.to(own.dtype) for each, own in zip(slopes, logprobs, strict=True)])
         errors = _gradient_errors(reference.through_values, take_gradients(self.model))
-        return _ThroughValues([each.detach().double().cpu() for each in logprobs], errors)
+        return _ThroughValues([logprob.detach().double().cpu() for logprob in logprobs], errors)
 
     def _run_tree(
         self, engine: TreeEngine, plan: Plan, objective: Objective | Loss, through_values: "_ThroughValues"

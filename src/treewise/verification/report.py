@@ -91,7 +91,9 @@ class VerificationReport:
     @property
     def failures(self) -> tuple[str, ...]:
         """One line for each error beyond its limit, those at other budgets last; NaN is beyond every limit."""
-        below = [f"{each} under max_tokens {part.max_tokens:,}" for part in self.at_budgets for each in part.failures]
+        below = [
+            f"{failure} under max_tokens {part.max_tokens:,}" for part in self.at_budgets for failure in part.failures
+        ]
         return (*self._own_failures, *below)
 
     @property
@@ -118,7 +120,7 @@ class VerificationReport:
             "failures": list(self.failures),
         }
         extra["at_budgets"] = [each.to_dict() for each in self.at_budgets]
-        return {**asdict(self), "parameters": [asdict(each) for each in self.parameters], **extra}
+        return {**asdict(self), "parameters": [asdict(parameter) for parameter in self.parameters], **extra}
 
     def describe(self, num_parameters: int = 5) -> str:
         """The comparison as a plain-text table: each error under each budget; the worst parameters after a failure.
@@ -157,7 +159,9 @@ class VerificationReport:
         ]
         if not self.passed:
             parameters = self._worst_side.parameters
-            worst_rows = [(each.name, f"{each.norm:.3e}", f"{each.error:.3e}") for each in parameters]
+            worst_rows = [
+                (parameter.name, f"{parameter.norm:.3e}", f"{parameter.error:.3e}") for parameter in parameters
+            ]
             header = ("worst parameters", "norm of the gradient", "relative error")
             lines += ["", *_aligned([header, *worst_rows[:num_parameters]]), "", *self.failures]
         return "\n".join(lines)

@@ -116,9 +116,9 @@ def _part(item: Trajectory, is_kept_L: np.ndarray) -> Trajectory | None:
         return None
     before = np.concatenate([[0], np.cumsum(is_kept_L)])
     images: list[ImageSpan] = [
-        replace(each, start=int(before[each.start]), end=int(before[each.end]))
-        for each in item.images
-        if is_kept_L[each.start : each.end].all()
+        replace(image, start=int(before[image.start]), end=int(before[image.end]))
+        for image in item.images
+        if is_kept_L[image.start : image.end].all()
     ]
     return replace(item, token_ids=item.token_ids[is_kept_L], images=tuple(images), **streams)
 

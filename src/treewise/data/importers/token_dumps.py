@@ -70,7 +70,7 @@ def _prime_rl_sequence(value: Record, location: str, context: Context) -> Iterat
     ids = integers(value["token_ids"], "token_ids", location)
     weights = numbers(value.get("loss_mask"), "loss_mask", len(ids), location)
     rl_weights = value.get("rl_weights")
-    if isinstance(rl_weights, list) and any(each is not None for each in rl_weights):
+    if isinstance(rl_weights, list) and any(rl_weight is not None for rl_weight in rl_weights):
         factors = stream(rl_weights, "rl_weights", len(ids), location)
         for index, (weight, factor) in enumerate(zip(weights, factors, strict=True)):
             if weight and math.isnan(factor):

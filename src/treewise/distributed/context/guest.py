@@ -42,7 +42,7 @@ class ContextGroup:
         """The sums of numbers, of which a rank may lack some; all call this."""
         of_ranks: list[Any] = [None] * self.size
         distributed.all_gather_object(of_ranks, values, group=self.group)
-        names = dict.fromkeys(name for each in of_ranks for name in each)
+        names = dict.fromkeys(name for rank in of_ranks for name in rank)
         return {name: sum(each.get(name, 0.0) for each in of_ranks) for name in names}
 
 

@@ -36,7 +36,7 @@ def best_owners(leaves: Leaves, extra_load: np.ndarray, at_most: int, start: np.
     # Whole trees where that is enough: nothing is recomputed, and where one path takes longest, the rest is even.
     least = max(at_most, int(leaves.path_cost.max()))
     capacities = (None, *(least + int(least * room) for room in ROOM))
-    starts = [longest_first(leaves, num_ranks, each) for each in capacities] if start is None else [start]
+    starts = [longest_first(leaves, num_ranks, capacity) for capacity in capacities] if start is None else [start]
     moves_left = MAX_MOVES
 
     def improved(owners: np.ndarray) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
@@ -171,7 +171,7 @@ class _Search:
         moves = [*self._neighbour_transfers(rank), self._best_exchange(rank, sections)]
         if (least := int(self.loads.argmin())) != rank:
             moves.insert(0, self._transfer(rank, least, sections))
-        best = min((each for each in moves if each is not None), key=lambda each: each.load, default=None)
+        best = min((move for move in moves if move is not None), key=lambda each: each.load, default=None)
         if best is None or best.load >= self.loads[rank]:
             return False
         self._take(rank, *best.section)

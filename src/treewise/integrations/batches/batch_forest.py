@@ -149,7 +149,7 @@ def _spans_of_sequences(
         lengths[index] = max(lengths[index], high - first[index])
         source = f"an image of the batch ({digest[:8]})"
         spans[index].append(ImageSpan(source, int(low - first[index]), int(high - first[index]), digest))
-    return [tuple(each) for each in spans], lengths
+    return [tuple(span) for span in spans], lengths
 
 
 def _first_tokens(is_real: np.ndarray, position_ids: np.ndarray | None, may_restart: bool) -> np.ndarray:

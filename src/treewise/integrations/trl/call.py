@@ -146,7 +146,7 @@ def _of_equal_size(arguments: Mapping[str, Any], num_placeholders: int) -> tuple
     if sizes is not None and (sizes != sizes[0]).any():
         raise NotShareable("images of several sizes (image_sizes) stand in one batch")
     more = {} if sizes is None else {"image_sizes": sizes[:1]}
-    return [num_placeholders // len(pixels)] * len(pixels), [{PIXELS: each[None], **more} for each in pixels]
+    return [num_placeholders // len(pixels)] * len(pixels), [{PIXELS: pixel[None], **more} for pixel in pixels]
 
 
 def _digest(tensors: PixelInputs) -> str:

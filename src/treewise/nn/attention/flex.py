@@ -198,7 +198,7 @@ def num_key_rows(mask: TreeMask, device: torch.device, blocks: tuple[int, int] =
     """Key rows that one layer without a window reads in a forward of a micro-batch: those of all blocks not hidden."""
     table = block_mask(mask, LayerRule(1.0), device, blocks)
     counts = [each for each in (table.kv_num_blocks, table.full_kv_num_blocks) if each is not None]
-    return sum(int(each.sum()) for each in counts) * blocks[1]
+    return sum(int(count.sum()) for count in counts) * blocks[1]
 
 
 # -- which blocks ---------------------------------------------------------------------------------------------------

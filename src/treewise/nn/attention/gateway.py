@@ -59,7 +59,7 @@ NOTHING, EVERYTHING = Carried(), Carried(from_input=True)
 
 def carry(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors, which require gradients; as they are where one of them does, or where gradients are disabled."""
-    if not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return tensors
     return _Carry.apply(ANCHOR, *tensors)
 
@@ -183,7 +183,7 @@ class _Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: object, _: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(each.view_as(each) for each in tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(_ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

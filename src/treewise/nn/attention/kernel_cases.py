@@ -55,7 +55,7 @@ class Case:
         shapes: list[tuple[int, ...]] = [(1, heads, mask.num_queries, size), (1, key_heads, mask.num_keys, size)]
         shapes += [(1, key_heads, mask.num_keys, value_size), *([(heads,)] if self.has_sinks else [])]
         generator = torch.Generator().manual_seed(0)
-        drawn = [torch.randn(each, generator=generator) for each in shapes]
+        drawn = [torch.randn(shape, generator=generator) for shape in shapes]
         return [each.to(device, self.dtype).requires_grad_() for each in drawn]
 
 

@@ -66,25 +66,25 @@ def check_masks(observations: list[Observation]) -> None:
     Raises:
         UnsupportedModelError: with the layer and the distance.
     """
-    for each in observations:
-        if each.mask_function is None:
+    for observation in observations:
+        if observation.mask_function is None:
             continue
-        distance = _distances(each.rule)
+        distance = _distances(observation.rule)
         key = _QUERY - distance
         zero = torch.zeros((), dtype=torch.long, device="cpu")
         try:
             with _OnHost():
-                answer = each.mask_function(zero, zero, torch.full_like(key, _QUERY), key)
+                answer = observation.mask_function(zero, zero, torch.full_like(key, _QUERY), key)
             shown = torch.as_tensor(answer).expand(len(key))
         except IndexError:  # it indexes a value per token (images), and these positions are beyond the last one
             continue
-        expected = _sees(each.rule, key)
+        expected = _sees(observation.rule, key)
         if not torch.equal(shown, expected):
             at = int(torch.nonzero(shown != expected)[0])
             verb = "shows" if shown[at] else "hides"
             raise UnsupportedModelError(
-                f"the model's mask {verb} {type(each.module).__name__} the key {int(distance[at])} tokens back, which "
-                f"is not in the arguments of its attention ({each.rule}). A tree would give other results."
+                f"the model's mask {verb} {type(observation.module).__name__} the key {int(distance[at])} tokens back, "
+                f"which is not in the arguments of its attention ({observation.rule}). A tree would give other results."
             )
 
 

@@ -82,7 +82,7 @@ class Needs:
         instead = "use attention='reference'" if place.dtype == "float64" else "use attention='flex'"
         heads = None if place.capability is None else self.cards.get(place.capability)
         if heads is None:
-            known = ", ".join(".".join(map(str, each)) for each in self.cards)
+            known = ", ".join(".".join(map(str, card)) for card in self.cards)
             has = "this is none of NVIDIA's" if place.capability is None else f"this one has {_number(place)}"
             return ConfigError(f"{who} has kernels for GPUs of compute capability {known}, and {has}; {instead}.")
         for package, (least, command) in self.packages.items():

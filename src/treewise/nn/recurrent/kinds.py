@@ -41,7 +41,7 @@ def tree_scan(layer: LayerContext, inputs: Sequence[Float[Tensor, "1 T ..."]], s
     ends: list[torch.Tensor | None] = []
     for index, batch in enumerate(schedule.batches):
         shape = (len(batch.segments), batch.length)
-        padded = [each[index].unflatten(0, shape) for each in parts]
+        padded = [part[index].unflatten(0, shape) for part in parts]
         initial = _initial(layer, index, batch, ends, entering)
         out, end = scan(padded, initial, batch.wants_states)
         outs.append(out.flatten(0, 1))

@@ -73,7 +73,11 @@ def vision_costs(model: PreTrainedModel, activations_per_linear: float) -> Visio
     config, module, token = base.config, base.base_model, image_token_of(base.config)
     if token is None or config.get_text_config() is config or not hasattr(module, "get_image_features"):
         return None
-    not_seen = {id(each) for part in (model.get_decoder(), model.get_output_embeddings()) for each in part.parameters()}
+    not_seen = {
+        id(parameter)
+        for part in (model.get_decoder(), model.get_output_embeddings())
+        for parameter in part.parameters()
+    }
     seen = [
         (name, tuple(each.shape), each.requires_grad)
         for name, each in model.named_parameters()
@@ -267,8 +271,8 @@ def _count(counting: "_Counting", tower: PreTrainedModel, form: Form, known: Map
     output = tower.get_image_features(**arguments, return_dict=True)
     rows = tree_leaves(feature_rows(output))
     features = [*rows, *tree_leaves(getattr(output, "deepstack_features", None))]
-    count.rows = sum(each.numel() // each.shape[-1] for each in rows)
-    trained = [each for each in features if isinstance(each, torch.Tensor) and each.requires_grad]
+    count.rows = sum(row.numel() // row.shape[-1] for row in rows)
+    trained = [feature for feature in features if isinstance(feature, torch.Tensor) and feature.requires_grad]
     counting.is_backward = True
     if trained:
         torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
@@ -307,7 +311,7 @@ class _Counting(TorchDispatchMode):
     ) -> object:
         keywords = keywords or {}
         tensors = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
-        if any(each.is_meta for each in tensors):
+        if any(tensor.is_meta for tensor in tensors):
             arguments = _with_places(function, arguments)
             arguments, keywords = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (arguments, keywords))
         elif _makes_integers(function, tensors, arguments, keywords):
@@ -354,4 +358,4 @@ def _makes_integers(
     dtype = keywords.get("dtype") or (tensors[0].dtype if tensors else None)
     if dtype is not None:
         return not dtype.is_floating_point
-    return function.overloadpacket is _aten.arange and not any(isinstance(each, float) for each in arguments)
+    return function.overloadpacket is _aten.arange and not any(isinstance(argument, float) for argument in arguments)

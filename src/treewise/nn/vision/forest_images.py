@@ -105,7 +105,7 @@ class ForestVision(Guest):
                     self._kept = self._leaves(self._all_features())
             features = self._kept
         index = to_device(rows, features[0].device)
-        seen = tuple(each.index_select(0, index) for each in features)
+        seen = tuple(feature.index_select(0, index) for feature in features)
         if not self.is_in_graph:
             seen = tuple(each.to(self.vision.module.dtype) for each in seen)
         run.inside = self.vision.module, {**arguments, **self.vision.arguments(seen)}
@@ -148,7 +148,7 @@ class ForestVision(Guest):
             _backward(features, [grad[part] for grad in grads])
 
     def _leaves(self, features: Features) -> Features:
-        wide = [each.detach().to(torch.promote_types(each.dtype, torch.float32)) for each in features]
+        wide = [feature.detach().to(torch.promote_types(feature.dtype, torch.float32)) for feature in features]
         return tuple(each.requires_grad_(self.vision.is_trained) for each in wide)
 
     def _all_features(self) -> Features:
@@ -158,7 +158,7 @@ class ForestVision(Guest):
     def _encode(self, first: int, last: int) -> Features:
         """Features of the images `first` to `last`."""
         pixels = [self._pixels_of(index) for index in range(first, last)]
-        names = [each.name for each in self._sources[first:last]]
+        names = [source.name for source in self._sources[first:last]]
         return self.vision.encode(pixels, self._num_rows[first:last].tolist(), names)
 
     def _batches(self) -> Iterator[tuple[int, int]]:
@@ -269,7 +269,7 @@ def flat_images(
     if processor is None:
         raise ConfigError(NEEDS_PROCESSOR.format("verify(model, trajectories, processor=...)"))
     base = base_model(model)
-    return row_arguments(base, processor, [opened(each) for each in item.images], token_ids)
+    return row_arguments(base, processor, [opened(image) for image in item.images], token_ids)
 
 
 def opened(image: ImageSpan) -> Any:

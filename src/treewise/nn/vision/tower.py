@@ -107,7 +107,7 @@ class VisionModel:
     @property
     def is_trained(self) -> bool:
         """Whether a tower or a projector has a trained parameter."""
-        return any(each.requires_grad for each in self.parameters)
+        return any(parameter.requires_grad for parameter in self.parameters)
 
     def encode(self, images: Sequence[PixelInputs], num_rows: Sequence[int], names: Sequence[str]) -> Features:
         """The features of some images, one after the other, in the present grad mode.
@@ -119,14 +119,14 @@ class VisionModel:
         """
         device = self.module.device
         known = inspect.signature(self.module.get_image_features).parameters
-        joined = {name: join([each[name] for each in images], name, known).to(device) for name in images[0]}
+        joined = {name: join([image[name] for image in images], name, known).to(device) for name in images[0]}
         output = self.module.get_image_features(
             **{name: value for name, value in joined.items() if name in known}, return_dict=True
         )
         rows = feature_rows(output)
         self._is_joined = isinstance(rows, torch.Tensor)
         features = (_rows_of(rows), *(_rows_of(each) for each in getattr(output, "deepstack_features", None) or ()))
-        if any(len(each) != sum(num_rows) for each in features):
+        if any(len(feature) != sum(num_rows) for feature in features):
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} gives {len(features[0])} feature rows for {', '.join(names[:3])}, whose "
                 f"placeholders (token {self.image_token}) are {sum(num_rows)}. Was another processor used for the data?"
@@ -170,7 +170,7 @@ def vision_model(lm: DecoderAndHead) -> VisionModel:
             f"cannot be shared by branches. {SUPPORTED_MODELS}"
         )
     refuse_unsupported(base)
-    in_decoder = {id(each) for each in lm.decoder.parameters()}
+    in_decoder = {id(parameter) for parameter in lm.decoder.parameters()}
     outside = tuple(each for each in module.parameters() if id(each) not in in_decoder)
     return VisionModel(module, token, outside, _both_ways(base))
 
@@ -209,7 +209,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
 def _rows_of(parts: torch.Tensor | Sequence[torch.Tensor]) -> Float[Tensor, "R M"]:
     if isinstance(parts, torch.Tensor):
         return parts.reshape(-1, parts.shape[-1])
-    return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 # -- positions --------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def _row_positions(
     ids = torch.from_numpy(token_ids.astype(np.int64))[None]
     given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == image_token).int()}
     given["attention_mask"] = torch.ones_like(ids)
-    given |= {name: torch.cat([each[name] for each in images]) for name in images[0] if name != "pixel_values"}
+    given |= {name: torch.cat([image[name] for image in images]) for name in images[0] if name != "pixel_values"}
     known = inspect.signature(module.get_rope_index).parameters
     positions, _ = module.get_rope_index(**{name: value for name, value in given.items() if name in known})
     found: np.ndarray = positions[:, 0].cpu().numpy()

@@ -315,7 +315,10 @@ def _spelled_out(ids: np.ndarray, is_special: np.ndarray, text: TokenText) -> np
     # A special token becomes one byte that no text contains, so no match spans it.
     pieces = [b"\xff" if special else piece for piece, special in zip(pieces, is_special.tolist(), strict=True)]
     ends = np.cumsum([len(piece) for piece in pieces])
-    pattern = re.compile(b"|".join(re.escape(each.encode()) for each in text.special_texts if len(each) > 2) or b"(?!)")
+    pattern = re.compile(
+        b"|".join(re.escape(special_text.encode()) for special_text in text.special_texts if len(special_text) > 2)
+        or b"(?!)"
+    )
     begins = [match.start() for match in pattern.finditer(b"".join(pieces))]
     return np.unique(np.searchsorted(ends, begins, side="right"))
 

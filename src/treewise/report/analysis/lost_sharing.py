@@ -286,12 +286,12 @@ class LostReport:
     @property
     def num_lost_tokens(self) -> int:
         """Tree tokens that are computed twice inside trees, for whatever cause."""
-        return sum(each.num_lost_tokens for each in self.causes)
+        return sum(cause.num_lost_tokens for cause in self.causes)
 
     @property
     def num_avoidable_tokens(self) -> int:
         """Tree tokens that are computed twice for an avoidable cause, inside trees."""
-        return sum(each.num_lost_tokens for each in self.causes if each.is_avoidable)
+        return sum(cause.num_lost_tokens for cause in self.causes if cause.is_avoidable)
 
     @property
     def num_avoidable_tokens_between(self) -> int:

@@ -186,7 +186,9 @@ def _agent(run: Path) -> AgentReport | None:
     rows = run / FOLDER / files[-1].name
     groups = _groups(rows)[0].values() if rows.is_file() else ()
     forests = [Forest.from_trajectories(own) for own in groups]
-    sizes = np.array([[each.num_flat_tokens, each.num_leaf_tokens, each.num_tokens] for each in forests] or [[1, 1, 1]])
+    sizes = np.array(
+        [[forest.num_flat_tokens, forest.num_leaf_tokens, forest.num_tokens] for forest in forests] or [[1, 1, 1]]
+    )
     flat, leaf, tree = sizes.sum(axis=0).tolist()
     return agent_report(_iteration(files[-1]) or 0, lines, flat / tree, leaf / tree)
 

@@ -162,7 +162,7 @@ def fit_of(report: PlanReport, budgets: Sequence[BudgetMemory], gpu_bytes: int) 
     assert report.bytes_peak is not None
     assert report.bytes_weights is not None
     usable, weights = USABLE * gpu_bytes, report.bytes_weights
-    fitting = [each for each in budgets if each.bytes_step is not None and weights + each.bytes_step <= usable]
+    fitting = [budget for budget in budgets if budget.bytes_step is not None and weights + budget.bytes_step <= usable]
     is_fitting = report.bytes_peak <= usable
     smaller = next((each.max_tokens for each in fitting), None)
     return GpuFit(gpu_bytes, report.bytes_peak, weights, is_fitting, None if is_fitting else smaller)

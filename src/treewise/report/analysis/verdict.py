@@ -141,7 +141,7 @@ def _lost(total: TreeFacts, lost: LostReport) -> str:
     line = "lost sharing: none that a change of templates or data could avoid"
     if others < MIN_PART:
         return line
-    causes = ", ".join(each.cause for each in lost.causes if not each.is_avoidable)
+    causes = ", ".join(cause.cause for cause in lost.causes if not cause.is_avoidable)
     return f"{line} ({others:.1%} of the tree tokens are computed twice, unavoidably: {causes})"
 
 
@@ -158,7 +158,7 @@ def _change(facts: InspectReport, lost: LostReport, merged: Worth) -> str:
         )
     else:
         advice = "change: nothing in the data; several samples or branches of each prompt would make it worth more"
-    equal = next((each.count for each in facts.findings if each.kind == EQUAL_REWARDS), 0)
+    equal = next((finding.count for finding in facts.findings if finding.kind == EQUAL_REWARDS), 0)
     if not equal:
         return advice
     return (
@@ -169,6 +169,6 @@ def _change(facts: InspectReport, lost: LostReport, merged: Worth) -> str:
 
 def _largest(total: TreeFacts, lost: LostReport) -> CauseTotal | None:
     """The largest avoidable loss; None where none is worth a line."""
-    causes = [each for each in lost.causes if each.is_avoidable]
+    causes = [cause for cause in lost.causes if cause.is_avoidable]
     largest = max(causes, key=lambda each: each.num_lost_tokens, default=None)
     return None if largest is None or largest.num_lost_tokens < MIN_PART * total.num_tree_tokens else largest

@@ -301,7 +301,7 @@ def _pictures(
             if size > room:
                 return pictures, len(drawn) - index
         room -= size
-        runs_of_tree = [each[index] for each in runs]
+        runs_of_tree = [run[index] for run in runs]
         pictures.append(picture(name, forest, vocabulary, thumbnails, runs_of_tree, with_tokens=with_tokens))
     return pictures, 0
 

@@ -73,7 +73,7 @@ def write_page(
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render_page(data, run, version, sections), encoding="utf-8")
-        own = [{"title": each.title, "text": each.text, "table": each.table} for each in sections]
+        own = [{"title": section.title, "text": section.text, "table": section.table} for section in sections]
         twin_path.write_text(json.dumps(twin(data, run, version, own), indent=1), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename or html}: cannot be written ({error.strerror}).") from None
@@ -133,10 +133,10 @@ def _page_data(data: DataReport | None, charts: dict[str, Chart]) -> dict[str, A
         return {"charts": _drawn(charts), "trees": []}
     plans = [
         {
-            "max_tokens": each.facts.max_tokens,
-            "kinds": [("held" if b["is_held"] else "open") if b["is_open"] else "closed" for b in each.micro_batches],
+            "max_tokens": plan.facts.max_tokens,
+            "kinds": [("held" if b["is_held"] else "open") if b["is_open"] else "closed" for b in plan.micro_batches],
         }
-        for each in data.plans
+        for plan in data.plans
     ]
     return {
         "charts": _drawn(charts),

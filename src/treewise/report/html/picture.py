@@ -176,7 +176,7 @@ def _segment_rewards(forest: Forest) -> np.ndarray | None:
 def _images(forest: Forest, thumbnails: "Thumbnails") -> dict[str, Any]:
     """Where images are on the tree, and which thumbnail of the page each is (`ABSENT`: none)."""
     images = forest.images
-    numbers = [thumbnails.index(each) for each in images.sources]
+    numbers = [thumbnails.index(source) for source in images.sources]
     return {
         "starts": packed(images.start, "u4"),
         "lengths": packed(images.end - images.start, "u4"),

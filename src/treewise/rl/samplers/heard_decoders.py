@@ -74,7 +74,7 @@ class HeardSharedPrefix(SharedPrefix):
     ) -> DynamicCache:
         self._of_forwards = []
         cache = super()._prefill(bucket, before, known)
-        num_computed = sum(each.shape[1] for each in self._of_forwards)
+        num_computed = sum(forward.shape[1] for forward in self._of_forwards)
         num_known = max(max(map(len, bucket)) - 1 - num_computed, 0)  # taken from the prefix before
         begun = [self._of_prefixes[-1][:num_known]] if num_known else []
         for row, prefix in enumerate(bucket):  # what all share was computed in one row

@@ -52,7 +52,7 @@ def whole(entries: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"optimizer.json: {entry} is a {name}, which no optimizer of this version keeps.")
         kind: Any = getattr(importlib.import_module(COMPOSED[name]), name)
         own = {each.removeprefix(f"{entry}."): value for each, value in entries.items() if each.startswith(f"{entry}.")}
-        facts = [getattr(torch, each.removeprefix("torch.")) if isinstance(each, str) else each for each in facts]
+        facts = [getattr(torch, fact.removeprefix("torch.")) if isinstance(fact, str) else fact for fact in facts]
         found[entry] = kind.__tensor_unflatten__(own, facts)
     return found
 

@@ -252,7 +252,7 @@ def _settled_group(saved: Sequence[dict[str, Any]], now: dict[str, Any]) -> dict
                 )
             continue
         values = list(old) if isinstance(old, tuple | list) else [old]
-        numbers = [float(each) for each in values if _kind(each) == "one number"]
+        numbers = [float(value) for value in values if _kind(value) == "one number"]
         is_other_form = isinstance(new, tuple | list) != isinstance(old, tuple | list)
         is_rate = bool(numbers) and all(map(math.isfinite, numbers)) and not (name.endswith("lr") and numbers[0] < 0)
         if is_other_form or not is_rate:

@@ -71,7 +71,7 @@ def refuse_gaps(folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
         if name not in saved:
             raise CheckpointError(f"{folder.name}: {name} is missing.")
         found, dtype = saved[name], saved[name].properties.dtype
-        chunks = {(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks}
+        chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks}
         num_held = sum(math.prod(sizes) for _, sizes in chunks)
         if tuple(found.size) != tuple(tensor.shape) or dtype != tensor.dtype or num_held != tensor.numel():
             raise CheckpointError(
@@ -178,7 +178,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Path, adapter: str | None =
             elif hasattr(model, "peft_config"):
                 names = model.peft_config if adapter is None else [adapter]
                 _load_adapters(
-                    model, {each: folder if each in ("default", adapter) else folder / each for each in names}
+                    model, {name: folder if name in ("default", adapter) else folder / name for name in names}
                 )
             else:
                 _load_whole(model, folder)
