@@ -73,7 +73,7 @@ class Tokens:
         self.vocabulary, self.rng = vocabulary, np.random.default_rng(seed)
 
     def __call__(self, count: int) -> np.ndarray:
-        """[count] int64."""
+        """[count] int64, random token ids."""
         return self.rng.integers(FIRST_TOKEN, self.vocabulary, count)
 
 

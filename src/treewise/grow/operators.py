@@ -187,7 +187,7 @@ class Mango(nn.Module):
         return noisy(core, self.generator)
 
     def grown_stack(self, index: int) -> torch.Tensor:
-        """[L2, E, O2, I2]."""
+        """The grown weights of one stack of experts in all layers, [L2, E, O2, I2]."""
         stack, name = self.stacks[index], self._class_of[index]
         members = self.classes[name]
         weights = torch.stack([self.stacks[member].weights for member in members])  # [B1, L1, E, O1, I1]

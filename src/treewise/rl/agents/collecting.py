@@ -326,7 +326,7 @@ class _InProgress:
         return True
 
     def _one(self, wanted: Wanted, batcher: Batcher) -> tuple[Wanted, dict[str, Any]]:
-        """In a thread: runs one."""
+        """Runs one episode, in a thread of its own."""
         collector = self.collector
         name = f"{wanted.item.key}, episode {wanted.seed[-1]}"
         seed = int(np.random.SeedSequence(wanted.seed).generate_state(1, np.uint64)[0] >> 8)

@@ -85,7 +85,7 @@ class Endpoint:
         self.on_end, self.on_close = on_end, on_close
 
     def app(self) -> Starlette:
-        """The application."""
+        """The ASGI application that answers agents' calls."""
         routes = [
             self._route("chat/completions", self._chat),
             self._route("completions", self._completions),

@@ -114,7 +114,7 @@ class Host:
         _become_subreaper()
 
     def serve(self) -> None:
-        """Until the link is closed."""
+        """Starts and ends agents as the run asks, until the link to it is closed."""
         while True:
             ends = [running.end for running in self._running.values()]
             limit = min(max(0.0, min(ends) - time.monotonic()), 3600.0) if ends else None

@@ -138,7 +138,7 @@ def _message(value: object, location: str) -> Message:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Of chat and completions."""
+    """The `usage` of an answer, as chat and completions give it."""
     total = {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
     total["total_tokens"] = usage.prompt + usage.completion
     return {**total, "prompt_tokens_details": {"cached_tokens": usage.cached}}
@@ -170,7 +170,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def logprobs_of(reply: Reply, text_of_ids: TextOf) -> dict[str, Any]:
-    """Of each token of a reply."""
+    """The `logprobs` of a reply: of each of its tokens, with the likeliest others."""
     found = []
     tops = reply.tops or ({},) * len(reply.token_ids)
     for token, value, top in zip(reply.token_ids, reply.logprobs, tops, strict=True):
