@@ -88,6 +88,12 @@ def _llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
+def _hooked() -> PreTrainedModel:
+    model = _llama()
+    next(model.parameters()).register_hook(lambda grad: grad)
+    return model
+
+
 def _of(model_type: str, **settings: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **settings))
 
@@ -156,6 +162,7 @@ ASKS: dict[str, Callable[[Path], object]] = {
     "context": lambda path: _arguments(path, context_size=2),
     "copied_weights": lambda path: new_trainer(path, max_staleness=1),
     "fsdp": lambda path: _arguments(path, sharded=True),
+    "gradient_hooks": lambda path: treewise.TreeEngine(_hooked(), max_tokens=64).step(TREE),
     "heard_decoders": lambda path: TransformersSampler(_llama()).sample([SampleRequest((5,), want_routes=True)]),
     "host_memory": lambda path: treewise.TreeEngine(_llama(), max_tokens=64, offload=True),
     "load_model": lambda path: treewise.TreeTrainer(str(path), _arguments(path), train_dataset=[TREE]),

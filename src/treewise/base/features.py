@@ -37,6 +37,7 @@ FEATURES = {
     "fastest": ("treewise.planning.fastest", "plans of the least time (max_tokens='auto', or a GPU)"),
     "flat_terms": ("treewise.engine.flat_terms", "comparisons of objectives with flat training (verify)"),
     "fsdp": ("treewise.distributed.fsdp", "sharded parameters (sharded)"),
+    "gradient_hooks": ("treewise.nn.gradient_hooks", "hooks on gradients, and what refuses them"),
     "heard_decoders": ("treewise.rl.samplers.heard_decoders", "samplers that record experts (routing_replay)"),
     "host_memory": ("treewise.nn.host_memory", "gateways in host memory (offload)"),
     "fused_layers": (
@@ -51,6 +52,7 @@ FEATURES = {
     "launching": ("treewise.nn.launching", "plans by the time of a GPU"),
     "legacy_layers": ("treewise.nn.attention.legacy_layers", "models from before the attention interface (GPT-Neo)"),
     "liger": ("treewise.nn.liger", "kernels of liger-kernel (use_liger_kernel)"),
+    "launcher": ("treewise.distributed.launcher", "runs that torchrun or accelerate started"),
     "load_model": ("treewise.models.load_model", "models, tokenizers and processors by name"),
     "lockstep": ("treewise.distributed.lockstep.guest", "ranks that run the same passes (sharded, ep_size)"),
     "logged_calls": ("treewise.data.readers.logged_calls", "records of logged calls"),

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from treewise.base.features import feature
 from treewise.cli.output import enduring_output, is_first_rank
 from treewise.cli.parser import make_parser, module_of, parse
 from treewise.cli.waiting import telling
-from treewise.distributed.launcher import WATCH
 from treewise.errors import ConfigError, LostRankError, StoppedError, TreewiseError, VerificationError
 
 INTERRUPTED = 130
@@ -71,7 +71,9 @@ def _watched() -> Iterator[None]:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if not os.environ.get(name, "0").isdigit():
             raise ConfigError(f"{name} is {os.environ[name]!r}, not a number; torchrun and accelerate set it.")
-    with WATCH.watching(_PARENT), ExitStack() as others:
+    with ExitStack() as others:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # which torchrun sets
+            others.enter_context(feature("launcher").WATCH.watching(_PARENT))
         if os.environ.get("WORLD_SIZE", "1") != "1":
             from treewise.distributed.watchdog import over_command
 

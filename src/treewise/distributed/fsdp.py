@@ -26,7 +26,7 @@ from treewise.distributed.parts import mesh_of
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.compilation import decoder_layers
 from treewise.nn.decoder import DecoderAndHead
-from treewise.nn.gradients import refuse_hooks
+from treewise.nn.gradient_hooks import refuse_hooks
 
 # Keys of transformers' `fsdp_config`, and one of accelerate's `ParallelismConfig`, that `ShardSettings` follows.
 _KEYS = {

@@ -39,6 +39,16 @@ class LauncherWatch:
             self._is_on = False
             is_over.set()
 
+    @contextmanager
+    def answered(self, launcher: int, answer: Callable[[], object]) -> Iterator[None]:
+        """Watches, and answers so."""
+        before, self.answer = self.answer, answer
+        try:
+            with self.watching(launcher):
+                yield
+        finally:
+            self.answer = before
+
     def _poll(self, launcher: int, is_over: threading.Event) -> None:
         while os.getppid() == launcher:
             if is_over.wait(POLL_SECONDS):

@@ -23,7 +23,6 @@ from treewise.engine.prepared import AUTO, Budget, PlanSettings, PreparedForest,
 from treewise.engine.step import Loss, StepLoss, Walk, take_step, with_less_memory
 from treewise.errors import ConfigError, check_choice
 from treewise.nn.attention import choose
-from treewise.nn.gradients import refuse_hooks
 from treewise.nn.guest import Guest, MeetsImages, replay_of
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import refuse_candidates
@@ -254,7 +253,9 @@ class TreeEngine:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
         ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
         if self._lockstep is not None or self._mesh is not None or self._context is not None:
-            refuse_hooks(self.model, "which is whole only with other ranks' parts. Work on .grad after the step.")
+            feature("gradient_hooks").refuse_hooks(
+                self.model, "which is whole only with other ranks' parts. Work on .grad after the step."
+            )
         self.check(ready.joined)  # with the hooks in their places
         begin = partial(self._begun, ready, loss, denominator, router_counts=router_counts, trained_only=trained_only)
         return take_step(begin, self.model, self.budget, ready.joined.num_tokens)

@@ -75,8 +75,7 @@ def take_step(
         return loss.output(walk)
 
     parameters = all_parameters(all_modules(model))
-    has_hooks = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)  # noqa: SLF001
-    with hooks_run_once(model) if has_hooks else nullcontext():
+    with hooks_run_once(model, parameters):
         return with_less_memory(attempt, budget, num_tokens, parameters)
 
 

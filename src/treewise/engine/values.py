@@ -25,7 +25,8 @@ from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import StepOutput
 from treewise.engine.step import LossOf, StepLoss, Walk, step_output
 from treewise.errors import ConfigError
-from treewise.nn.gradients import gradients_restored, spare_hooks_no_gradient
+from treewise.nn.gradient_hooks import spare_hooks_no_gradient
+from treewise.nn.gradients import gradients_restored
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.platform.tensors import Autocast, to_device
 from treewise.objectives.sft import described

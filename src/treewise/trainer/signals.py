@@ -16,7 +16,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from treewise.distributed import launcher, ranks
+from treewise.base.features import feature
+from treewise.distributed import ranks
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 _ENDING_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # the second time
@@ -47,13 +48,13 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             taken = [each for each in SIGNALS if each != _HANGUP or signal.getsignal(each) is not signal.SIG_IGN]
             self._previous_handlers = {each: signal.signal(each, self._handle) for each in taken}
-        launcher.WATCH.answer = self._end_without_launcher
-        self._launcher.enter_context(launcher.WATCH.watching(os.getppid()))
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # which torchrun sets
+            watch = feature("launcher").WATCH
+            self._launcher.enter_context(watch.answered(os.getppid(), self._end_without_launcher))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._launcher.close()
-        launcher.WATCH.answer = launcher.end_by_signal
         for each, handler in self._previous_handlers.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
         self._previous_handlers = {}
@@ -89,7 +90,7 @@ class StopSignals:
 
     def _end_without_launcher(self) -> None:
         if self.received is None:  # a second signal would end this process without saving
-            launcher.end_by_signal()
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stop_of_all(signals: StopSignals) -> bool:

@@ -31,7 +31,7 @@ from treewise.engine.engine import TreeEngine
 from treewise.engine.prepared import AUTO, PreparedForest, StepOutput
 from treewise.errors import ConfigError, DataError, NonFiniteError, bytes_as_text, num
 from treewise.nn.flops import state_bytes
-from treewise.nn.gradients import clear_gradients, end_sum_in_float32, refuse_hooks, sum_in_float32
+from treewise.nn.gradients import clear_gradients, end_sum_in_float32, have_hooks, sum_in_float32
 from treewise.objectives.protocol import Objective
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -212,8 +212,9 @@ class StepRunner:
             DataError: the step has no trained token.
             ConfigError: a hook on accumulated gradients, and the step has several batches or processes.
         """
-        if self.args.gradient_accumulation_steps > 1 or not self._is_alone:
-            refuse_hooks(
+        is_in_parts = self.args.gradient_accumulation_steps > 1 or not self._is_alone
+        if is_in_parts and have_hooks(self.model.parameters()):
+            feature("gradient_hooks").refuse_hooks(
                 self.model,
                 "which is whole only when all batches and processes of a step are added up. Use one process and "
                 "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
