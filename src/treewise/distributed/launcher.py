@@ -26,8 +26,8 @@ class LauncherWatch:
 
     @contextmanager
     def watching(self, launcher: int) -> Iterator[None]:
-        """Watches, unless this process does already, or was started by none. launcher: its process id."""
-        if self._is_on or "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets
+        """Watches, unless this process does already. launcher: its process id."""
+        if self._is_on:
             yield
             return
         is_over = threading.Event()

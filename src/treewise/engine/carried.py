@@ -69,7 +69,7 @@ def refuse_no_gradient(lm: DecoderAndHead, guests: Iterable[Guest]) -> None:
     tower, which may be all that is trained.
     """
     if any(guest.brings_images for guest in guests) or not any(
-        tower_parameter.requires_grad for tower_parameter in tower_parameters(lm)
+        parameter.requires_grad for parameter in tower_parameters(lm)
     ):
         raise UnsupportedModelError(
             f"nothing that {type(lm.model).__name__} computes on a tree requires a gradient, so a backward would do "

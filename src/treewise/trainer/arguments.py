@@ -17,6 +17,7 @@ from treewise.base.paths import path_of
 from treewise.engine.prepared import AUTO, Budget
 from treewise.errors import ConfigError, check_fields, did_you_mean
 from treewise.nn.attention import choose
+from treewise.objectives.protocol import may_merge_trees
 from treewise.objectives.sft import SFT
 
 logger = logging.getLogger("treewise")
@@ -390,6 +391,10 @@ class TreeTrainingArguments(TrainingArguments):
     def ranks_per_batch(self) -> int:
         """Processes that compute one batch together."""
         return self.tp_size * self.context_size
+
+    def merges_trees(self, objective: object) -> bool:
+        """Whether trees of one batch are merged under an objective."""
+        return self.merge_across_trees and may_merge_trees(objective)
 
     @property
     def places_trees(self) -> bool:

@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from treewise.engine.prepared import PreparedForest
 from treewise.errors import ConfigError
-from treewise.objectives.protocol import may_merge_trees
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory
@@ -95,7 +94,7 @@ class TreeLoader(DataLoader):
         super().__init__(
             dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
-            collate_fn=partial(collate, merges=args.merge_across_trees and may_merge_trees(objective)),
+            collate_fn=partial(collate, merges=args.merges_trees(objective)),
             generator=torch.Generator().manual_seed(0),
             **options,
         )

@@ -11,7 +11,6 @@ from typing import Any
 from treewise.engine.prepared import AUTO
 from treewise.errors import num
 from treewise.nn.model_checks import num_positions
-from treewise.objectives.protocol import may_merge_trees
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import collate, make_sampler
@@ -54,9 +53,8 @@ def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: Da
     budget = num(limit, "token") if limit else "none (each batch is one micro-batch)"
     if args.max_tokens == AUTO:
         budget = "auto (measured at the first step)"
-    merges = args.merge_across_trees and may_merge_trees(objective)
     first = [
-        plan(collate([dataset[index] for index in batch], merges), limit)
+        plan(collate([dataset[index] for index in batch], args.merges_trees(objective)), limit)
         for batch in islice(sampler, args.gradient_accumulation_steps)
         if batch
     ]

@@ -90,8 +90,8 @@ class _Cascade(torch.autograd.Function):
         call: LayerCall,
     ) -> torch.Tensor:
         sources = _Sources(key, value, reads, call, query.shape[3])
-        to_run = _blocks if has_data(query) else _largest_block
-        blocks = mask.derived(to_run, rule.window, rule.chunk, query.dtype, query.device, sources.bounds)
+        only_largest = not has_data(query)  # after which no other block takes more memory
+        blocks = mask.derived(_blocks, rule.window, rule.chunk, query.dtype, query.device, sources.bounds, only_largest)
         out = query.new_empty(1, query.shape[2], query.shape[1], sources.width).transpose(1, 2)
         lse = query.new_empty(1, query.shape[1], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
         padded_query = _padded(query, sources.width)
@@ -289,8 +289,12 @@ def _blocks(
     dtype: torch.dtype,
     device: torch.device,
     bounds: tuple[int, ...],
+    only_largest: bool,
 ) -> list[_Rows]:
-    """The rows of each block of a mask, and its parts: the keys that some rows see, then those that all see."""
+    """The rows of each block of a mask, and its parts: the keys that some rows see, then those that all see.
+
+    only_largest: the block with most pairs alone.
+    """
     blocks = []
     for block in mask.derived(plan_blocks, window, chunk):
         tile = None  # added to scores ([1, 1, R, K])
@@ -301,24 +305,12 @@ def _blocks(
         if block.full:
             parts.append((_pieces(block.full, bounds), Visibility()))
         blocks.append((slice(block.start, block.end), parts))
-    return blocks
+    return [max(blocks, key=_num_pairs)] if only_largest else blocks
 
 
-def _largest_block(
-    mask: TreeMask,
-    window: int | None,
-    chunk: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    bounds: tuple[int, ...],
-) -> list[_Rows]:
-    """Of tensors without data: the block with most pairs, after which no other takes more memory."""
-
-    def num_pairs(block: _Rows) -> int:
-        rows, parts = block
-        return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
-
-    return [max(_blocks(mask, window, chunk, dtype, device, bounds), key=num_pairs)]
+def _num_pairs(block: _Rows) -> int:
+    rows, parts = block
+    return (rows.stop - rows.start) * sum(piece.high - piece.low for pieces, _ in parts for piece in pieces)
 
 
 def _pieces(ranges: Ranges, bounds: tuple[int, ...]) -> list[_Piece]:

@@ -32,7 +32,6 @@ from treewise.engine.prepared import StepOutput
 from treewise.errors import ConfigError, StoppedError
 from treewise.nn.gradients import clear_gradients
 from treewise.objectives import Objective, PolicyGradient, logprob_gap
-from treewise.objectives.protocol import may_merge_trees
 from treewise.rl.curriculum import TaskSampler
 from treewise.rl.online import journal, records, report
 from treewise.rl.online.collector import Collector, Group, Moment
@@ -372,7 +371,7 @@ class OnlineTrainer:
                 logs["logprob_gap"] = logprob_gap(self.engine.scored([row for own in trees for row in own]))
         started, placer = time.perf_counter(), self.trainer.placer
         outs, norms = list[StepOutput | None](), list[float]()
-        merges = self.args.merge_across_trees and may_merge_trees(self.objective)
+        merges = self.args.merges_trees(self.objective)
         for batch in self.settings.batches(len(trees), (self.args.seed, iteration, _BATCHES)):
             of_step = [trees[index] for index in batch]
             forests = collate(of_step if placer is not None else of_step[self._own_trees], merges)
