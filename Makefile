@@ -8,18 +8,23 @@
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
 #   make quick    `make check` beside the fast tests of every room with few random examples, in a minute
 #   make check    `make lint`, and types
-#   make lint     lint, format, spelling, banned words, import layers
+#   make lint     lint, format, spelling, banned words, a report of lengths, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
 #   make bench-check   the same, held against the committed results by ratio
 #   make bench-real    the same on real trees, with SmolLM2
+#   make bench-windows trainers and servers whose micro-batches come one after the other, with windows and without, an hour
 #   make bench-gpu     the same on a GPU, with Qwen3 shapes of 0.6B to 14B
 #   make gpu MINUTES=10 WHEELS=folder   what fits into ten minutes on a GPU, in order of worth, where nothing can be installed
 #   make bench-all     every other script in benchmarks/
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
+#   make ranks    a step of 64, 256 and 1,024 ranks on fake process groups: whether it ends, what it sends and holds (RANKS="64" alone: some minutes)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
 #   make versions SETS="lowest newest"   a user's first day on the lowest and the newest versions that pyproject.toml admits, in environments of their own (5 GB each, one at a time)
+#   make hosts HOSTS="axolotl trl-0.24"   trainers of others with treewise's one line and without, each with its own pins in an environment of its own (2 to 7 GB, one at a time)
+#   make clients CLIENTS="axolotl art"   clients of the Tinker API against a server with trees and one without, each in an environment of its own (1 to 3 GB, one at a time)
 #   make docs     the pages as a site, in build/site
-#   make serve-recipes  recipes of tinker-cookbook against a server (RECIPES_MODEL=smollm2-demo: SmolLM2 in place of a tiny model)
+#   make pictures the pictures of reports and servers in docs/figures, by CHROMIUM; 15 minutes
+#   make links    addresses outside of this repository that pages link to, asked one by one
 #   make engines  online runs on a real vLLM, on a CPU, in an environment of its own (.venv-vllm, 3.4 GB)
 #   make environments  environments of other packages (verifiers, textarena, openenv), in an environment of its own (.venv-environments)
 #   make agents   agents of eight SDKs and frameworks on the endpoint, in an environment of their own (.venv-agents)
@@ -33,7 +38,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help versions demo rl agent-demo serve-demo serve-recipes test test-all quick check lint bench bench-check bench-real bench-gpu gpu bench-all proof crossings docs models engines environments agents verl release format clean
+.PHONY: help versions hosts clients demo rl agent-demo serve-demo test test-all quick check lint bench bench-check bench-real bench-windows bench-gpu gpu bench-all proof crossings ranks docs pictures links models engines environments agents verl release format clean
 
 VENV := .venv
 AGENTS := .venv-agents
@@ -43,9 +48,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 3
 PYTEST_ARGS ?= -n $(WORKERS) --dist loadgroup -m "not exhaustive"
 
+# As in: make demo DEMO_ARGS="--pretend_slower 3", which decides as on a machine that is three times slower.
+DEMO_ARGS ?=
 # What the example of `make rl`, or of `make agent-demo`, gets, as in: make rl RL_ARGS="--seed 1", or RL_ARGS=--resume to go on with the newest run.
 RL_ARGS ?=
-# What `treewise bench` gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
+# Without its limit of three minutes. What it gets besides, as in: make bench-gpu GPU_MODELS=qwen3-8b BENCH_ARGS="--repetitions 1"
+BENCH := $(BIN)/treewise bench --max_seconds inf
 BENCH_ARGS ?=
 RESULTS := benchmarks/results
 SEARCHES := examples/data/searches.jsonl.gz --thinking keep --max_flat_tokens 4400 \
@@ -87,7 +95,7 @@ help:
 	@sed -n 's/^#   make/make/p' Makefile
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 rl: $(VENV)/.demo
 	$(BIN)/python examples/online_rl.py $(RL_ARGS)
@@ -97,9 +105,6 @@ agent-demo: $(VENV)/.agent-demo $(AGENTS)/.ready
 
 serve-demo: $(VENV)/.cookbook
 	$(BIN)/python examples/serve_demo.py
-
-serve-recipes: $(VENV)/.cookbook
-	$(BIN)/python -m pytest -m engines tests/engines/test_cookbook.py
 
 test: lint
 	$(call beside_types,$(BIN)/python -m pytest $(PYTEST_ARGS))
@@ -118,27 +123,33 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(PATHS_TO_CHECK)
 	$(BIN)/codespell --quiet-level 2 $(PATHS_TO_CHECK) $(wildcard *.md)
 	$(BIN)/python tests/documents/words.py
+	$(BIN)/python tests/documents/lengths.py
 	$(BIN)/lint-imports --no-logo --no-cache
 
 bench: $(VENV)/.dev
-	$(BIN)/treewise bench --device cpu --json $(RESULTS) $(BENCH_ARGS)
-	$(BIN)/treewise bench --device cpu $(HYBRID) --json $(RESULTS) $(BENCH_ARGS)
+	$(BENCH) --device cpu --json $(RESULTS) $(BENCH_ARGS)
+	$(BENCH) --device cpu $(HYBRID) --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
 bench-check: $(VENV)/.dev
 	rm -f build/bench.json
-	$(BIN)/treewise bench --device cpu --json build/bench.json $(BENCH_ARGS)
-	$(BIN)/treewise bench --device cpu $(HYBRID) --json build/bench.json $(BENCH_ARGS)
+	$(BENCH) --device cpu --json build/bench.json $(BENCH_ARGS)
+	$(BENCH) --device cpu $(HYBRID) --json build/bench.json $(BENCH_ARGS)
 	$(BIN)/python benchmarks/compare.py build/bench.json $(RESULTS)
 
 bench-real: $(VENV)/.dev
-	$(BIN)/treewise bench $(SEARCHES) $(REAL) $(BENCH_ARGS)
-	$(BIN)/treewise bench $(TOOL_CALLS) $(REAL) $(BENCH_ARGS)
+	$(BENCH) $(SEARCHES) $(REAL) $(BENCH_ARGS)
+	$(BENCH) $(TOOL_CALLS) $(REAL) $(BENCH_ARGS)
+	$(BIN)/python benchmarks/tables.py
+
+# As in: make bench-windows BENCH_ARGS="--cases serve --repetitions 2"; each case is saved when it is there.
+bench-windows: $(VENV)/.dev
+	$(BIN)/python benchmarks/bench_windows.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
 bench-gpu: $(VENV)/.dev
-	$(BIN)/treewise bench --device cuda --model $(GPU_MODELS) --workload $(GPU_WORKLOADS) --checkpointing \
-	  --repetitions 2 --max_seconds 600 --json $(RESULTS) $(BENCH_ARGS)
+	$(BENCH) --device cuda --model $(GPU_MODELS) --workload $(GPU_WORKLOADS) --checkpointing \
+	  --repetitions 2 --max_seconds 15000 --json $(RESULTS) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/tables.py
 
 # Not in .venv: whichever Python here has a torch that finds a GPU. GPU_ARGS="--device cpu" tries it out without one.
@@ -157,15 +168,39 @@ proof: $(VENV)/.dev $(VENV)/.demo
 crossings: $(VENV)/.dev
 	$(BIN)/python -m tests.crossings --minutes $(MINUTES) --seed $(SEED)
 
+RANKS ?= 64 256 1024
+ranks: $(VENV)/.dev
+	$(BIN)/python benchmarks/bench_ranks.py --ranks $(RANKS)
+
 # uv resolves the lowest versions, which pip cannot.
 SETS ?=
 VERSIONS ?= build/versions
 versions: $(VENV)/.uv
 	$(BIN)/python -m tests.first_day $(SETS) --folder $(VERSIONS) $(VERSIONS_ARGS)
 
+# HOSTS_ARGS=--keep leaves the environments there.
+HOSTS ?=
+hosts: $(VENV)/.dev $(VENV)/.uv
+	$(BIN)/python -m tests.hosts $(HOSTS) $(HOSTS_ARGS)
+
+# CLIENTS_ARGS="--model smollm2-demo" trains SmolLM2 in place of a tiny model.
+CLIENTS ?=
+clients: $(VENV)/.dev $(VENV)/.uv
+	$(BIN)/python -m tests.clients $(CLIENTS) $(CLIENTS_ARGS)
+
 docs: $(VENV)/.dev
 	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python docs/reference.py
 	$(BIN)/python -m mkdocs build --strict
+
+# RUN=runs/online-rl takes a run of `make rl` that is there.
+CHROMIUM ?= chromium
+RUN ?=
+pictures: $(VENV)/.dev
+	$(BIN)/python docs/figures/screens.py "$$(command -v $(CHROMIUM))" $(RUN)
+
+links:
+	python3 tests/documents/outside_links.py
 
 models: $(VENV)/.dev
 	$(BIN)/python -m tests.capability
@@ -196,7 +231,7 @@ $(ENVIRONMENTS)/.ready: pyproject.toml
 	@touch $@
 
 # Frameworks of agents, which speak HTTP alone: apart from torch, in an environment that the tests' agents run in.
-AGENT_PACKAGES := openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 \
+AGENT_PACKAGES := openai==3.57.0 anthropic==2.14.0 google-genai==3.6.1 openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 \
   smolagents==1.26.0 "pydantic-ai-slim[openai,anthropic]==2.68.0" mini-swe-agent==2.4.6 \
   autogen-agentchat==0.7.5 "autogen-ext[openai]==0.7.5"
 agents: $(VENV)/.dev $(AGENTS)/.ready
@@ -208,20 +243,18 @@ $(AGENTS)/.ready: Makefile | $(BIN)/python
 	@$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(AGENT_PACKAGES)
 	@touch $@
 
-# verl pins older versions of what treewise needs, so it is installed without what it asks for.
+# verl pins older versions of transformers, so it lives apart. The packages behind it are those that it imports and does
+# not ask for.
 VERL := .venv-verl
-VERL_PACKAGES := verl==0.9.1 TransferQueue==0.1.11
-VERL_NEEDS := ray==2.60.0 tensordict "omegaconf<2.4" hydra-core codetiming msgpack msgspec orjson cachetools fastapi uvicorn torchdata \
-  aiohttp requests jsonschema prometheus_client pyzmq pillow
+VERL_PACKAGES := verl==0.9.1 TransferQueue==0.1.11 ray==2.60.0 cachetools fastapi msgspec orjson pyzmq uvicorn
 verl: $(VERL)/.ready
 	$(VERL)/bin/python -m pytest -m "engines or not engines" $(wildcard tests/integrations/test_verl_*.py)
 
 $(VERL)/.ready: pyproject.toml Makefile
 	@$(MAKE) VENV=$(VERL) $(VERL)/.torch
 	@echo "== installing verl in $(VERL) (some minutes)"
-	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lora,datasets]' $(VERL_NEEDS) \
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lora,datasets]' $(VERL_PACKAGES) \
 	  "pytest>=8.2,<9.2" pytest-xdist hypothesis beartype jaxtyping
-	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VERL_PACKAGES)
 	@touch $@
 
 # A release is a commit whose version has a section in the CHANGELOG. Its wheel is tried where nothing else is installed.

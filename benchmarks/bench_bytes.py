@@ -30,7 +30,7 @@ import socket
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,6 @@ from typing import Any
 import numpy as np
 import torch
 from common import save
-from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from treewise.distributed.divided_tensors import local_part
@@ -48,6 +46,7 @@ from treewise.distributed.mesh import load_on_mesh
 from treewise.nn.wrapped import unwrap_model
 from treewise.report.analysis.mesh_facts import report_mesh
 from treewise.testing import tiny_model
+from treewise.testing.collectives import Collective, Recorder
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -68,72 +67,13 @@ FORMS: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
-class Collectives(TorchDispatchMode):
-    """Bytes that this process sends, by kind of operation, while the mode is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self.count(func._schema.name.split("::")[1].strip("_"), [*args, *(kwargs or {}).values()])
-        return out
-
-    def count(self, name: str, arguments: list[Any]) -> None:
-        size = _group_size(arguments)
-        if size == 1 or name.startswith(("wait_tensor", "wrap_tensor", "barrier", "monitored")):
-            return
-        # Lists of tensors, one for each process, count together; of an input and an output the larger one.
-        parts = [[each for each in _flat([argument]) if isinstance(each, torch.Tensor)] for argument in arguments]
-        parts = [each for each in parts if each]
-        largest = max(parts, key=_num_bytes)
-        kind, data = _kind(name), _num_bytes(largest)
-        if kind == "all_reduce":
-            data *= 2
-        if kind == "all_gather" and len(parts) == 1:  # the functional form has the input alone
-            data *= size
-        if kind == "all_to_all":  # `alltoall_base_` has its output first; the functional form has its input alone
-            data = _num_bytes(parts[-1] if "base" in name else parts[0])
-        self.sent[kind if largest[0].is_floating_point() else "control"] += data * (size - 1) / size
-
-
-def _num_bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(each.nbytes for each in tensors)
-
-
-def _kind(name: str) -> str:
-    for kind, words in {
-        "all_reduce": ("allreduce", "all_reduce"),
-        "reduce_scatter": ("reduce_scatter",),
-        "all_gather": ("allgather", "all_gather"),
-        "all_to_all": ("alltoall", "all_to_all"),
-        "broadcast": ("broadcast",),
-    }.items():
-        if any(word in name for word in words):
-            return kind
-    return name
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _group_size(arguments: list[Any]) -> int:
-    for each in _flat(arguments):
-        if isinstance(each, torch.ScriptObject):
-            try:
-                return ProcessGroup.unbox(each).size()
-            except RuntimeError:  # a ReduceOp
-                continue
-        if isinstance(each, str) and each not in ("sum", "avg", "max", "min", "product"):
-            return torch.distributed.distributed_c10d._resolve_process_group(each).size()
-    return torch.distributed.get_world_size()
+def sent_by_kind(found: Iterable[Collective]) -> dict[str, float]:
+    """Bytes that this process sends, by kind of operation."""
+    sent: Counter[str] = Counter()
+    for each in found:
+        if each.kind != "barrier":
+            sent[each.kind if each.is_data else "control"] += each.num_sent
+    return dict(sent)
 
 
 def the_model(family: str) -> Any:
@@ -192,14 +132,14 @@ class Watch(TrainerCallback):
     """What is sent and computed within each step."""
 
     def __init__(self) -> None:
-        self.mode, self.tokens, self.steps = Collectives(), list[int](), list[dict[str, Any]]()
+        self.mode, self.tokens, self.steps = Recorder(), list[int](), list[dict[str, Any]]()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.mode.sent.clear()
+        self.mode.found.clear()
         self.tokens.clear()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps.append({"sent": dict(self.mode.sent), "tokens": sum(self.tokens)})
+        self.steps.append({"sent": sent_by_kind(self.mode.found), "tokens": sum(self.tokens)})
 
 
 def fork(num_processes: int, folder: Path, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@
     python benchmarks/bench_claims.py training [--seeds 16]       # LCR: players that learn from such labels
     python benchmarks/bench_claims.py angles [--model smollm2]    # GAIN-RL: models before and after training
 
-The third neighbour's, Mango's, is `bench_grow.py --name grow-wide`. docs/claims.md has all of them side by side.
+The third neighbour's, Mango's, is `bench_grow.py --name grow-wide`. reports/claims.md has all of them side by side.
 
 `values`: connect-3 and connect-4 on 4 x 4 cells (board_game.py). Trees of self-play grow by the policies of
 `rl.branching`, with the same number of generated moves, under a policy whose exact values are known. Labels are means

@@ -5,8 +5,8 @@
 Three workloads: GRPO groups (16 samples of 64 tokens after a prompt of 512), multi-turn episodes (8 turns of 64 tokens,
 one row a turn), and SFT on the shapes of recorded trees. The contestants take turns in one process on the same rows and
 adapters (rank 16); the ratio of each round is paired. Over HTTP, the official SDK sends the first workload to a server
-in a thread; what is not the worker's is the overhead, of time and of CPU time, which other processes hardly
-change. Without --model: a random Llama of 5 million parameters.
+in a thread; what is not the worker's is the overhead, of time and of CPU time, which other processes hardly change.
+Without --model: a random Llama of 5 million parameters. The same rows one in each call: `bench_windows.py`.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -86,9 +88,10 @@ def plain(model: ServedModel, weights: OwnedWeights, sequences: list[list[int]])
             (-torch.exp(logprobs + 9.0).sum()).backward()
 
 
-def served(name: str | None, share: str, folder: str = "unused") -> ServedModel:
+def served(name: str | None, share: str, **settings: str) -> ServedModel:
     """A model of its own for each contestant."""
-    return ServedModel(ServeSettings(model=name or "random", share=share, max_tokens=str(MAX_TOKENS)), made(name))
+    chosen = {"model": name or "random", "share": share, "max_tokens": str(MAX_TOKENS), **settings}
+    return ServedModel(ServeSettings(**chosen), made(name))
 
 
 def made(name: str | None) -> Any:
@@ -139,11 +142,9 @@ def measure(name: str | None, repetitions: int) -> list[dict[str, Any]]:
     return results
 
 
-def over_http(name: str | None, repetitions: int) -> dict[str, float]:
-    """The fraction of a client's time that is not the worker's."""
-    import tinker
-    from tinker import types
-
+@contextmanager
+def running(name: str | None) -> Iterator[tuple[str, str]]:
+    """A server in a thread: its address, and what its model is called."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ServeSettings(model=name or "random", folder=folder, max_tokens=str(MAX_TOKENS))
         server = uvicorn.Server(uvicorn.Config(make_app(settings, made(name)), port=0, log_level="warning", ws="none"))
@@ -151,16 +152,35 @@ def over_http(name: str | None, repetitions: int) -> dict[str, float]:
         thread.start()
         while not server.started:
             time.sleep(0.05)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        try:
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", settings.model
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def data_of(sequences: list[list[int]]) -> list[Any]:
+    """As data of the SDK, each token trained."""
+    from tinker import types
+
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(ids[:-1]),
+            loss_fn_inputs={"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)},
+        )
+        for ids in sequences
+    ]
+
+
+def over_http(name: str | None, repetitions: int) -> dict[str, float]:
+    """The fraction of a client's time that is not the worker's."""
+    import tinker
+    from tinker import types
+
+    with running(name) as (url, model):
         client = tinker.ServiceClient(base_url=url, api_key="tml-local")
-        run = client.create_lora_training_client(base_model=settings.model, rank=RANK).result()
-        data = [
-            types.Datum(
-                model_input=types.ModelInput.from_ints(ids[:-1]),
-                loss_fn_inputs={"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)},
-            )
-            for ids in workloads(8192)["GRPO: 16 samples after a prompt of 512"]
-        ]
+        run = client.create_lora_training_client(base_model=model, rank=RANK).result()
+        data = data_of(workloads(8192)["GRPO: 16 samples after a prompt of 512"])
 
         def busy() -> float:
             request = urllib.request.Request(f"{url}/api/v1/status", headers={"X-API-Key": "tml-local"})
@@ -189,8 +209,6 @@ def over_http(name: str | None, repetitions: int) -> dict[str, float]:
                 total, own = (after - first for after, first in zip(cpu(), used, strict=True))
                 of_cpu.append(1 - own / total)
         client.close("success").result()
-        server.should_exit = True
-        thread.join(10)
     print(
         f"HTTP and serialisation: {median(fractions):.1%} of a step of {median(seconds):.2f} s, "
         f"{median(of_cpu):.1%} of its CPU time"

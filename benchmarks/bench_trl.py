@@ -4,10 +4,14 @@ Contestants, in one process, taking turns, each with a model of its own: the tra
 line at half of the tree. A GRPO update is forward and backward of one group of samples; a DPO update of some pairs,
 with reference log-probs given. Prompts and answers are random tokens, answers of several lengths, so that the trainer
 as it is computes padding, as it does in use; padding is not in the FLOP bound. On CPU, TRL's head projects every row,
-which the bound does not count either: efficiencies above 1 come from there. The last case shares nothing and is forced
+which the bound does not count either: efficiencies above 1 come from there. One case shares nothing and is forced
 through the tree: what the line could cost.
 
-    python benchmarks/bench_trl.py [--prompt 512] [--answer 128] [--generations 8] [--pairs 4] [--repetitions 3]
+`decoder` is the seam that needs no TRL: transformers.Trainer on a random Qwen3 of 8 layers, 8 answers to one prompt,
+and a step with the optimizer.
+
+    python benchmarks/bench_trl.py [--cases decoder ...] [--prompt 512] [--answer 128] [--generations 8] [--pairs 4] \
+        [--repetitions 3]
 """
 
 import argparse
@@ -18,16 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import paired_seconds, save, smollm2, spread
+from common import paired_seconds, save, smollm2, speed_up_of, spread
 from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 import treewise
-from treewise.nn.model_flops import flop_model
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 Rows = list[tuple[np.ndarray, np.ndarray]]  # prompt and answer
+FILES = {"trl-float32": ("grpo", "dpo", "grpo, nothing shared"), "decoder-float32": ("decoder",)}  # and their cases
 
 
 def main() -> None:
@@ -37,18 +42,23 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=[case for cases in FILES.values() for case in cases])
     args = parser.parse_args()
     cases: dict[str, tuple[Callable[[Any, Any, Rows], Callable[[], float]], Rows]] = {
         "grpo": (grpo, groups(1, args.generations, args.prompt, args.answer)),
         "dpo": (dpo, groups(args.pairs, 2, args.prompt, args.answer)),
         "grpo, nothing shared": (grpo, groups(args.generations, 1, args.prompt, args.answer)),
+        "decoder": (decoder, trial()),
     }
-    loaded = smollm2(torch.float32)
-    rows = []
-    for name, (trainer, batch) in cases.items():
-        rows.append(measure(name, loaded, trainer, batch, args.repetitions))
-        print_row(rows[-1])
-    print("written to", save("trl-float32", rows))
+    for file, names in FILES.items():
+        chosen = [name for name in names if name in (args.cases or cases)]
+        rows = []
+        for name in chosen:
+            loaded = (qwen3(), None) if name == "decoder" else smollm2(torch.float32)
+            rows.append(measure(name, loaded, *cases[name], args.repetitions))
+            print_row(rows[-1])
+        if len(chosen) == len(names):
+            print("written to", save(file, rows))
 
 
 def groups(num_prompts: int, num_answers: int, prompt: int, answer: int) -> Rows:
@@ -82,20 +92,12 @@ def measure(
     worst = max(abs(loss - losses["trl"]) for loss in losses.values())
     assert worst <= 1e-4 * max(1.0, abs(losses["trl"])), losses
     seconds = {key: spread(value) for key, value in paired_seconds(contestants, repetitions).items()}
-    flops = flop_model(model)
-    bound = flops.flat(forest) / flops.tree(forest)
-    speed_up = seconds["trl"]["median"] / seconds["shared"]["median"]
     counts = {key: each.counts for key, each in sharings.items()}
     return {
         "case": name,
         "num_rows": len(batch),
         "padded_tokens": len(batch) * max(len(prompt) + len(answer) for prompt, answer in batch),
-        "flat_tokens": forest.num_flat_tokens,
-        "tree_tokens": forest.num_tokens,
-        "share_ratio": forest.share_ratio,
-        "flop_bound": bound,
-        "speed_up": speed_up,
-        "efficiency": speed_up / bound,
+        **speed_up_of(model, forest, seconds["trl"]["median"], seconds["shared"]["median"]),
         "computed_tokens": {key: each.num_computed_tokens // each.num_calls for key, each in counts.items()},
         "loss_difference": worst,
         "seconds": seconds,
@@ -104,17 +106,24 @@ def measure(
 
 def grpo(model: Any, tokenizer: Any, batch: Rows) -> Callable[[], float]:
     """One update on rollouts that are there; generation and rewards are not timed."""
-    config = GRPOConfig(**_settings(len(batch)), num_generations=len(batch), beta=0.0)
-    trainer = GRPOTrainer(
+    return _update(grpo_trainer(model, tokenizer, len(batch)), model, grpo_inputs(batch))
+
+
+def grpo_trainer(model: Any, tokenizer: Any, group_size: int, **own: Any) -> GRPOTrainer:
+    return GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=config,
+        args=GRPOConfig(**settings(group_size) | own, num_generations=group_size, beta=0.0),
         train_dataset=Dataset.from_list([{"prompt": "none"}]),
         processing_class=tokenizer,
     )
-    answers, mask = _padded([answer for _, answer in batch])
+
+
+def grpo_inputs(batch: Rows) -> dict[str, torch.Tensor]:
+    """A group whose prompts have one length, as the trainer's loss takes it."""
+    answers, mask = padded([answer for _, answer in batch])
     prompts = torch.as_tensor(np.stack([prompt for prompt, _ in batch]))
-    inputs = {
+    return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),
         "completion_ids": answers,
@@ -122,27 +131,66 @@ def grpo(model: Any, tokenizer: Any, batch: Rows) -> Callable[[], float]:
         "advantages": torch.linspace(-1, 1, len(batch)),
         "num_items_in_batch": mask.sum(),
     }
-    return _update(trainer, model, inputs)
 
 
 def dpo(model: Any, tokenizer: Any, batch: Rows) -> Callable[[], float]:
     """One update with reference log-probs given; the first half of the rows is chosen, the second rejected."""
+    return _update(dpo_trainer(model, tokenizer, len(batch) // 2), model, dpo_inputs(batch))
+
+
+def dpo_trainer(model: Any, tokenizer: Any, num_pairs: int, **own: Any) -> DPOTrainer:
     trainer = DPOTrainer(
         model=model,
         ref_model=copy.deepcopy(model),
-        args=DPOConfig(**_settings(len(batch) // 2)),
+        args=DPOConfig(**settings(num_pairs) | own),
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}]),
         processing_class=tokenizer,
     )
     trainer.ref_model, trainer.precompute_ref_logps = None, True
-    ids, mask = _padded([np.concatenate(row) for row in batch])
-    scored, _ = _padded([np.repeat([0, 1], [len(prompt), len(answer)]) for prompt, answer in batch])
+    return trainer
+
+
+def dpo_inputs(batch: Rows) -> dict[str, torch.Tensor]:
+    """Pairs, the chosen rows first, with reference log-probs."""
+    ids, mask = padded([np.concatenate(row) for row in batch])
+    scored, _ = padded([np.repeat([0, 1], [len(prompt), len(answer)]) for prompt, answer in batch])
     ones = torch.full((len(batch) // 2,), -100.0)
     inputs = {"input_ids": ids, "attention_mask": mask, "completion_mask": scored}
-    return _update(trainer, model, inputs | {"ref_chosen_logps": ones, "ref_rejected_logps": ones})
+    return inputs | {"ref_chosen_logps": ones, "ref_rejected_logps": ones}
 
 
-def _settings(batch_size: int) -> dict[str, Any]:
+def trial() -> Rows:
+    """8 answers of 40 to 75 tokens to a prompt of 400."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 4096, 400)
+    return [(prompt, rng.integers(0, 4096, 40 + 5 * index)) for index in range(8)]
+
+
+def qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "head_dim": 64}
+    return Qwen3ForCausalLM(Qwen3Config(**shape, vocab_size=4096, num_attention_heads=4, num_key_value_heads=2))
+
+
+def decoder(model: Any, _: Any, batch: Rows) -> Callable[[], float]:
+    """One step of transformers.Trainer with its AdamW, in which answers are scored."""
+    ids, mask = padded([np.concatenate(row) for row in batch])
+    scored, _ = padded([np.repeat([0, 1], [len(prompt), len(answer)]) for prompt, answer in batch])
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(scored == 0, -100)}
+    trainer = Trainer(model, TrainingArguments(**settings(len(batch)), learning_rate=1e-5))
+    trainer.current_gradient_accumulation_steps = 1
+    optimizer = trainer.create_optimizer()
+
+    def step() -> float:
+        loss = trainer.training_step(model, dict(inputs), num_items_in_batch=scored.sum())
+        optimizer.step()
+        model.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def settings(batch_size: int) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": batch_size,
@@ -167,7 +215,7 @@ def _update(trainer: Any, model: Any, inputs: dict[str, torch.Tensor]) -> Callab
     return step
 
 
-def _padded(rows: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(rows: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, L] tokens, zero-padded on the right, and their mask."""
     tensors = [torch.as_tensor(row) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence

@@ -1,4 +1,4 @@
-"""The table of docs/claims.md: what neighbours claim, what was seen here, and why it may differ."""
+"""The table of reports/claims.md: what neighbours claim, what was seen here, and why it may differ."""
 
 from typing import Any
 

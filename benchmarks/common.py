@@ -16,9 +16,11 @@ from treewise.bench.measure import spread
 from treewise.bench.results import hardware, processor
 from treewise.data import RenderOptions, load_trees
 from treewise.models.load_model import DEMO_MODEL, load_model
+from treewise.nn.model_flops import flop_model
+from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
-__all__ = ["bundled_trees", "hardware", "paired_seconds", "save", "smollm2", "spread"]
+__all__ = ["bundled_trees", "commit", "hardware", "paired_seconds", "save", "smollm2", "speed_up_of", "spread"]
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data"
@@ -47,28 +49,49 @@ def bundled_trees(tokenizer: Any) -> dict[str, list[Trajectory]]:
     return trees
 
 
-def paired_seconds(contestants: Contestants, repetitions: int) -> dict[str, list[float]]:
+def paired_seconds(
+    contestants: Contestants, repetitions: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each contestant, taking turns after one warm-up each, so that a drifting machine hurts all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for repetition in range(repetitions + 1):
         for name, run in contestants.items():
             gc.collect()
-            started = time.perf_counter()
+            started = clock()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if repetition:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock() - started)
     return seconds
+
+
+def speed_up_of(model: Any, forest: Forest, plain: float, shared: float) -> dict[str, Any]:
+    """What a step on a tree saves beside its rows, and how much of what its FLOPs would. plain, shared: seconds."""
+    flops = flop_model(model)
+    bound = flops.flat(forest) / flops.tree(forest)
+    return {
+        "flat_tokens": forest.num_flat_tokens,
+        "tree_tokens": forest.num_tokens,
+        "share_ratio": forest.share_ratio,
+        "flop_bound": bound,
+        "speed_up": plain / shared,
+        "efficiency": plain / shared / bound,
+    }
+
+
+def commit() -> str:
+    """Of the code that is measured."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> Path:
     """Writes results/<name>-<hardware>.json with what is needed to read it later."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     record = {
         "benchmark": name,
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit.strip(),
+        "commit": commit(),
         "hardware": hardware(),
         "processor": processor(),
         "python": platform.python_version(),

@@ -2,7 +2,7 @@
 
     python benchmarks/flex_kernels.py interpret [CASE ...]       # runs them on the CPU, beside the reference
     python benchmarks/flex_kernels.py resources [--json FILE]    # compiles them for six GPUs
-    python benchmarks/flex_kernels.py table FILE                 # the results as rows of docs/benchmarks.md
+    python benchmarks/flex_kernels.py table FILE                 # the results as rows of benchmarks/reports/method.md
 
 Both need the package `triton` (pip install triton), which CPU builds of torch do not bring. Inductor lowers the call
 for CPU tensors with its Triton backend, the tiles that it takes on the GPU of a compute capability, and the lowering of

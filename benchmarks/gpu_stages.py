@@ -92,7 +92,7 @@ def bench(
 ) -> int:
     """`treewise bench`, which saves after each step."""
     size = ("--size", "tiny") if args.size == "tiny" else ()
-    seconds = str(max(1.0, args.seconds / len(workloads)))
+    seconds = str(max(1.0, args.seconds))
     words = ["bench", "--device", args.device, "--model", model, "--workload", *workloads, "--against", *against, *size]
     words += ["--max_tokens", *budgets, "--reference", "flat", "--repetitions", "2"]
     return treewise([*words, "--max_seconds", seconds, "--json", str(args.out)])

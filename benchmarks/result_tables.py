@@ -1,4 +1,4 @@
-"""Tables and plots of what `treewise bench` measured; `tables.py` puts them into docs/performance.md."""
+"""Tables and plots of what `treewise bench` measured; `tables.py` puts them into reports/steps.md."""
 
 from collections.abc import Iterator
 from html import escape
@@ -7,7 +7,22 @@ from typing import Any
 from treewise.bench.results import baselines_of, efficiency, is_ours, speed_of_tree
 
 WIDTH, ROW, GAP = 720, 14, 10
+# Paper and ink follow the reader's theme.
+SVG_STYLE = (
+    "<style>.paper{fill:#fff}.halo{stroke:#fff}svg{fill:#1c2430}"
+    "@media(prefers-color-scheme:dark){.paper{fill:#1e2129}.halo{stroke:#1e2129}svg{fill:#e6e9ee}}</style>"
+)
 COLOURS = {"merged": "darkgray", "trl": "darkorange", "tree-recurrence": "darkorange", "tree": "steelblue"}
+WINDOWS = ("no window", "window")  # contestants beside a trainer as it is
+COLOURS_OF_OTHERS = {"no window": "darkgray"}
+CASES = {
+    **{f"grpo-{size}": f"TRL GRPO, batch size {size}" for size in (1, 2, 8)},
+    "dpo-1": "TRL DPO, batch size 1",
+    "calls-1": "Trainer, calls of an agent, batch size 1",
+    "serve": "serve, one datum a call: 16 samples",
+    "serve-episode": "serve, one datum a call: 8 turns",
+    "serve-alone": "serve, nothing shared",
+}
 NAMES = {"merged": "merged flat", "trl": "TRL's tree rows", "tree": "treewise"}
 
 Row = dict[str, Any]
@@ -110,33 +125,71 @@ def _costs(rows: list[Row]) -> Iterator[str]:
 def plot(record: dict[str, Any]) -> str:
     """Speed-ups over flat as bars, and the FLOP bound as a mark: one group for each model and workload."""
     rows = [row for row in record["rows"] if "contestants" in row and baselines_of(row)[0]]
-    if not rows:
-        return ""
-    most = max(max(row["flop_bound"], *_bars(row).values(), 1.0) for row in rows)
     one_model = len({row["model"] for row in rows}) == 1
-    labels = 12 + 6 * max(len(row["workload"]) + (0 if one_model else len(row["model"]) + 2) for row in rows)
+    groups = [
+        (row["workload"] if one_model else f"{row['model']}, {row['workload']}", _bars(row), row["flop_bound"])
+        for row in rows
+    ]
+    return _bar_chart(groups, "times as fast as flat training; red: the FLOP bound") if groups else ""
+
+
+def plot_windows(record: dict[str, Any]) -> str:
+    """Speed-ups of trainers that accumulate, with a window and without, over the trainer as it is."""
+    groups = []
+    for row in record["rows"]:
+        plain = row["seconds"]["plain"]["median"]
+        bars = {name: plain / row["seconds"][name]["median"] for name in WINDOWS if name in row["seconds"]}
+        groups.append((CASES[row["case"]], bars, row["flop_bound"]))
+    return _bar_chart(groups, "times as fast as without treewise, of serve as without a window; red: the FLOP bound")
+
+
+def of_windows(record: dict[str, Any]) -> str:
+    """A table of steps whose micro-batches come one after the other, and of what parts of a served one take."""
+    lines = [
+        "| step | micro-batches | tokens flat : tree | as it is | no window | window | speed-up | FLOP bound "
+        "| efficiency | gradients |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        seconds = [row["seconds"].get(name) for name in ("plain", "no window", "window")]
+        shown = " | ".join("" if each is None else f"{each['median']:.2f} s" for each in seconds)
+        lines.append(
+            f"| {CASES[row['case']]} | {row['micro_batches']} | {row['flat_tokens']:,} : {row['tree_tokens']:,} | "
+            f"{shown} | {row['speed_up']:.2f} x | {row['flop_bound']:.2f} | **{row['efficiency']:.2f}** | "
+            f"{row['gradient_difference']:.0e} |"
+        )
+    for row in record["rows"]:
+        for key, what in (("of_step", "A step"), ("of_client", "The time of a client over HTTP")):
+            if key in row:
+                parts = ", ".join(f"{part} {share:.1%}" for part, share in row[key].items())
+                lines += ["", f"{what}, {CASES[row['case']]}: {parts}."]
+    return "\n".join(lines)
+
+
+def _bar_chart(groups: list[tuple[str, dict[str, float], float]], caption: str) -> str:
+    """Bars of several ratios for each label, and a mark: (label, ratios by name, mark)."""
+    most = max(max(bound, *bars.values(), 1.0) for _, bars, bound in groups)
+    labels = 12 + 6 * max(len(label) for label, _, _ in groups)
     scale = (WIDTH - labels - 110) / most
     parts, top = [], GAP
-    for row in rows:
-        bars = _bars(row)
+    for label, bars, bound in groups:
         height = ROW * len(bars)
-        label = row["workload"] if one_model else f"{row['model']}, {row['workload']}"
         parts.append(f'<text x="{labels - 6}" y="{top + height / 2 + 4:.0f}" text-anchor="end">{escape(label)}</text>')
-        x = labels + row["flop_bound"] * scale
+        x = labels + bound * scale
         parts.append(f'<path d="M{x:.1f} {top - 2}v{height + 2}" stroke="firebrick" stroke-width="2"/>')
         for number, (name, ratio) in enumerate(bars.items()):
             y = top + ROW * number
-            colour = COLOURS.get(name, COLOURS["tree"])
+            colour = (COLOURS | COLOURS_OF_OTHERS).get(name, COLOURS["tree"])
             parts.append(
                 f'<rect x="{labels}" y="{y}" width="{ratio * scale:.1f}" height="{ROW - 2}" fill="{colour}"/>'
-                f'<text x="{labels + ratio * scale + 4:.1f}" y="{y + 10}" stroke="white" stroke-width="3" '
+                f'<text x="{labels + ratio * scale + 4:.1f}" y="{y + 10}" class="halo" stroke-width="3" '
                 f'paint-order="stroke">{NAMES.get(name, name)} {ratio:.2f}</text>'
             )
         top += height + GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 20}" font-family="sans-serif" '
-        f'font-size="10"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}'
-        f'<text x="{labels}" y="{top + 12}">times as fast as flat training; red: the FLOP bound</text></svg>\n'
+        f'font-size="10">{SVG_STYLE}<rect width="100%" height="100%" class="paper"/>{"".join(parts)}'
+        f'<text x="{labels}" y="{top + 12}">{caption}</text></svg>\n'
     )
 
 

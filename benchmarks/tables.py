@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs, and two pictures, from the committed results.
+"""Writes the tables of docs and reports, and two pictures, from the committed results.
 
 python benchmarks/tables.py
 """
@@ -14,8 +14,8 @@ import claims_table
 import result_tables
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
-CLAIMS = ("claims-", "grow-wide")  # results that docs/claims.md shows
+RESULTS, REPORTS = Path(__file__).parent / "results", Path(__file__).parent / "reports"
+CLAIMS = ("claims-", "grow-wide")  # results that reports/claims.md shows
 AGAIN = "bench-avx2-"  # results of trees that another file has, too: their speed-ups alone are shown
 PALETTE = ("steelblue", "darkorange", "seagreen", "firebrick", "slategray")
 
@@ -25,15 +25,15 @@ Records = list[tuple[Path, dict[str, Any]]]
 
 
 def main() -> None:
-    page = ROOT / "docs" / "performance.md"
+    page = REPORTS / "steps.md"
     memory = _records("memory")
-    of_memory, of_rounding = ROOT / "docs" / "memory.md", ROOT / "docs" / "verify.md"
+    of_memory, of_rounding = REPORTS / "memory.md", REPORTS / "precision.md"
     _fill(of_memory, "memory", "\n\n".join(_memory(path, record) for path, record in memory))
-    of_branching = ROOT / "docs" / "branching-measured.md"
+    of_branching = REPORTS / "branching.md"
     real = [each for each in _records("treewise bench") if each[0].name.startswith("real-")]
-    _fill(ROOT / "README.md", "steps", "\n\n".join(_short(*each) for each in real))
+    _fill(ROOT / "docs" / "results.md", "steps", "\n\n".join(_short(*each) for each in real))
     balance = [_balance(path, record) for path, record in _records("balance")]
-    _fill(ROOT / "docs" / "balance.md", "balance", "\n\n".join(balance))
+    _fill(REPORTS / "balance.md", "balance", "\n\n".join(balance))
     _benches()
     others = {
         "memory-large": (of_memory, _large_memory),
@@ -53,14 +53,19 @@ def main() -> None:
     _fill(ROOT / "docs" / "gpu.md", "fits", _fits(json.loads((RESULTS / "fits.json").read_text())))
     of_claims = {record["benchmark"]: record for path, record in _all() if path.stem.startswith(CLAIMS)}
     if of_claims:
-        _fill(ROOT / "docs" / "claims.md", "claims", claims_table.claims(of_claims))
+        _fill(REPORTS / "claims.md", "claims", claims_table.claims(of_claims))
+    windows = [each for each in _records("windows") if each[1]["rows"]]
+    if windows:
+        tables = [f"{_source(*each)}:\n\n{result_tables.of_windows(each[1])}" for each in windows]
+        _fill(page, "windows", "\n\n".join(tables))
     for name, marker, table in (
         ("claims-values", "labels", claims_table.labels),
         ("claims-angles", "angles", claims_table.angles),
     ):
         if name in of_claims:
-            _fill(ROOT / "docs" / "claims.md", marker, table(of_claims[name]))
+            _fill(REPORTS / "claims.md", marker, table(of_claims[name]))
     pictures = [("memory.svg", memory, _plot), ("proof.svg", _records("proof"), _curves)]
+    pictures.append(("windows.svg", windows, result_tables.plot_windows))
     for file, found, plot in pictures:
         if found:
             (ROOT / "docs" / file).write_text(plot(found[0][1]))
@@ -68,7 +73,7 @@ def main() -> None:
 
 def _records(benchmark: str) -> Records:
     """Files and contents of one benchmark."""
-    return [each for each in _all() if each[1]["benchmark"] == benchmark]
+    return [each for each in _all() if each[1].get("benchmark") == benchmark]  # what tests write names none
 
 
 def _all() -> Records:
@@ -81,24 +86,24 @@ def _source(path: Path, record: dict[str, Any]) -> str:
 
 def _benches() -> None:
     """What `treewise bench` wrote, whatever the name of the file: of GPUs on a page of their own."""
-    parts: dict[str, list[str]] = {"performance": [], "gpu": []}
+    parts: dict[str, list[str]] = {"steps": [], "gpu": []}
     for path, record in sorted(_records("treewise bench"), key=lambda each: each[0].name.startswith(AGAIN)):
         is_again = path.name.startswith(AGAIN)
         picture = "" if is_again else result_tables.plot(record)
         if picture:
             (ROOT / "docs" / f"{path.stem}.svg").write_text(picture)
-        image = f"![speed-ups over flat training]({path.stem}.svg)\n\n" if picture else ""
+        image = f"![speed-ups over flat training](../../docs/{path.stem}.svg)\n\n" if picture else ""
         patched = f" Patched: {record['patched']}." if "patched" in record else ""
         source = f"{_source(path, record)}:{patched}"
-        page = "gpu" if any(row.get("device") == "cuda" for row in record["rows"]) else "performance"
+        page = "gpu" if any(row.get("device") == "cuda" for row in record["rows"]) else "steps"
         parts[page].append(f"{source}\n\n{image}{result_tables.tables(record, with_costs=not is_again)}")
     for page, found in parts.items():
         if found:
-            _fill(ROOT / "docs" / f"{page}.md", "bench", "\n\n".join(found))
+            _fill(REPORTS / f"{page}.md", "bench", "\n\n".join(found))
 
 
 def _short(path: Path, record: dict[str, Any]) -> str:
-    heading = f"{_title(record)} ([{path.name}](benchmarks/results/{path.name})):"
+    heading = f"{_title(record)} ([{path.name}](../benchmarks/results/{path.name})):"
     return f"{heading}\n\n{result_tables.short(record)}"
 
 
@@ -389,8 +394,8 @@ def _picture(
                 for (x, y), (_, value) in zip(placed, points, strict=True)
             ]
         else:
-            end, line = f"{label}: {points[-1][0]:.1f} minutes", 14 * number
-            y = 30 + line if points[-1][1] < points[0][1] else height - bottom - 14 * len(lines) + line  # off the lines
+            end, line = f"{label}: {points[-1][0]:.1f} minutes", 17 * number
+            y = 30 + line if points[-1][1] < points[0][1] else height - bottom - 17 * len(lines) + line  # off the lines
             drawn += [f'<circle cx="{x:.1f}" cy="{at:.1f}" r="2" fill="{colour}"/>' for x, at in placed]
             drawn.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" fill="{colour}">{end}</text>')
     drawn += [f'<text x="{place(x, 0)[0]:.0f}" y="{height - bottom + 16}">{x:,}</text>' for x in ticks]
@@ -400,7 +405,8 @@ def _picture(
         drawn += [f'<text x="{left - 8}" y="{y + 3:.0f}" text-anchor="end">{at:.2g}</text>' for at, y in heights]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="10" text-anchor="middle"><rect width="{width}" height="{height}" fill="white"/>'
+        f'font-size="13" text-anchor="middle">{result_tables.SVG_STYLE}'
+        f'<rect width="{width}" height="{height}" class="paper"/>'
         f'<path d="M{x0} 20V{y0}H{width - 10}" fill="none" stroke="gray"/>{"".join(drawn)}'
         f'<text x="{width // 2}" y="{height - 6}">{x_label}</text></svg>\n'
     )
@@ -413,6 +419,8 @@ def _title(record: dict[str, Any]) -> str:
 def _fill(page: Path, name: str, text: str) -> None:
     """Replaces what stands between the two markers of a table."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if page.parent == REPORTS:
+        text = text.replace("](../benchmarks/results/", "](../results/")
     old = page.read_text()
     new = re.sub(f"{start}.*?{end}", lambda _: f"{start}\n{text}\n{end}", old, flags=re.DOTALL)
     if start not in old:

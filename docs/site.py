@@ -14,7 +14,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 START = "start.md"  # README.md in the site, where that name would mean index.html
-PAGES = ("README.md", "DESIGN.md", "CHANGELOG.md", "CONTRIBUTING.md", "AGENTS.md", "LOG.md", "examples/README.md")
+PAGES = (
+    *("README.md", "DESIGN.md", "CHANGELOG.md", "CONTRIBUTING.md", "AGENTS.md", "LOG.md", "examples/README.md"),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "benchmarks" / "reports").glob("*.md"))),
+)
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 
 

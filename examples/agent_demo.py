@@ -20,26 +20,31 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from online_rl import free_folder, show_bars
-from transformers import PrinterCallback, ProgressCallback
-
-import treewise as tw
+from treewise.cli.main import explained, loading
 from treewise.cli.main import main as treewise
-from treewise.cli.progress import StepLines
-from treewise.errors import duration
-from treewise.models.load_model import load_model
-from treewise.rl.agents.collecting import AgentCollector
-from treewise.rl.agents.settings import AgentSettings
-from treewise.rl.online.collector import GroupRequest, Moment
-from treewise.rl.online.journal import Journal, LoopState
-from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.success_book import BookSettings, SuccessBook
-from treewise.rl.tasks.agent_task import AgentTask
+
+with loading("agent-demo"):
+    import numpy as np
+    import torch
+    from online_rl import free_folder, show_bars
+    from transformers import PrinterCallback, ProgressCallback
+    from transformers.utils import logging
+
+    import treewise as tw
+    from treewise.cli.progress import StepLines
+    from treewise.errors import duration
+    from treewise.models.load_model import load_model
+    from treewise.rl.agents.collecting import AgentCollector
+    from treewise.rl.agents.settings import AgentSettings
+    from treewise.rl.online.collector import GroupRequest, Moment
+    from treewise.rl.online.journal import Journal, LoopState
+    from treewise.rl.samplers import Completion, SampleRequest
+    from treewise.rl.success_book import BookSettings, SuccessBook
+    from treewise.rl.tasks.agent_task import AgentTask
 
 HERE = Path(__file__).parent
 PEOPLE = ("Anna", "Ben", "Carl", "Dora", "Emma", "Fred", "Gina", "Hans", "Ida", "Jack")
@@ -230,8 +235,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main() -> int:
+    return explained("agent-demo", partial(run, parser().parse_args()))
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.disable_progress_bar()
     started = time.perf_counter()
     output = args.output or free_folder(Path("runs/agent-demo"), is_resumed=args.resume)
     print(f"an agent with two tools, on {torch.get_num_threads()} threads, in {output}")
@@ -242,13 +251,13 @@ def main() -> None:
     if args.start is None and not (output / "warm-up").is_dir():
         warm_up(args.model, output / "warm-up", args.python)
     if args.warm_up_alone:
-        return
+        return 0
     seconds_warm_up, began, cpu = time.perf_counter() - started, time.perf_counter(), cpu_seconds()
     words = words_of(args, output)
     print("\n$ " + shlex.join(["treewise", *words]) + "\n", flush=True)
     code = treewise([*words, *["--resume"] * args.resume])
     if code:
-        sys.exit(code)
+        return code
     result = {
         "seed": args.seed,
         "kind": args.kind,
@@ -259,11 +268,12 @@ def main() -> None:
     }
     if args.record:
         args.record.write_text(json.dumps(result))
-        return
+        return 0
     page, rollouts = output / "report.html", output / "run" / "rollouts" / f"iteration-{args.iterations:05d}.jsonl"
     model = str(args.start or output / "warm-up")
     treewise(["inspect", str(rollouts), "--tokenizer", model, "--run", str(output / "run"), "--html", str(page)])
     show(result, output / "run", page)
+    return 0
 
 
 def cpu_seconds() -> float:
@@ -308,4 +318,4 @@ def show(result: dict[str, Any], run: Path, page: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

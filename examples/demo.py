@@ -2,57 +2,70 @@
 
 Loads SmolLM2-135M-Instruct, looks at the data, proves on two small trees that loss and gradients are those of flat
 training, fine-tunes on eight searches, shows what the model writes before and after, checks the checkpoint, measures a
-step beside packed flat training, merged flat training and TRL's tree rows, and draws a page. For 2 cores, 5 minutes,
-8 GiB.
+step beside packed flat training, merged flat training and TRL's tree rows, and draws a page. Five minutes on two cores.
+
+On a slower machine the second proof is smaller, the fine-tuning is one epoch, and what is measured is smaller and
+measured once; nothing is left out. With less memory than 5 GiB fewer tokens are computed at a time.
+`--pretend_slower 3` tries that out.
 
     python examples/demo.py [--output runs/demo]
 """
 
 import argparse
+import gc
 import json
 import resource
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from transformers import AutoModelForCausalLM, TrainerCallback
-from transformers.trainer_callback import PrinterCallback
-from transformers.utils import logging
+from treewise.cli.main import explained, loading
 
-import treewise
-from treewise.bench import Settings, measure_workload
-from treewise.bench.results import efficiency
-from treewise.bench.workloads import Workload
-from treewise.cli.waiting import telling
-from treewise.data import RenderOptions, load_trees
-from treewise.errors import TreewiseError
-from treewise.models.load_model import DEMO_MODEL, load_model
-from treewise.nn.flops import FlopModel
-from treewise.nn.model_flops import flop_model
-from treewise.report import inspect_forests, inspect_view, read_run, verification_view
-from treewise.report.html.build import build_data_report
-from treewise.report.html.page import Section, write_page
-from treewise.trainer import TreeTrainer, TreeTrainingArguments
-from treewise.tree.trajectory import Trajectory
-from treewise.verification import verify
+with loading("demo"):
+    import torch
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from transformers.trainer_callback import PrinterCallback
+    from transformers.utils import logging
+
+    import treewise
+    from treewise.base.progress import busy_with
+    from treewise.bench import Settings, measure_workload
+    from treewise.bench.fitting import fitted, flops_per_second
+    from treewise.bench.results import efficiency
+    from treewise.bench.workloads import Workload
+    from treewise.data import RenderOptions, load_trees
+    from treewise.errors import TreewiseError
+    from treewise.models.load_model import DEMO_MODEL, load_model
+    from treewise.nn.flops import FlopModel
+    from treewise.nn.model_flops import flop_model
+    from treewise.nn.platform.memory import free_bytes
+    from treewise.report import inspect_forests, inspect_view, read_run, verification_view
+    from treewise.report.html.build import build_data_report
+    from treewise.report.html.page import Section, write_page
+    from treewise.trainer import TreeTrainer, TreeTrainingArguments
+    from treewise.tree.trajectory import Trajectory
+    from treewise.verification import verify
 
 DATA = Path(__file__).parent / "data"
 # Small enough to be trained flat as well; never trained on, so their loss is a held-out one.
 SMALL_TREES = ("crosswords-8-first-20", "game24-937-first-20")
 NUM_VERIFIED = 4  # trajectories of each small tree
 NUM_TRAINED = 30  # trajectories of each search
-MAX_TOKENS = 1536  # SmolLM2 keeps 1.4 MB of activations a token
+MAX_TOKENS, LEAST_TOKENS = 1536, 256  # computed at a time
+BYTES_PER_TOKEN, SPARE_BYTES = 1_400_000, 400_000_000  # activations that SmolLM2 keeps; of everything else
 LEARNING_RATE = 1e-4
-NUM_TIMED = 14  # trajectories of the tree that is timed
+NUM_TIMED, LEAST_TIMED = 14, 4  # trajectories of the tree that is timed
 MAX_REPETITIONS = 3
 LAST_SECOND = 210.0  # no further repetition begins after this
+LEAST_SECONDS = 60.0  # for measuring, whatever the time
+LATE_PROOF, LATE_TRAINING = 75.0, 120.0  # after which a proof is smaller, and the fine-tuning one epoch
 NUM_WRITTEN = 40  # tokens that the model writes before and after
 CONTESTANTS = {
     "flat": "packed flat training",
@@ -65,26 +78,35 @@ SHORT = {"flat": "packed flat training", "merged": "merged", "trl": "TRL's tree 
 Trees = dict[str, list[Trajectory]]
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Seconds since the demo began. slower: than this machine is, by so many times, for those who ask."""
+
+    slower: float = 1.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed(self) -> float:
+        return (time.perf_counter() - self.started) * self.slower
+
+    @property
+    def seconds_to_measure(self) -> float:
+        """Of this machine."""
+        return max(LEAST_SECONDS, LAST_SECOND - self.elapsed) / self.slower
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder of the checkpoint and report")
+    parser.add_argument(
+        "--pretend_slower", type=float, default=1.0, help="decides as on a machine that is so many times slower (1)"
+    )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
-    try:
-        with telling("demo"):  # which says what takes long
-            run(args.output, console)
-    except TreewiseError as error:
-        console.print(f"[bold red]{type(error).__name__}:[/] ", end="")
-        console.print(str(error), markup=False)
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    return 0
+    return explained("demo", partial(run, args.output, console, Clock(args.pretend_slower)))
 
 
-def run(output: Path, console: Console) -> None:
-    started = time.perf_counter()
+def run(output: Path, console: Console, clock: Clock) -> int:
     console.rule("1. the model and the data")
     logging.disable_progress_bar()
     model, tokenizer = load_model(DEMO_MODEL)
@@ -97,27 +119,29 @@ def run(output: Path, console: Console) -> None:
     trees: Trees = {tree.name: tree.trajectories or [] for tree in data}
 
     console.rule("2. the proof: flat and tree give the same loss and gradients")
-    prove(model, trees, console)
+    prove(model, trees, console, clock)
 
     console.rule("3. fine-tuning on trees")
     held_out = trees[SMALL_TREES[1]][0]
     before = written(model, tokenizer, held_out)
-    losses = fine_tune(model, tokenizer, trees, output, console)
+    losses = fine_tune(model, tokenizer, trees, output, console, clock)
     show_written(before, written(model, tokenizer, held_out), tokenizer, held_out, console)
 
     console.rule("4. the checkpoint")
     loaded = check_checkpoint(model, output, console)
     del model
+    gc.collect()
 
     console.rule("5. the same step, four ways")
-    row = measure(loaded, trees, started, console)
+    row = measure(loaded, trees, console, clock)
     show_times(row, console)
 
     console.rule("6. the page")
     page = write_report(data, loaded, tokenizer, output, result_section(row, losses))
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - clock.started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     figures = {"seconds": seconds, "cpu_seconds": time.process_time(), "peak_gib": peak, "losses": losses, "step": row}
+    figures |= {} if clock.slower == 1 else {"pretended_slower": clock.slower}
     (output / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     console.print(
         f"Trees, sharing and this run, in a browser: [bold]{page}[/]\n"
@@ -127,6 +151,7 @@ def run(output: Path, console: Console) -> None:
         f"  treewise inspect rollouts.jsonl --model {DEMO_MODEL} --html report.html\n"
         f"  treewise train --data rollouts.jsonl --model {DEMO_MODEL} --output_dir runs/mine"
     )
+    return 0
 
 
 def look_at_data(tokenizer: Any, flops: FlopModel, console: Console) -> Any:
@@ -143,28 +168,42 @@ def look_at_data(tokenizer: Any, flops: FlopModel, console: Console) -> Any:
     return data
 
 
-def prove(model: torch.nn.Module, trees: Trees, console: Console) -> None:
+def prove(model: torch.nn.Module, trees: Trees, console: Console, clock: Clock) -> None:
     for name in SMALL_TREES:
-        console.print(f"[bold]{name}[/], its first {NUM_VERIFIED} trajectories")
-        report = verify(model, trees[name][:NUM_VERIFIED])
+        is_late = clock.elapsed > LATE_PROOF
+        count = 2 if is_late else NUM_VERIFIED
+        more = ", whole alone, as this machine is slow or busy" if is_late else ""
+        console.print(f"[bold]{name}[/], its first {count} trajectories{more}")
+        report = verify(model, trees[name][:count], [None] if is_late else None)
         console.print(verification_view(report))
         report.raise_if_failed()
 
 
-def fine_tune(model: Any, tokenizer: Any, trees: Trees, output: Path, console: Console) -> dict[str, Any]:
-    """Two epochs of four steps; a step holds a crossword and a game of 24."""
+def max_tokens(model: Any) -> int:
+    """How many tokens the memory has room for, beside a gradient and AdamW's two moments."""
+    weights = sum(each.numel() * each.element_size() for each in model.parameters())
+    room = free_bytes(model.device) - 3 * weights - SPARE_BYTES
+    return max(LEAST_TOKENS, min(MAX_TOKENS, room // BYTES_PER_TOKEN))
+
+
+def fine_tune(model: Any, tokenizer: Any, trees: Trees, output: Path, console: Console, clock: Clock) -> dict[str, Any]:
+    """Two epochs of four steps, or one; a step holds a crossword and a game of 24."""
     searches = [name for name in trees if name not in SMALL_TREES]
     crosswords = [name for name in searches if name.startswith("crosswords")]
     games = [name for name in searches if name.startswith("game24")]
     names = [name for pair in zip(crosswords, games, strict=False) for name in pair]
-    show = ShowSteps(console)
+    show, is_late, budget = ShowSteps(console), clock.elapsed > LATE_TRAINING, max_tokens(model)
+    if is_late:
+        console.print("one epoch in place of two, as this machine is slow or busy")
+    if budget < MAX_TOKENS:
+        console.print(f"{budget:,} tokens at a time in place of {MAX_TOKENS:,}, as memory is short: the same gradients")
     trainer = TreeTrainer(
         model,
         TreeTrainingArguments(
             output_dir=str(output),
-            max_tokens=MAX_TOKENS,
+            max_tokens=budget,
             per_device_train_batch_size=2,
-            num_train_epochs=2,
+            num_train_epochs=1 if is_late else 2,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             train_sampling_strategy="sequential",
@@ -209,6 +248,7 @@ class ShowSteps(TrainerCallback):
         )
 
 
+@busy_with("loading the checkpoint")
 @torch.no_grad()
 def check_checkpoint(model: torch.nn.Module, output: Path, console: Console) -> torch.nn.Module:
     """transformers alone loads it, and it gives the same logits, bit by bit; returns what it loaded."""
@@ -231,6 +271,7 @@ def check_checkpoint(model: torch.nn.Module, output: Path, console: Console) -> 
 # -- what the model writes ---------------------------------------------------------------------------------------------
 
 
+@busy_with("writing a few tokens")
 @torch.no_grad()
 def written(model: Any, tokenizer: Any, item: Trajectory) -> str:
     """What the model writes, greedily, after the prompt of a held-out trajectory."""
@@ -264,50 +305,37 @@ def show_written(before: str, after: str, tokenizer: Any, item: Trajectory, cons
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure(model: torch.nn.Module, trees: Trees, started: float, console: Console) -> dict[str, Any]:
+def measure(model: Any, trees: Trees, console: Console, clock: Clock) -> dict[str, Any]:
     """One step (forward and backward) of a tree by each contestant, in turns, after one to warm up."""
-    console.print("measuring: packed, merged, TRL's rows and treewise take turns; a minute or more ...")
     model.requires_grad_(True).train()
-    workload = Workload(SMALL_TREES[0], trees[SMALL_TREES[0]][:NUM_TIMED])
-    left = max(0.0, LAST_SECOND - (time.perf_counter() - started))
-    against = ("flat", "merged", "trl")
-    settings = Settings(against=against, max_tokens=(), repetitions=MAX_REPETITIONS, max_seconds=left)
-    return measure_workload(model, workload, settings)
+    whole = Workload(SMALL_TREES[0], trees[SMALL_TREES[0]][:NUM_TIMED])
+    settings = Settings(
+        against=("flat", "merged", "trl"),
+        max_tokens=(),
+        repetitions=MAX_REPETITIONS,
+        max_seconds=clock.seconds_to_measure,
+        leaves_out=False,
+    )
+    rate = flops_per_second(model, whole)
+    workload, _ = fitted(whole, flop_model(model), rate, settings, settings.max_seconds, LEAST_TIMED)
+    return measure_workload(model, workload, settings, partial(console.print, markup=False), rate=rate)
 
 
-def show_times(row: dict[str, Any], console: Console) -> None:
-    table = Table(title="one step: forward and backward (the optimizer's is the same for all)", box=box.SIMPLE_HEAD)
-    table.add_column("of " + row["workload"], no_wrap=True)
-    for name in ("tokens computed", "seconds", "treewise is", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+Cells = list[tuple[str, ...]]
+
+
+def times_of(row: dict[str, Any]) -> tuple[Cells, list[str]]:
+    """A line for each way: its name, tokens computed, seconds, how many times as fast treewise is, loss, error of the
+    gradient; and for each without figures why it has none.
+    """
+    lines, missing = Cells(), list[str]()
     for name, label in CONTESTANTS.items():
-        found = row["contestants"].get(name)
-        if found is None or "skipped" in found:
-            table.add_row(label, "" if found is None else found["skipped"])
-            continue
-        speed_up = row["speed_up"].get(name, {}).get("tree")
-        table.add_row(
-            label,
-            f"{found['computed_tokens']:,}",
-            f"{found['seconds']['median']:.2f}",
-            "" if speed_up is None else f"{speed_up:.1f} x as fast",
-            f"{found['loss']:.6f}",
-        )
-    console.print(table)
-    error = row["contestants"]["tree"]["gradient_error"]
-    console.print(f"{ratios_line(row)} treewise's gradient differs from the packed one by {error:.0e} of its norm.")
-
-
-def result_section(row: dict[str, Any], losses: dict[str, Any]) -> Section:
-    """What the demo measured, for the top of the page."""
-    head = ("way", "tokens computed", "seconds", "treewise is", "loss", "gradient error")
-    lines = []
-    for name, label in CONTESTANTS.items():
-        found = row["contestants"].get(name, {"skipped": "not measured"})
+        found = row["contestants"].get(name, {"skipped": "no trajectory begins with another one"})
         if "skipped" in found:
-            lines.append((label, found["skipped"], *[""] * (len(head) - 2)))
+            lines.append((label, "no figure", *[""] * 4))
+            missing.append(f"{label} has no figure: {found['skipped']}")
             continue
-        speed_up, error = row["speed_up"].get(name, {}).get("tree"), found.get("gradient_error")
+        speed_up, error = row["speed_up"].get(name, {}).get("tree"), found["gradient_error"]
         lines.append(
             (
                 label,
@@ -318,25 +346,54 @@ def result_section(row: dict[str, Any], losses: dict[str, Any]) -> Section:
                 "" if error is None else f"{error:.0e}",
             )
         )
-    measured = {name: each["tree"] for name, each in row["speed_up"].items() if name in CONTESTANTS and "tree" in each}
+    return lines, missing
+
+
+def show_times(row: dict[str, Any], console: Console) -> None:
+    what = f"one step on {row['workload']}, {row['num_trajectories']} trajectories: forward and backward"
+    table = Table(title=f"{what} (the optimizer's is the same for all)", box=box.SIMPLE_HEAD)
+    table.add_column("way", overflow="fold")
+    for name in ("tokens computed", "seconds", "treewise is", "loss"):
+        table.add_column(name, justify="right", overflow="fold")
+    lines, missing = times_of(row)
+    for label, *cells, _ in lines:
+        table.add_row(label, *cells)
+    console.print(table)
+    for line in (*missing, ratios_line(row), error_line(row)):
+        console.print(line, markup=False)
+
+
+def result_section(row: dict[str, Any], losses: dict[str, Any]) -> Section:
+    """What the demo measured, for the top of the page."""
+    head = ("way", "tokens computed", "seconds", "treewise is", "loss", "gradient error")
+    lines, missing = times_of(row)
+    measured = {name: each["tree"] for name, each in row["speed_up"].items() if name in SHORT and "tree" in each}
     times = ", ".join(f"{times:.1f} times as fast as {SHORT[name]}" for name, times in measured.items())
-    error = row["contestants"]["tree"]["gradient_error"]
     text = (
-        f"A step on trees was {times}; its gradient differs from that of packed flat training by {error:.0e} of its "
-        f"norm.\nOne step, forward and backward, of the first {NUM_TIMED} trajectories of {row['workload']}, the four "
-        "ways in turns on this machine; merged is without trajectories that another one begins with. "
+        f"A step on trees was {times or 'not timed beside another way'}; {error_line(row)}\n"
+        f"One step, forward and backward, of {row['num_trajectories']} trajectories of {row['workload']}, "
+        "the four ways in turns on this machine; merged is without trajectories that another one begins with. "
         f"{ratios_line(row)}\nFine-tuning on eight searches took the held-out loss from "
         f"{losses['held_out_before']:.3f} to {losses['held_out_after']:.3f}."
     )
-    return Section("The demo's result", text, (), (head, *lines))
+    return Section("The demo's result", "\n".join([text, *missing]), (), (head, *lines))
+
+
+def error_line(row: dict[str, Any]) -> str:
+    """How far treewise's gradient is from the packed one."""
+    error = row["contestants"]["tree"].get("gradient_error")
+    if error is None or "skipped" in row["contestants"]["flat"]:
+        return "treewise's gradient was not compared with the packed one here (it was in part 2)."
+    return f"treewise's gradient differs from the packed one by {error:.0e} of its norm."
 
 
 def ratios_line(row: dict[str, Any]) -> str:
     """The ratios of the tree that was timed, and how much of its FLOP bound was reached."""
+    reached = efficiency(row, "tree")
     return (
         f"Share ratio {row['share_ratio']:.1f} (tokens of all trajectories / of the tree), leaf ratio "
         f"{row['leaf_ratio']:.1f} (without those that another begins with), FLOP bound {row['flop_bound']:.1f}: "
-        f"efficiency, which is speed-up / FLOP bound, {efficiency(row, 'tree') or float('nan'):.2f}."
+        f"efficiency, which is speed-up / FLOP bound, {'unknown' if reached is None else f'{reached:.2f}'}."
     )
 
 

@@ -13,28 +13,34 @@ never touched: a new one gets a folder of its own. docs/online-rl.md explains th
 
 import argparse
 import json
+import sys
 import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import PrinterCallback, ProgressCallback
+from treewise.cli.main import explained, loading
 
-import treewise as tw
-from treewise.bench.results import commit, hardware, processor
-from treewise.cli.progress import StepLines
-from treewise.data import load_trees
-from treewise.errors import duration
-from treewise.models.load_model import load_model
-from treewise.report import read_run
-from treewise.report.html.build import build_data_report
-from treewise.report.html.page import write_page
-from treewise.rl.online.records import rollouts_file
-from treewise.rl.tasks import ChatTokens, RewardRequest, TaskItem
+with loading("rl"):
+    import numpy as np
+    import torch
+    from transformers import PrinterCallback, ProgressCallback
+    from transformers.utils import logging
+
+    import treewise as tw
+    from treewise.bench.results import commit, hardware, processor
+    from treewise.cli.progress import StepLines
+    from treewise.data import load_trees
+    from treewise.errors import duration
+    from treewise.models.load_model import load_model
+    from treewise.report import read_run
+    from treewise.report.html.build import build_data_report
+    from treewise.report.html.page import write_page
+    from treewise.rl.online.records import rollouts_file
+    from treewise.rl.tasks import ChatTokens, RewardRequest, TaskItem
 
 LETTERS = "abcdefghij"
 PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # a template of nothing but the text
@@ -114,7 +120,7 @@ def warm_up(model: Any, tokenizer: Any, task: SortLetters, output: Path) -> None
     part.rename(output)  # whole, or not there
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description="SmolLM2-135M learns to sort letters: a warm-up on trees, then online RL."
     )
@@ -126,7 +132,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="goes on with the run in the folder")
     parser.add_argument("--record", type=Path, help="a JSON file to which the results of this seed are added")
-    args = parser.parse_args()
+    return explained("rl", partial(run, parser.parse_args()))
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.disable_progress_bar()
     started, task = time.perf_counter(), SortLetters(seed=args.seed)
     output = args.output or free_folder(Path("runs/online-rl"), is_resumed=args.resume)
     print(f"{task.name} on {torch.get_num_threads()} threads, in {output}")
@@ -150,6 +160,7 @@ def main() -> None:
     show(result, trainer, page)
     if args.record:
         add_record(args.record, result)
+    return 0
 
 
 def free_folder(first: Path, *, is_resumed: bool) -> Path:
@@ -270,4 +281,4 @@ def add_record(path: Path, result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

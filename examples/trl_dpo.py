@@ -3,7 +3,7 @@
 The pairs come from the searches in examples/data: two first moves for one problem, one of which the search judged
 likely to lead to 24. Both answers of a pair share its prompt, and all pairs of a problem do.
 
-    pip install 'trl>=1.16'
+    pip install 'trl>=0.20'
     python examples/trl_dpo.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--steps 20] [--max_tokens 2048]
 """
 
@@ -17,7 +17,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
 import treewise
-from treewise.integrations.trl import Sharing
+from treewise.integrations.sharing import Sharing
 
 DATA = Path(__file__).parent / "data" / "searches.jsonl.gz"
 LIKELY, HOPELESS = 20.0, 0.01  # values that the search gave to a move

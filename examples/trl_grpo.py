@@ -3,7 +3,7 @@
 All samples of one prompt share it, and the line below the trainer makes the update compute it once. Losses, metrics and
 updates stay those of TRL; take the line out and compare.
 
-    pip install 'trl>=1.16'
+    pip install 'trl>=0.20'
     python examples/trl_grpo.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--steps 20] [--max_tokens 2048]
 """
 
@@ -15,7 +15,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import treewise
-from treewise.integrations.trl import Sharing
+from treewise.integrations.sharing import Sharing
 
 EXAMPLES = [(3, 4), (12, 5), (20, 31), (7, 9)]
 

@@ -3,7 +3,7 @@
 The records are the branches of one depth-first search by an agent with tools (ToolBench, in examples/data): they share
 the system prompt, the tools, the question and every call up to where they fork.
 
-    pip install 'trl>=1.16'
+    pip install 'trl>=0.20'
     python examples/trl_sft_tools.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--steps 20] [--max_tokens 4096]
 """
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import treewise
-from treewise.integrations.trl import Sharing
+from treewise.integrations.sharing import Sharing
 
 DATA = Path(__file__).parent / "data" / "toolbench.jsonl.gz"
 # ChatML with tools and tool calls; `generation` marks what is trained.

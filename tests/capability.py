@@ -220,8 +220,8 @@ def as_markdown(table: CapabilityTable) -> str:
         ),
         "### Refused",
         _columns(
-            ("family", "model", "why"),
-            [(f"`{row.family}`", row.model, row.reason) for row in table.of_status(REFUSED)],
+            ("family", "why"),
+            [(f"`{row.family}`", row.reason) for row in table.of_status(REFUSED)],
         ),
         "### Not tried",
         "transformers builds no small random model of these from their configuration class alone.",

@@ -386,6 +386,8 @@ def pretend_cuda(monkeypatch: Any) -> Iterator[PretendCuda]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {})
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)
     monkeypatch.setattr(flex, "_compiled", _dense_flex)
     # What a backward runs shall be seen, and a function that is seen hides those that it calls.

@@ -1,13 +1,28 @@
-"""What may happen to a file between two runs: bits flip, its end is lost, it is empty, another thing has its name."""
+"""What may happen to a file between two runs: bits flip, its end is lost, it is empty, another thing has its name. And
+while it is written: the disk is full.
+"""
 
 import json
 import random
+import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NUM_FLIPS, NUM_CUTS = 200, 20
 OTHERS = (b"", b"null", b"[]", b'"text"', b"3", b"{}", b"[[[", b"\xff\xfe\x00", b"[" * 5000)
+
+
+@contextmanager
+def no_room(num_bytes: int) -> Iterator[None]:
+    """No file of this process gets longer than so many bytes: what is written beyond them fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def damages(path: Path, seed: int = 0, num_flips: int = NUM_FLIPS, num_cuts: int = NUM_CUTS) -> Iterator[str]:

@@ -91,7 +91,7 @@ def stream(items: Sequence[Trajectory], name: str, like: torch.Tensor) -> torch.
     """[N, L] a stream of the trajectories, 0 where they have ended."""
     result = torch.zeros_like(like)
     for row, item in enumerate(items):
-        result[row, : len(item)] = torch.from_numpy(getattr(item, name)).to(like.dtype)
+        result[row, : len(item)] = torch.tensor(getattr(item, name)).to(like.dtype)
     return result.detach()
 
 

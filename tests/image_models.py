@@ -1,5 +1,6 @@
 """Tiny models that see, their processors, and small images, for tests of images."""
 
+import importlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,22 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.needs import IMAGES, require
+from tests.needs import IMAGES, RELEASE, require
 from treewise.data.images import decoded
 from treewise.nn.model import split_model
 from treewise.nn.vision import pixel_inputs, vision_model
@@ -50,26 +45,41 @@ class Family:
     words: tuple[str, ...] = ()
 
 
+def _on_pil(folder: str, name: str, **settings: Any) -> Any:
+    """An image processor that needs no torchvision."""
+    if Version("5.4") <= RELEASE:
+        return getattr(
+            importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}"), f"{name}Pil"
+        )(**settings)
+    return getattr(importlib.import_module(f"transformers.models.{folder}.image_processing_{folder}"), name)(**settings)
+
+
 FAMILIES = {
     "llava": Family(
-        lambda: CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=CLOSED),
+        lambda: _on_pil("clip", "CLIPImageProcessor", size={"shortest_edge": 16}, crop_size=CLOSED),
         {},
         lambda images, tokenizer: LlavaProcessor(
             images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
         ),
     ),
     "idefics3": Family(
-        lambda: Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        lambda: _on_pil(
+            "idefics3", "Idefics3ImageProcessor", size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+        ),
         {"scale_factor": 2},
         lambda images, tokenizer: Idefics3Processor(images, tokenizer, image_seq_len=1),
         special=("<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>"),
     ),
     "smolvlm": Family(
-        lambda: SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        lambda: _on_pil(
+            "smolvlm", "SmolVLMImageProcessor", size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+        ),
         {"scale_factor": 2},
     ),
     "internvl": Family(
-        lambda: GotOcr2ImageProcessorPil(size=CLOSED, crop_to_patches=True, min_patches=1, max_patches=4),
+        lambda: _on_pil(
+            "got_ocr2", "GotOcr2ImageProcessor", size=CLOSED, crop_to_patches=True, min_patches=1, max_patches=4
+        ),
         {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
         lambda images, tokenizer: InternVLProcessor(images, tokenizer, None, image_seq_length=4),
         "<IMG_CONTEXT>",
@@ -77,7 +87,7 @@ FAMILIES = {
         {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
     ),
     "gemma3": Family(  # images of more tokens than its sliding window
-        lambda: Gemma3ImageProcessorPil(size=CLOSED),
+        lambda: _on_pil("gemma3", "Gemma3ImageProcessor", size=CLOSED),
         {"mm_tokens_per_image": 16, "vision_config": {"image_size": 16, "patch_size": 4}},
         lambda images, tokenizer: Gemma3Processor(images, tokenizer, image_seq_length=16),
         "<image_soft_token>",
@@ -86,13 +96,15 @@ FAMILIES = {
         ("\n", "\n\n", "\n\n\n"),
     ),
     "mistral3": Family(
-        lambda: PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=16),
+        lambda: _on_pil("pixtral", "PixtralImageProcessor", size={"longest_edge": 32}, patch_size=16),
         {"image_token_index": IMAGE_TOKEN, "spatial_merge_size": 2, "vision_config": {"head_dim": 8}},
     ),
 }
 FAMILIES |= {
     name: Family(
-        lambda: Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=1024, max_pixels=2048),
+        lambda: _on_pil(
+            "qwen2_vl", "Qwen2VLImageProcessor", patch_size=8, merge_size=2, min_pixels=1024, max_pixels=2048
+        ),
         {"vision_config": {"depth": 3, **vision}, "text_config": text},
         image_token="<|image_pad|>",
     )

@@ -66,7 +66,7 @@ def random_routes(
 
 
 def filled(tree: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories of a tree with the experts that those without a record take from the others.
+    """The trajectories of a tree with the experts that those without a record take from the others of their group.
 
     Of trajectories that have all in common so far and go on with one token, those without a record take the experts
     that most of the others have there, of equals the least.
@@ -78,7 +78,8 @@ def filled(tree: Sequence[Trajectory]) -> list[Trajectory]:
         np.full((len(item), *shape), -1, np.int16) if item.routed_experts is None else item.routed_experts.copy()
         for item in tree
     ]
-    stack = [(list(range(len(tree))), 0)]
+    groups = dict.fromkeys(item.group for item in tree if item.group is not None)
+    stack = [([row for row, item in enumerate(tree) if item.group == group], 0) for group in groups]
     while stack:
         together, at = stack.pop()
         of_token = defaultdict(list)

@@ -36,6 +36,7 @@ CROSS_CUTTING = {
 }
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
+    "rl/replies/test_drivers": "an environment and an agent as drivers of the same turns",
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
     "advantages/test_unbiased": "expected gradients over all rollouts that can be drawn",
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",
@@ -60,11 +61,13 @@ WHOLE_PACKAGE = {
     "rl/samplers/test_routes": "experts that the sampler in this process records",
     "rl/samplers/test_server_routes": "experts in the answers of servers",
     "rl/online/test_routing_replay": "online runs through recorded experts",
-    "data/test_page": "the examples of docs/data.md",
+    "data/test_page": "the examples of docs/forms.md",
     "data/render/test_doubled_tokens": "begin and end tokens of texts, contents, templates and rows",
     "data/render/test_families": "every role and field through the templates of eleven families",
     "data/test_rollouts": "dumps to trajectories",
     "distributed/placement/test_brute_force": "placements against the best of all on small steps",
+    "integrations/decoder/test_contracts": "how projects call their models that need GPUs themselves",
+    "integrations/decoder/test_ranks": "two processes under DDP against one",
     "integrations/trl/test_examples": "the TRL examples run",
     "integrations/trl/test_trainers": "SFT, DPO, KTO, GRPO and RLOO with and without the line",
     "nn/recurrent/test_hybrids": "hybrid models against flat training",
@@ -96,6 +99,7 @@ CROSS_CUTTING_FOLDERS = {
     "engines": "servers and clients of other projects",
     "examples": "examples/",
     "first_day": "what a user's first day runs, on every set of versions",
+    "hosts": "trainers of others, each in an environment of its own",
 }
 
 

@@ -91,7 +91,7 @@ def test_what_is_missing_is_named_by_its_own_package():
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`\[(\w+)\]`", readme)) == extras
-    assert pip_install("TRL", "tree-recurrence") == "pip install 'trl>=1.16' 'tree-recurrence>=0.1.1'"
+    assert pip_install("TRL", "tree-recurrence") == "pip install 'trl>=0.20' 'tree-recurrence>=0.1.1'"
     assert pip_install("unknown") == "pip install 'unknown'"
     wanted = {line.partition(";")[0] for line in importlib.metadata.requires("treewise") or ()}
     for path in (path for each in ("src", "docs", "examples", "*.md") for path in ROOT.glob(each)):

@@ -3,6 +3,7 @@
 python docs/figures/draw.py      writes docs/figures/*.svg
 """
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,9 @@ import numpy as np
 from canvas import Canvas
 
 import treewise as tw
+from treewise.report.analysis.bill import Rates, headline
+from treewise.report.analysis.facts import TreeFacts
+from treewise.report.html.charts import BAR_ROW, BAR_WIDTH, bars_of
 
 FOLDER = Path(__file__).parent
 CELL = 15  # width of a token
@@ -334,7 +338,34 @@ def restoration() -> Canvas:
     return canvas
 
 
+def bill() -> Canvas:
+    """What an episode of tau2's shape costs on the H100 that was measured, by the bars of the report."""
+    file = FOLDER.parents[1] / "benchmarks" / "results" / "bench-nvidia-h100-80gb-hbm3.json"
+    (row,) = (each for each in json.loads(file.read_text())["rows"] if each["workload"] == "tau2")
+    flat, leaf = (row["tree_flops"] * row[name] for name in ("flop_bound", "leaf_flop_bound"))
+    sizes = dict.fromkeys(("num_leaves", "num_trained_tokens", "num_flat_pairs", "num_tree_pairs", "max_depth"), 0)
+    tokens = {"num_flat_tokens": row["flat_tokens"], "num_tree_tokens": row["tree_tokens"]}
+    tokens |= {"num_call_tokens": row["flat_tokens"], "num_leaf_tokens": round(row["leaf_ratio"] * row["tree_tokens"])}
+    flops = {"flat_flops": flat, "call_flops": flat, "leaf_flops": leaf, "tree_flops": row["tree_flops"]}
+    counts = {"num_trajectories": row["num_trajectories"], "num_rollouts": 1, "num_forks": 0}
+    total = TreeFacts(name="tau2", **sizes, **tokens, **flops, **counts)
+    made = Rates(str(file), dollars_per_hour=2.50).bill_of(total, row["model"])
+    canvas = Canvas(
+        BAR_WIDTH + 40,
+        3 * BAR_ROW + 74,
+        "The bill of an agent's episodes",
+        f"{headline(made)}, Qwen3-1.7B on one H100 at $2.50 an hour",
+    )
+    canvas.text(20, 26, "1,000 episodes of 20 calls, Qwen3-1.7B on an H100 at $2.50 an hour", size=13)
+    for bar, colour in zip(bars_of(made), ("repeated", "own", "closed"), strict=True):
+        canvas.text(20, bar.y + 58, bar.label)
+        canvas.text(20 + BAR_WIDTH, bar.y + 58, bar.text, anchor="end")
+        canvas.box(20, bar.y + 65, bar.width, 15, colour)
+    return canvas
+
+
 FIGURES = {
+    "bill": bill,
     "overview": overview,
     "prefix-tree": prefix_tree,
     "intervals": intervals,

@@ -61,6 +61,13 @@ class CheckpointError(TreewiseError, RuntimeError):
     """A checkpoint that is missing, incomplete or made by a different run."""
 
 
+class DiskError(TreewiseError, OSError):
+    """A file that could not be written, because its disk is full or fails; nothing that it held before is changed.
+    `status_code`: of servers' answers meanwhile."""
+
+    status_code: int = 507
+
+
 class LostRankError(TreewiseError, RuntimeError):
     """Another process of the run is gone, or does not answer. `exit_code` is 3."""
 
@@ -68,9 +75,15 @@ class LostRankError(TreewiseError, RuntimeError):
 
 
 class SamplerError(TreewiseError, ConnectionError):
-    """A server that continues token ids does not answer (`is_away`), or answers what cannot be trained on."""
+    """A server that continues token ids does not answer (`is_away`), refuses (`status`, of HTTP), or answers what
+    cannot be trained on."""
 
     is_away: bool = False
+    status: int = 0
+
+
+class RequestRefusedError(SamplerError, ValueError):
+    """One request that a sampler does not answer, while it answers others."""
 
 
 class TaskError(TreewiseError, RuntimeError):
@@ -122,7 +135,7 @@ def bytes_as_text(num_bytes: float | None) -> str:
 
 
 def pip_install(*packages: str) -> str:
-    """`pip install 'trl>=1.16'`: the way to packages that are missing, in the versions that pyproject.toml asks for."""
+    """`pip install 'trl>=0.20'`: the way to packages that are missing, in the versions that pyproject.toml asks for."""
     try:
         listed = metadata.requires("treewise") or []
     except metadata.PackageNotFoundError:  # run from its sources

@@ -1,5 +1,6 @@
 """Features are plugged in: a plain step does without them all, and asking for one that is gone is one error."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import treewise
 from tests.rl.online.helpers import digest, new_trainer, tiny_policy
-from treewise.base.features import FEATURES, feature, is_there
+from treewise.base import features
+from treewise.base.features import FEATURES, is_there
 from treewise.errors import ConfigError
 from treewise.rl.samplers import SampleRequest, TransformersSampler, sampler_named
 from treewise.rl.tasks import EnvironmentTask, GuessNumber
@@ -193,14 +195,22 @@ def test_asking_for_a_feature_that_is_gone_is_one_error(name: str, take_out: Cal
     assert str(caught.value) == f"{who} need {module}, which this installation of treewise was made without."
 
 
+def test_types_know_every_feature_by_its_module():
+    tree = ast.parse(Path(str(features.__file__)).read_text())
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    known = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert known == {name: module for name, (module, _) in FEATURES.items()}
+
+
 @pytest.mark.parametrize("name", sorted(FEATURES))
 def test_a_feature_is_there_or_named(name: str, take_out: Callable[[str], None]):
     assert is_there(name)
-    assert feature(name).__name__ == FEATURES[name][0]
+    assert getattr(features, name).__name__ == FEATURES[name][0]
     take_out(name)
     assert not is_there(name)
     with pytest.raises(ConfigError, match=r"which this installation of treewise was made without\.$"):
-        feature(name)
+        getattr(features, name)
 
 
 def test_a_package_that_a_feature_needs_is_named_by_its_own_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -209,4 +219,4 @@ def test_a_package_that_a_feature_needs_is_named_by_its_own_error(monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(FEATURES, "plugged", ("plugged", "tests"))
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        feature("plugged")
+        getattr(features, "plugged")  # noqa: B009

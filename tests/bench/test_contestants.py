@@ -9,12 +9,16 @@ import torch
 from hypothesis import given
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engine.test_carried import TOWER, seeing_case, train_only
+from tests.needs import IMAGES
 from treewise.bench import Settings, make, random_model, workloads
 from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
 from treewise.bench.flat import FlatRows, merged_trajectories
+from treewise.engine.flat import FlatLoss
 from treewise.errors import ConfigError, OutOfMemoryError
 from treewise.nn import compilation, liger
 from treewise.nn.platform import memory
+from treewise.objectives import SFT
 from treewise.testing import tiny_model
 from treewise.testing.oracle import FlatGradients, flat_sft, gradient_error, gradients_of
 from treewise.testing.strategies import trajectories
@@ -31,6 +35,14 @@ pytest.importorskip("trl")
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     return random_model("qwen3-tiny", torch.float32, CPU)
+
+
+@IMAGES
+def test_a_row_of_text_gives_a_tower_nothing() -> None:
+    seeing, images, items, _ = seeing_case("llava")
+    rows = FlatRows(plain_parts(train_only(seeing, TOWER)), items, max_row_tokens=1, packs=False, processor=images)
+    loss = FlatLoss(items, SFT(), images).run(seeing, CPU).loss
+    assert rows.step() == pytest.approx(loss, rel=1e-6)
 
 
 def weighted(name: str) -> list[Trajectory]:

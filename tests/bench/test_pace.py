@@ -58,7 +58,7 @@ def test_a_step_is_predicted_from_its_first_rows(clock: Clock, rows: list[float]
             step()
     took = sum(rows[:after])
     assert clock.now == took
-    assert f"({after} of its {len(rows)} rows took {took:.3g} s), and 60 s of --max_seconds 60 are left" in str(
+    assert f"({after} of its {len(rows)} rows took {took:.3g} s), and 60 s of its 60 s are left (--max_seconds)" in str(
         found.value
     )
     step()  # once it was measured, a step is not watched
@@ -79,7 +79,7 @@ def test_who_has_no_rows_is_refused_by_what_others_took(clock: Clock) -> None:
     assert of.refusal("tree") is None
     assert of.refusal("merged") is None
     assert of.refusal("trl") == (
-        "left out: a step would take some 40 s by what flat took, and 50 s of --max_seconds 60 are left"
+        "left out: a step would take some 40 s by what flat took, and 50 s of its 60 s are left (--max_seconds)"
     )
     clock.now += 25
     assert str(of.refusal("flat-ckpt")).startswith(
@@ -103,11 +103,14 @@ def test_measuring_leaves_out_tells_and_stops_in_time(clock: Clock) -> None:
     assert {name: len(each.seconds) for name, each in found.items()} == {"flat": 2, "slow": 0, "tree": 2, "huge": 0}
     assert clock.now == 10 + 18 + 2 + 2 * 12  # a third round would have ended at 66 s
     assert lines[0] == "flat: first step 10 s; some 50 s left, and 3 more to begin"
-    assert lines[1].startswith("slow: left out: a step would take some 81 s (2 of its 9 rows took 18 s), and 40 s of")
+    assert lines[1] == "slow: left out"  # the reason stands below the table
+    assert found["slow"].skipped.startswith(
+        "left out: a step would take some 81 s (2 of its 9 rows took 18 s), and 40 s of"
+    )
     assert lines[2] == "tree: first step 2 s; some 30 s left, and 1 more to begin"
-    assert (
-        lines[3]
-        == "huge: left out: a step would take some 24 s by what tree took, and 18 s of --max_seconds 60 are left"
+    assert lines[3] == "huge: left out"
+    assert found["huge"].skipped.startswith(
+        "left out: a step would take some 24 s by what tree took, and 18 s of its 60"
     )
     assert lines[4:6] == ["flat: step 1 10 s; some 20 s left", "tree: step 1 2 s; some 18 s left"]
     assert len(seen) == 3 + 4
@@ -160,7 +163,9 @@ def test_what_was_measured_until_then_is_handed_over(model: torch.nn.Module) -> 
     assert first["contestants"]["tree"]["skipped"] == "not measured: the run was cut short"
     assert first["speed_up"] == {}
     assert last == found
-    assert [line.split(":")[0] for line in lines] == ["flat", "tree", "tree@30"] * 2
+    announced = "8 trajectories, 241 flat tokens, 73 of the tree; flat, tree, tree@30 in turns, a step to warm up"
+    assert lines[0] == f"{announced} and 1 step each where time allows"
+    assert [line.split(":")[0] for line in lines[1:]] == ["flat", "tree", "tree@30"] * 2
     told: list[str] = []
     run(
         lambda: model,
@@ -171,7 +176,8 @@ def test_what_was_measured_until_then_is_handed_over(model: torch.nn.Module) -> 
         told.append,
         partial.append,
     )
-    assert told[0].startswith("tiny, grpo: flat: first step ")
+    assert told[0].startswith(f"tiny, grpo: {announced} and 1 step each where time allows: some ")
+    assert told[1].startswith("tiny, grpo: flat: first step ")
     assert (partial[-1]["model"], partial[-1]["workload"]) == ("tiny", "grpo")
 
 

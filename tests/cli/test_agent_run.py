@@ -49,7 +49,7 @@ def test_an_agent_is_trained_and_goes_on(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"agent": f"{PLAIN}:nobody"}, "cannot be loaded (names no function?)"),
+        ({"agent": f"{PLAIN}:nobody"}, "cannot be loaded (is it a function, or a command?)"),
         ({"agent": None}, "agent_settings are given without an agent"),
         ({"agent_settings.episode": 3}, "unknown setting agent_settings.episode. Did you mean 'episodes'?"),
         ({"agent_settings.episodes": 1}, "episodes"),

@@ -61,7 +61,7 @@ GIVEN = {
     "curriculum_settings": {"force": True}, "logprob_gap_limit": 7.0, "lora": {"r": 3}, "on_drift": "error",
     "on_hidden": "warn", "on_bad_record": "quarantine", "thinking": "keep", "train_on": "last_assistant",
     "advantages": "turns", "advantages_settings": {"discount": 0.5}, "old_logprobs": "recompute", "sampler": "vllm",
-    "max_length": 77, "max_record_bytes": 7777,
+    "max_length": 77, "max_record_bytes": 7777, "template_date": "2024-02-03",
     "tasks": "sum", "dtype": "bfloat16", "max_tokens": 64, "branching": "random", "eval_split": 0.25,
     "branching_settings": {"variations": 3}, "book_settings": {"decay": 0.5}, "check_items": 5, "check_rollouts": 6,
     "num_items": 9, "on_reward_error": "raise", "reward_weights": [0.5, 0.25],
@@ -236,7 +236,10 @@ def test_flags_of_rendering_reach_what_reads(command, tmp_path, monkeypatch):
     words = [
         word
         for name, value in values.items()
-        for word in (f"--{name}", yaml.safe_dump(value).removesuffix("...\n").strip())
+        for word in (
+            f"--{name}",
+            value if isinstance(value, str) else yaml.safe_dump(value).removesuffix("...\n").strip(),
+        )
     ]
 
     def load(data, tokenizer, *, options, num_workers, on_bad_record, **_):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tests.cli.helpers import files_of
+from tests.dates import TEMPLATE, set_today
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.cli.main import main
 from treewise.rl.online.tasks_by_name import task_named
@@ -17,6 +18,24 @@ pytestmark = pytest.mark.xdist_group("cli/test_online_run")
 REWARD = """
 def even(completion_ids, **columns):
     return [float(sum(ids) % 2 == 0) for ids in completion_ids]
+"""
+
+SAMPLER = """
+from treewise.rl.samplers import TransformersSampler
+
+class Counting:
+    def __init__(self, model, *, most):
+        self.inner, self.most = TransformersSampler(model), most
+
+    def sample(self, requests):
+        open("calls", "a").write("call")
+        return self.inner.sample(requests)
+
+    def update(self, model):
+        self.inner.update(model)
+
+    def close(self):
+        self.inner.close()
 """
 
 
@@ -50,6 +69,17 @@ SMALL = [
 ]
 
 
+def test_a_sampler_of_the_user_s_file_samples_what_the_own_one_does(run, tmp_path):
+    (tmp_path / "sampling.py").write_text(SAMPLER)
+    assert run(*SMALL)[0] == 0
+    (tmp_path / "out").rename(tmp_path / "plain")
+    code, _, err = run(*SMALL, "--sampler", "sampling.py:Counting", "--sampler_settings.most", 10)
+    assert code == 0, err
+    assert (tmp_path / "calls").read_text().startswith("call")
+    (own, plain) = (next((tmp_path / name).glob("**/model.safetensors")).read_bytes() for name in ("out", "plain"))
+    assert own == plain
+
+
 def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
     code, out, err = run(*SMALL, "--dry_run")
     assert code == 0, err
@@ -68,6 +98,26 @@ def test_a_run_prints_a_line_an_iteration_and_holds_what_it_says(run, tmp_path):
     (tmp_path / "out" / "trainer_state.json").unlink()
     code, out, err = run(*SMALL, "--resume")  # from nothing: the same run again
     assert code == 0, err
+
+
+def test_a_run_that_goes_on_on_another_day_keeps_its_date(run, tmp_path, monkeypatch):
+    (tmp_path / "date.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": [{"role": "user", "content": f"n{number}"}]} for number in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["date.jinja" if flag == "chatml" else flag for flag in SMALL if flag not in ("--iterations", 1)]
+    flags.insert(flags.index("--eval_items") + 1, 1)
+    set_today(monkeypatch, "2026-11-27")
+    code, _, err = run(*flags, "--iterations", "1")
+    assert code == 0, err
+    set_today(monkeypatch, "2026-11-28")
+    code, _, err = run(*flags, "--resume", "--iterations", "2")
+    assert code == 0, err
+    rollouts = (tmp_path / "out" / "rollouts" / "iteration-00002.jsonl").read_text()
+    assert "Today is 27 November 2026." in rollouts
+    code, _, err = run(*flags, "--resume", "--iterations", "3", "--template_date", "2026-11-28")
+    assert code == 2
+    assert "template_date='2026-11-27', now '2026-11-28'" in err
+    assert "set template_date to 2026-11-27" in err
 
 
 def test_a_finished_run_that_is_resumed_stays_as_it_is_until_it_gets_more_iterations(run, tmp_path):

@@ -161,6 +161,8 @@ def adapted(model: Any, draw: Draw) -> Any:
         name: [stand_ins.get(each, each) for each in value] if isinstance(value, list) else value
         for name, value in settings.items()
     }
+    if "target_parameters" in filled:
+        filled["target_parameters"] = projections_of_routers(model)
     if filled.get("target_modules") == "LINEAR":
         filled["target_modules"] = sorted(linear)
     result = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **filled))
@@ -169,6 +171,18 @@ def adapted(model: Any, draw: Draw) -> Any:
         if parameter.requires_grad:
             parameter.data += (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
     return result.train()
+
+
+def projections_of_routers(model: nn.Module) -> list[str]:
+    """Names of the parameters of routers, [experts, width] each."""
+    routers = [router.module for router in routers_of(split_model(model).decoder)]
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if any(module is router for router in routers)
+        for name, each in module.named_parameters()
+        if each.dim() == 2
+    ]
 
 
 def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import distributed, nn
 from transformers import TrainerCallback
@@ -23,9 +24,9 @@ from tests.crossings.case import LEARNING_RATE, NUM_STEPS, Case, Tree
 from tests.crossings.drawing import Draw, ImpossibleError, WrongError
 from tests.flat_objectives import Rows, loss_of_rows, run_alone
 from tests.replayed_rows import Replayer
+from treewise import share_prefixes
 from treewise.distributed.mesh import load_on_mesh
 from treewise.engine import TreeEngine
-from treewise.integrations.trl import share_prefixes
 from treewise.objectives import Objective
 from treewise.testing.oracle import Gradients, gradient_error, gradients_of
 from treewise.trainer import TreeTrainer, TreeTrainingArguments
@@ -180,7 +181,7 @@ def train_engine(case: Case, model: torch.nn.Module) -> Trained:
     prepare_layers(model, draw)
     result, before, optimizer = Trained(), weights_of(model), optimizer_of(draw, model)
     if draw["interface"] == "shared":
-        logprobs_of = shared_logprobs(case, model)
+        engine, logprobs_of = shared_logprobs(case, model)
     else:
         engine = TreeEngine(
             model,
@@ -195,7 +196,7 @@ def train_engine(case: Case, model: torch.nn.Module) -> Trained:
         logprobs_of = partial(engine_logprobs, case, engine)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        with autocast(draw):
+        with window_of(draw, engine), autocast(draw):
             if draw["interface"] == "step":
                 loss = step_engine(case, engine, step)
             else:
@@ -212,17 +213,32 @@ def engine_logprobs(case: Case, engine: TreeEngine, items: Tree) -> list[torch.T
     return engine.logprobs(Forest.from_trajectories(items), trained_only=of_trained)
 
 
-def shared_logprobs(case: Case, model: Any) -> LogprobsOf:
-    """Those of TRL's fused head, after `treewise.share_prefixes`."""
+def window_of(draw: Draw, sharing: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around the calls of a step of an engine, or of what `share_prefixes` returned."""
+    settings: dict[str, dict[str, int]] = {"held": {}, "again": {"hold_tokens": 0}, "bounded": {"max_tokens": 24}}
+    return contextlib.nullcontext() if draw["window"] == "none" else sharing.window(**settings[draw["window"]])
+
+
+def parts_of(draw: Draw, items: Tree) -> list[list[int]]:
+    """The rows of each call: all in one; within a window in an order and in sizes that are drawn."""
+    if draw["window"] == "none":
+        return [[*range(len(items))]]
+    random = np.random.default_rng(draw["seed"])
+    cuts = np.sort(random.integers(1, len(items) + 1, 3))
+    return [part.tolist() for part in np.split(random.permutation(len(items)), cuts) if len(part)]
+
+
+def shared_logprobs(case: Case, model: Any) -> tuple[Any, LogprobsOf]:
+    """Those of TRL's fused head, after `treewise.share_prefixes`, and what that returns."""
     add_fused_head(case, model)
-    share_prefixes(model, budget_of(case), attention=case.draw["attention"], min_ratio=1.0)
+    sharing = share_prefixes(model, budget_of(case), attention=case.draw["attention"], min_ratio=1.0)
     of_trained = case.draw["objective"] == "function_of_trained"
 
     def logprobs_of(items: Tree) -> list[torch.Tensor]:
         found = fused_logprobs(model, items)
         return cases.trained_parts(found, items) if of_trained else found
 
-    return logprobs_of
+    return sharing, logprobs_of
 
 
 def add_fused_head(case: Case, model: Any) -> None:
@@ -258,15 +274,24 @@ def step_engine(case: Case, engine: TreeEngine, step: int) -> float:
     calls, objective = case.calls(step), case.objective
     if len(calls) == 1 or not isinstance(objective, Objective):
         of_trained = case.draw["objective"] == "function_of_trained"
-        return math.fsum(engine.step(forest_of(trees), objective, trained_only=of_trained).loss for trees in calls)
+        given = [items_of(case.draw, trees) for trees in calls]
+        return math.fsum(engine.step(items, objective, trained_only=of_trained).loss for items in given)
     denominator = objective.denominator(forest_of(case.steps[step]))
-    return math.fsum(engine.step(forest_of(trees), objective, denominator=denominator).loss for trees in calls)
+    given = [items_of(case.draw, trees) for trees in calls]
+    return math.fsum(engine.step(items, objective, denominator=denominator).loss for items in given)
 
 
 def step_by_logprobs(case: Case, logprobs_of: LogprobsOf, step: int) -> float:
     """A loss of one's own on differentiable log-probs: the objective's formula, as on flat rows."""
     items = [item for tree in case.steps[step] for item in tree]
-    logprobs = logprobs_of(items)
+    of_item: dict[int, torch.Tensor] = {}
+    for part in parts_of(case.draw, items):
+        own = [items[index] for index in part]
+        if of_item:  # an evaluation in between
+            with torch.no_grad():
+                logprobs_of(own[:1])
+        of_item |= zip(part, logprobs_of(own), strict=True)
+    logprobs = [of_item[index] for index in range(len(items))]
     if case.draw["objective"] == "function_of_trained":
         loss = case.objective(logprobs)
     else:
@@ -350,6 +375,7 @@ def trainer_of(
         torch_compile=draw["compiled"],
         torch_compile_backend="eager" if draw["compiled"] else None,
         max_grad_norm=draw["clip"],
+        steps_per_epoch=None if draw["items"] == "trees" else NUM_STEPS,
         optim="sgd" if draw["optimizer"] == "sgd" else "adamw_torch",
         adam_epsilon=0.01,
         learning_rate=LEARNING_RATE,
@@ -365,7 +391,7 @@ def trainer_of(
     return TreeTrainer(
         model,
         args,
-        train_dataset=trees,
+        train_dataset=trees if draw["items"] == "trees" else [row for tree in trees for row in tree],
         objective=case.objective,
         processing_class=case.processor,
         callbacks=callbacks,
@@ -409,6 +435,12 @@ def prepare_checkpoints(model: Any, draw: Draw) -> None:
     """Activation checkpoints, as transformers has them."""
     if draw["checkpoints"] not in ("none", "auto"):
         model.gradient_checkpointing_enable({"use_reentrant": draw["checkpoints"] == "reentrant"})
+
+
+def items_of(draw: Draw, trees: list[Tree]) -> list[Forest]:
+    """What a call or a data set gets of some trees: each of them, or each row as a tree of its own."""
+    apart = trees if draw["items"] == "trees" else [[row] for tree in trees for row in tree]
+    return [Forest.from_trajectories(tree) for tree in apart]
 
 
 def forest_of(trees: list[Tree]) -> Forest:

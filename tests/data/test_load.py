@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.damage import damages
+from tests.dates import TEMPLATE, set_today
 from treewise.data import RenderOptions, load_trees
 from treewise.data.io import rows as row_store
 from treewise.data.records import RecordReader
@@ -61,6 +62,48 @@ def test_what_the_result_depends_on_is_part_of_the_key(write, tokenizer_folder, 
         (path.parent / "tools.json").write_text("{}")
     load_trees(path, tokenizer, options=options, cache_dir=tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_template_that_writes_the_date_is_rendered_anew_each_day(
+    write, tokenizer, tmp_path, monkeypatch, no_rendering
+):
+    def loaded(**options):
+        return load_trees(path, tokenizer, options=options, cache_dir=tmp_path / "cache")
+
+    def prompt(trees):
+        return tokenizer.decode(trees[0].trajectories[0].token_ids)
+
+    path = write(GOOD)
+    set_today(monkeypatch, "2026-11-27")
+    first = loaded(chat_template=TEMPLATE)
+    assert "Today is 27 November 2026." in prompt(first)
+    assert first.report.dates == ["2026-11-27"]
+    assert first.report.warnings == ["the chat template writes today's date, which is 2026-11-27 here (template_date)"]
+    undated = loaded()
+    set_today(monkeypatch, "2026-11-28")
+    second = loaded(chat_template=TEMPLATE)
+    assert "Today is 28 November 2026." in prompt(second)
+    assert second.fingerprint != first.fingerprint
+    no_rendering()
+    kept = loaded(chat_template=TEMPLATE, template_date="2026-11-27")
+    same(kept, first)
+    assert kept.report == first.report
+    same(loaded(), undated)  # of other templates the day is no part of the key
+    assert undated.report.dates == []
+
+
+def test_workers_write_the_day_on_which_a_load_began(write, tokenizer, monkeypatch):
+    path = write(*[GOOD] * 4)
+    set_today(monkeypatch, "2024-02-03")
+    trees = load_trees(path, tokenizer, options={"chat_template": TEMPLATE}, num_workers=1, read_only=True)
+    assert "Today is 03 February 2024." in tokenizer.decode(trees[3].trajectories[0].token_ids)
+    assert trees.report.dates == ["2024-02-03"]
+
+
+@pytest.mark.parametrize("value", ["27.11.2026", "2026-1-2", "20261127", "today", ""])
+def test_what_is_no_date_is_refused(tokenizer, value):
+    with pytest.raises(ConfigError, match=r"template_date is .*; write a date as 2026-11-28"):
+        load_trees([GOOD], tokenizer, options={"template_date": value})
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

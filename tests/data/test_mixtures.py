@@ -3,7 +3,9 @@ import json
 import pytest
 
 from treewise.data import load_trees, mix, split_for_evaluation
-from treewise.errors import ConfigError
+from treewise.data.mixtures import parts_of
+from treewise.data.raw import is_part
+from treewise.errors import ConfigError, DataError
 
 ROWS = [{"token_ids": [1, 2, index], "group": f"g{index % 20}"} for index in range(40)]
 
@@ -45,3 +47,10 @@ def test_bad_weights_are_errors(weights):
 def test_bad_fractions_are_errors(fraction):
     with pytest.raises(ConfigError, match="eval_split"):
         split_for_evaluation(load_trees(ROWS), fraction)
+
+
+def test_data_sets_as_axolotl_names_them_say_what_is_not_read() -> None:
+    assert parts_of([{"path": "a.jsonl"}, {"path": "b.jsonl", "weight": 2}]) == [("a.jsonl", 1.0), ("b.jsonl", 2)]
+    with pytest.raises(DataError, match=r"data\[1\] has 'split', 'type', which nothing reads; leave it out"):
+        parts_of(["a.jsonl", {"path": "b.jsonl", "type": "chat_template", "split": "train"}])
+    assert not is_part({"path": "a.png", "messages": []})

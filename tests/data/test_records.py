@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.data import RenderOptions
+from treewise.data import RenderOptions, load_trees
 from treewise.data.io.files import RawRecord
 from treewise.data.io.rows import rows_to_table, table_columns, trajectories_of
 from treewise.data.records import RecordReader
+from treewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -143,3 +144,43 @@ def test_plain_text_is_trained_but_for_its_first_token(tokenizer):
     assert RecordReader(tokenizer, RenderOptions()).read(RawRecord("a:1", {"text": 5}), None).error == (
         "a:1: text must be text, found 5."
     )
+
+
+HALF = "\ud83d"
+HALF_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": HALF}}}
+HALVES = {
+    "text": {"text": f"a{HALF}"},
+    "content": {"messages": [{"role": "user", "content": HALF}, ANSWER]},
+    "answer": {"messages": [USER, {**ANSWER, "content": f"b{HALF}c"}]},
+    "part": {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}, ANSWER]},
+    "reasoning": {"messages": [USER, {**ANSWER, "reasoning_content": HALF}]},
+    "arguments": {"messages": [USER, {**ANSWER, "tool_calls": [HALF_CALL]}]},
+    "tools": {"messages": [USER, ANSWER], "tools": [{"type": "function", "function": {"name": HALF}}]},
+    "tuple": {"messages": ({"role": "user", "content": HALF}, ANSWER)},
+    "pair": {"prompt": HALF, "completion": "b"},
+    "preference": {"prompt": "a", "chosen": "b", "rejected": HALF},
+    "node": {"nodes": [{"parent": None, "message": {"role": "user", "content": HALF}}]},
+    "calls": {"messages": [{"role": "user", "content": HALF}, ANSWER], "calls": [{"ctx": [0], "out": 1}]},
+    "log": {"request": {"messages": [{"role": "user", "content": HALF}]}, "response": {"choices": []}},
+    "group": {"messages": [USER, ANSWER], "group": HALF},
+    "key": {"messages": [USER, ANSWER], f"a{HALF}": 1},
+    "among numbers": {"messages": [USER, ANSWER], "other": [1, HALF]},
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_a_surrogate_pair_is_an_error_that_names_the_record(name, tokenizer, tmp_path):
+    for data in ([HALVES[name]], iter([HALVES[name]])):
+        with pytest.raises(DataError, match=r"records:0: lone surrogate \\ud83d is not text"):
+            load_trees(data, tokenizer, num_workers=0)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(HALVES[name]) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: lone surrogate \\ud83d at byte \d+ of the file is not text"):
+        load_trees(path, tokenizer, num_workers=0)
+
+
+def test_half_of_a_surrogate_pair_in_a_file_of_tools_is_an_error(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [USER, ANSWER], "tools_ref": "a"}) + "\n")
+    (tmp_path / "tools.json").write_text(json.dumps({"a": HALVES["tools"]["tools"]}))
+    with pytest.raises(DataError, match=r"tools\.json: lone surrogate \\ud83d is not text"):
+        load_trees(tmp_path / "rows.jsonl", tokenizer, num_workers=0)

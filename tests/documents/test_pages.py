@@ -1,7 +1,8 @@
 """The pages: links lead somewhere, figures are current, and what is marked as runnable runs as it stands.
 
 A block below `<!-- run -->` is run in a folder of its page's own: Python blocks (of statements, or of `>>>` examples)
-share one namespace, console blocks are `treewise` commands. Where a page names `rollouts.jsonl`, `my-model`,
+share one namespace, lines of console blocks are commands. The first block of a page is one of these, or says what it
+needs that is not here (`<!-- not run: ... -->`). Where a page names `rollouts.jsonl`, `my-model`,
 `runs/first`, `model`, `trajectories` and the like without making them, the folder and the namespace hold them; the
 README and the concepts begin with nothing.
 """
@@ -9,10 +10,14 @@ README and the concepts begin with nothing.
 import doctest
 import gzip
 import json
+import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -26,8 +31,11 @@ from treewise.testing import tiny_model
 STANDALONE = ("README.md", "concepts.md")
 TOKENIZER = Path(__file__).parents[1] / "data" / "fixtures" / "smollm2"
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
+REPORTS = (ROOT / "benchmarks" / "reports").glob("*.md")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *REPORTS, ROOT / "examples" / "README.md"])
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
+FIRST_BLOCK = re.compile(r"^(?:(<!-- .* -->)\n)?```(?!bibtex)", re.MULTILINE)
+REFERENCE = ("api.md", "forms.md", "index.md", "keys.md", "model-table.md", "objectives.md", "report-fields.md")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 RUNNABLE = re.compile(r"^<!-- run -->\n```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -98,10 +106,43 @@ def test_runnable_blocks_run(
             assert runner.run(example, clear_globs=False).failed == 0, capsys.readouterr().out
         elif kind == "python":
             exec(compile(block, str(page), "exec"), namespace)
-        for line in block.splitlines() if kind == "console" else ():
-            words = shlex.split(line, comments=True)
-            assert words[:2] == ["$", "treewise"], line
-            assert main(words[2:]) == 0, f"{line}\n{capsys.readouterr().err}"
+        elif kind == "console":
+            with ExitStack() as servers:
+                for line in block.splitlines():
+                    run_line(line, servers, capsys)
+
+
+def run_line(line: str, servers: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of a console block: a command of ours in this process, a server up to the end of the block, another."""
+    words = shlex.split(line, comments=True)
+    assert words[0] == "$", line
+    if words[1] == "treewise" and words[-1] != "&":
+        assert main(words[2:]) == 0, f"{line}\n{capsys.readouterr().err}"
+        return
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if words[-1] != "&":
+        command = line[2:].replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+        done = subprocess.run(command, shell=True, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        return
+    server = subprocess.Popen([sys.executable, "-m", *words[1:-1]], stdout=subprocess.DEVNULL)
+    servers.callback(server.wait)
+    servers.callback(server.terminate)
+    while True:
+        assert server.poll() is None, f"{line}: it has ended"
+        with (
+            suppress(ConnectionRefusedError),
+            socket.create_connection(("127.0.0.1", int(words[words.index("--port") + 1]))),
+        ):
+            return
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_first_block_of_a_page_runs_or_says_what_it_needs(page: Path) -> None:
+    first = FIRST_BLOCK.search(page.read_text(encoding="utf-8"))
+    if first is not None and page.name not in REFERENCE:
+        assert re.fullmatch(r"<!-- (run|not run: needs .+) -->", first[1] or ""), page.name
 
 
 def test_the_readme_has_runnable_blocks_of_both_kinds() -> None:
@@ -134,6 +175,16 @@ def test_figures_are_what_their_code_draws(monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
 
 
+def test_tables_and_plots_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import tables
+
+    stale = []
+    monkeypatch.setattr(Path, "write_text", lambda path, text: text == path.read_text() or stale.append(path))
+    tables.main()
+    assert stale == []
+
+
 def test_the_figure_of_the_way_names_each_room_once() -> None:
     figure = (ROOT / "docs" / "figures" / "way.svg").read_text(encoding="utf-8").split("</desc>")[1]
     rooms = re.findall(r"(\w+)/(?=[<\s])", figure)
@@ -146,7 +197,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    start = (tmp_path / "start.html").read_text(encoding="utf-8")
+    start, results = ((tmp_path / f"{name}.html").read_text(encoding="utf-8") for name in ("start", "results"))
     assert "One interval per key" in (tmp_path / "concepts.html").read_text(encoding="utf-8")
-    assert 'href="benchmarks/results/' in start
+    assert 'href="benchmarks/results/' in results
     assert 'src="figures/overview.svg"' in start
+    assert 'src="iframe-worker.js"' in start  # search from a disk
+    assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:(?![^>]*rel="(?:prev|next|canonical))', start)

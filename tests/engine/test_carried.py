@@ -100,12 +100,13 @@ def test_a_projector_or_a_tower_alone(changes: dict[str, Any]) -> None:
     assert judged(**changes).kind == "equal", judged(**changes).text
 
 
-def test_text_alone_gives_a_tower_nothing() -> None:
+@pytest.mark.parametrize("objective", [tw.SFT(), lambda logprobs: -torch.cat(logprobs).mean()], ids=["sft", "function"])
+def test_text_alone_gives_a_tower_nothing(objective: Any) -> None:
     model, images, items, _ = seeing_case("llava", HISTORIES[-1:])
     train_only(model, TOWER)
     for budget in (None, 4):
         engine = tw.TreeEngine(model, budget, check=False, processor=images)
-        assert engine.step(items).loss == pytest.approx(engine.evaluate(items).loss)
+        assert engine.step(items, objective).loss == pytest.approx(engine.evaluate(items).loss)
         assert not gradients_of(model)
 
 

@@ -2,13 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.helpers import DoraCaching
 from torch import nn
+from torch.nn.utils import parametrize
 
+from tests.needs import GEMMA_2
 from treewise import Distillation, Forest, Trajectory, TreeEngine
 from treewise.engine import checks, step
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
@@ -137,6 +141,7 @@ def test_an_attention_that_was_chosen_anew(before: str) -> None:
     check(engine, model)
 
 
+@GEMMA_2
 def test_another_default_device_changes_nothing() -> None:
     model = tiny_model("gemma2")
     expected_loss, _, expected = flat_sft(model, ROLLOUTS)
@@ -240,3 +245,56 @@ def test_adapters_on_parameters_are_no_change_of_weights() -> None:
     halves = [sum(each.sum() for each in engine.logprobs(FOREST)) for _ in range(2)]
     (-(halves[0] + halves[1]) / 2 / sum(len(each) - 1 for each in ROLLOUTS)).backward()
     assert gradient_error(gradients_of(model), expected) < expected.tolerance
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@BUDGETS
+def test_weights_that_are_kept_between_forwards_are_refused(max_tokens: int | None) -> None:
+    """A walk at a budget reads them without a graph first, and a probe with parameters of its own."""
+    model = tiny_model("llama")
+    parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Doubled())
+    engine = TreeEngine(model, max_tokens)
+    words = r"cached\(\) keeps computed weights \(model.layers.0.mlp.up_proj\)"
+    with parametrize.cached(), pytest.raises(ConfigError, match=words):
+        engine.step(FOREST)
+    check(engine, model)
+
+
+def test_a_cache_of_adapters_is_refused() -> None:
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)).eval()
+    engine = TreeEngine(model)
+    with DoraCaching(), pytest.raises(ConfigError, match=r"peft's DoraCaching keeps computed weights \(base_model"):
+        engine.step(FOREST)
+    check(engine, model)
+
+
+def test_a_probe_draws_no_random_number_of_the_run() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].register_forward_pre_hook(lambda *_: None if torch.rand(1) < 2 else ())
+    before = torch.get_rng_state()
+    TreeEngine(model).check(FOREST)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_what_layers_read_beside_their_arguments_needs_checkpoints_that_are_not_reentrant() -> None:
+    """As states of another layer; seen when such checkpoints are switched on after the model was probed."""
+    model: Any = tiny_model("llama").train()
+    first, second, *_ = (layer.mlp for layer in model.model.layers)
+    kept: dict[str, torch.Tensor] = {}
+    first.register_forward_hook(lambda _module, _inputs, output: kept.update(own=output))
+    second.register_forward_hook(lambda _module, _inputs, output: output + 0.5 * kept["own"])
+    engine = TreeEngine(model)
+    check(engine, model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    words = (
+        r"gradient of .* differs on the tree .* reentrant gradient checkpoints pass no gradient .*another kind of check"
+    )
+    with pytest.raises(UnsupportedModelError, match=words):
+        engine.step(FOREST)
+    model.gradient_checkpointing_disable()
+    check(engine, model)

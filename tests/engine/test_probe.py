@@ -14,6 +14,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model
+from tests.needs import EXPERTS, GEMMA_3, KERNELS
 from treewise import DPO, SFT, Forest, Trajectory, TreeEngine
 from treewise.engine import edge_scorer, step
 from treewise.engine.probe import probe
@@ -131,6 +132,7 @@ def rounded(self: Any, *args: Any) -> torch.Tensor:
     return in_a_loop(self, *args) * 1.02
 
 
+@EXPERTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("product", "words"),
@@ -154,6 +156,7 @@ def test_an_untried_product_of_experts_is_held_against_a_loop(
     assert model.config._experts_implementation == "of_others"
 
 
+@KERNELS
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels may be there")
 @pytest.mark.parametrize("name", ["deepgemm", "sonicmoe"])
 def test_a_product_of_experts_that_does_not_load_is_named(name: str) -> None:
@@ -190,6 +193,7 @@ def test_a_backward_without_a_gradient_is_an_error(max_tokens: int | None, objec
 
 
 @pytest.mark.filterwarnings("default")  # of building the model: transformers' own
+@GEMMA_3
 def test_gemma3_with_images_has_no_cap_on_its_logits() -> None:
     """Gemma3ForConditionalGeneration does not apply `final_logit_softcapping`; Gemma3ForCausalLM does."""
     for family in ("gemma3", "gemma3_text"):

@@ -2,43 +2,41 @@
 `python -m tests.first_day lowest torch-2.12`. Each set is an environment of its own, resolved and installed by uv
 (`pip install uv`), and kept until pyproject.toml or the set changes.
 
-torch comes as a CPU build where PyTorch's index or `PIP_FIND_LINKS` has one; else from PyPI, whose builds for Linux are
-CUDA's, take some GB and run on a CPU as well. A set whose Python or torch is not to be had is named and left out.
+A set whose Python or torch is not to be had is named and left out.
 """
 
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests import environments
+from tests.environments import (
+    CPU_TORCH,
+    ROOT,
+    WHEELS,
+    NotToBeHadError,
+    installed,
+    plain_environment,
+    plain_torch,
+    run,
+    say,
+    torch_source,
+    uv,
+    write_table,
+)
+
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "versions.md"
 MARK = "<!-- table: python -m tests.first_day --table -->"
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = ("completion", "datasets", "gguf", "images", "lora", "rl", "serve", "test", "trl")
-# Compiled packages: of their lowest versions those that have a wheel for the Python.
-WHEELS = (
-    "greenlet",
-    "numpy",
-    "orjson",
-    "pandas",
-    "pillow",
-    "psutil",
-    "pyarrow",
-    "pyyaml",
-    "pyzmq",
-    "safetensors",
-    "torch",
-)
+PLAIN = ("completion", "datasets", "gguf", "images", "lora")
+EXTRAS = (*PLAIN, "rl", "serve", "test", "trl")
+PYTEST = ("hypothesis>=6.136", "pytest>=8.2,<9.2", "pytest-xdist>=3.6")  # where the extra `test` is left out
 SHOWN = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "numpy", "pyarrow", "tinker", "pytest")
 # What a machine has that is lent for an hour, with PyTorch's own image: no test extra, and plugins of others.
 IMAGE = (
@@ -65,41 +63,53 @@ IMAGE += (
 )
 
 
-class NotToBeHadError(Exception):
-    """A set that cannot be made here."""
-
-
 @dataclass(frozen=True)
 class Versions:
     """One environment. resolution: of uv. pins: beside pyproject.toml. extras: of treewise; None: only `pins`.
 
-    tests: what pytest runs in it.
+    host: a trainer that treewise is installed beside: of SHARED the environment has the versions that uv finds for
+    both together, on host_python. Nothing else of the trainer is installed. tests: what pytest runs in it.
     """
 
     resolution: str = "highest"
     python: str = "3.11"
     pins: tuple[str, ...] = ()
     extras: tuple[str, ...] | None = EXTRAS
+    host: tuple[str, ...] = ()
+    host_python: str = "3.12"
     tests: tuple[str, ...] = ("tests/first_day/test_first_day.py", "-n", "2")
 
 
-# The release that `make` installs: a CPU build of 200 MB, where the lowest comes with CUDA's libraries in 5 GB.
-CPU_TORCH = "torch==2.13.*"
+# What treewise and a trainer both ask for, and both call.
+SHARED = ("transformers", "tokenizers", "huggingface-hub", "accelerate", "peft", "trl", "datasets", "safetensors")
+# Each with what it is trained with: verl's extras pin its TRL; LLaMA-Factory's own trainers need transformers 5.2.
+HOSTS = {
+    "art": ("openpipe-art[backend]==0.5.23",),
+    "llamafactory": ("llamafactory==0.9.5", "transformers==5.2.0"),
+    "verl": ("verl[cpu]==0.9.1", "trl==0.27.0"),
+    "openrlhf": ("openrlhf==0.11.2",),
+    "skyrl": ("skyrl[skyrl-train]==0.4.0",),
+    "unsloth": ("unsloth[huggingface]==2026.10.9",),
+    "automodel": ("nemo-automodel==0.7.0",),
+    "swift": ("ms-swift==4.6.0",),
+    "axolotl": ("axolotl==0.21.0",),
+}
 SETS = {
     "lowest": Versions("lowest-direct"),
     "lowest-but-torch": Versions("lowest-direct", pins=(CPU_TORCH,)),
     "lowest-plain": Versions(  # lower still: others' trainers and servers ask for newer ones
         "lowest-direct",
-        pins=(CPU_TORCH, "hypothesis>=6.136", "pytest>=8.2", "pytest-xdist>=3.6"),
-        extras=("completion", "datasets", "gguf", "images", "lora"),
+        pins=(CPU_TORCH, *PYTEST),
+        extras=PLAIN,
         tests=("tests/first_day/test_first_day.py", "tests/data/images/test_reading.py", "-n", "2"),
     ),
     "lowest-python-3.12": Versions("lowest-direct", "3.12"),
     "lowest-python-3.13": Versions("lowest-direct", "3.13"),
     "newest": Versions(),
     "newest-python-3.13": Versions(python="3.13"),
-    **{f"transformers-{each}": Versions(pins=(f"transformers=={each}.*",)) for each in ("5.17", "5.20")},
+    **{f"transformers-{each}": Versions(pins=(f"transformers=={each}.*",)) for each in ("5.9", "5.17", "5.20")},
     **{f"torch-2.{each}": Versions(pins=(f"torch==2.{each}.*",)) for each in range(11, 15)},
+    **{name: Versions(pins=(CPU_TORCH, *PYTEST), extras=PLAIN, host=host) for name, host in HOSTS.items()},
     "image": Versions(
         python="3.12",
         pins=("torch==2.11.*", "transformers==5.17.*", *IMAGE),
@@ -121,7 +131,7 @@ def main() -> int:
     if unknown := sorted(set(given.sets) - SETS.keys()):
         parser.error(f"no set {', '.join(unknown)}; there are {', '.join(SETS)}")
     if given.table:
-        write_page()
+        write_table(PAGE, MARK, table())
         return 0
     results = {}
     for name in given.sets or SETS:
@@ -149,7 +159,7 @@ def run_set(name: str, folder: Path, tests: list[str] | None) -> dict[str, Any]:
     return {
         "outcome": re.sub(r"(, \d+ warnings?)? in [\d.]+s.*", "", done.stdout.strip().splitlines()[-1].strip("= ")),
         "failed": done.returncode != 0,
-        "versions": installed(python),
+        "versions": installed(python, SHOWN),
     }
 
 
@@ -162,80 +172,36 @@ def environment(folder: Path, chosen: Versions) -> Path:
     Raises:
         NotToBeHadError: no such Python, or no such release.
     """
-    python, stamp = folder / "bin" / "python", folder / "made-of"
-    made_of = hashlib.sha256(json.dumps([asdict(chosen), (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()
-    if not stamp.is_file() or stamp.read_text() != made_of:
-        shutil.rmtree(folder, ignore_errors=True)
-        uv("venv", "--quiet", "--python", python_of(chosen.python), folder)
-        asked = folder / "asked.txt"
-        asked.write_text("\n".join(chosen.pins))
-        sources, listed = [asked], folder / "requirements.txt"
+
+    def resolve(python: Path, listed: Path) -> None:
+        asked = listed.with_name("asked.txt")
+        asked.write_text("\n".join((*plain_torch(chosen.pins, chosen.python), *beside_host(folder, chosen))))
+        sources = [asked, *([] if chosen.extras is None else [ROOT / "pyproject.toml"])]
         extras = [flag for each in chosen.extras or () for flag in ("--extra", each)]
-        if chosen.extras is not None:
-            sources.append(ROOT / "pyproject.toml")
         wheels = [flag for each in WHEELS for flag in ("--only-binary", each)]
         kinds = ["--resolution", chosen.resolution, "--python", python, "--no-header", "--no-annotate", *wheels]
         uv("pip", "compile", "--quiet", *kinds, *torch_source(), *extras, *sources, "--output-file", listed)
-        uv("pip", "install", "--quiet", "--python", python, *torch_source(), "--requirements", listed)
-        stamp.write_text(made_of)
-    uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--reinstall-package", "treewise", ROOT)
-    return python
+
+    made_of = hashlib.sha256(json.dumps([asdict(chosen), (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()
+    return environments.environment(folder, chosen.python, made_of, resolve)
 
 
-@cache
-def python_of(release: str) -> str:
-    """The interpreter of a release of Python: one on the path, or of pyenv."""
-    home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for each in (f"python{release}", *sorted(home.glob(f"{release}.*/bin/python"))):
-        done = (
-            subprocess.run([each, "-c", "import sys; print(sys.version_info[:2])"], **QUIET)
-            if shutil.which(each)
-            else None
-        )
-        if done is not None and done.stdout.strip() == f"({release.replace('.', ', ')})":
-            return str(each)
-    raise NotToBeHadError(f"no Python {release} here")
+def beside_host(folder: Path, chosen: Versions) -> list[str]:
+    """Versions of SHARED with which a trainer and treewise can be installed together; torch may be any that we admit.
 
-
-@cache
-def torch_source() -> tuple[str, ...]:
-    """Arguments of uv: PyTorch's index of CPU builds where it can be reached, else wheels that lie on the disk."""
-    asked = ["pip", "compile", "--quiet", "--torch-backend", "cpu", "--no-header", "-"]
-    if run([sys.executable, "-m", "uv", *asked], input="torch", **QUIET).returncode == 0:
-        return ("--torch-backend", "cpu")
-    links = os.environ.get("PIP_FIND_LINKS", "").split()
-    return tuple(flag for each in links for flag in ("--find-links", each))
-
-
-def uv(*arguments: object) -> None:
-    """Runs uv. Raises `NotToBeHadError` with what it says."""
-    done = run([sys.executable, "-m", "uv", *map(str, arguments)], env=plain_environment(), **QUIET)
-    if done.returncode:
-        raise NotToBeHadError(" ".join(done.stderr.split())[:400])
-
-
-QUIET: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "check": False}
-
-
-def run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, **{"text": True, "check": False, **options})
-
-
-def plain_environment() -> dict[str, str]:
-    """Without paths of this process's packages."""
-    dropped = ("PYTHONPATH", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if name not in dropped}
-
-
-def installed(python: Path) -> dict[str, str]:
-    names = json.dumps(SHOWN)
-    code = (
-        "import importlib.metadata as m, json, platform\n"
-        f"found = {{'python': platform.python_version()}}\nfor name in {names}:\n"
-        "    try: found[name] = m.version(name)\n    except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
-    )
-    found: dict[str, str] = json.loads(run([str(python), "-c", code], **QUIET).stdout)
-    return found
+    Raises:
+        NotToBeHadError: there are none.
+    """
+    if not chosen.host:
+        return []
+    asked, any_torch, listed = (folder / name for name in ("host.txt", "torch.txt", "with-host.txt"))
+    asked.write_text("\n".join(chosen.host))
+    any_torch.write_text(CPU_TORCH)
+    extras = [flag for each in ("datasets", "lora") for flag in ("--extra", each)]
+    kinds = ["--python-version", chosen.host_python, "--overrides", any_torch, "--no-header", "--no-annotate"]
+    uv("pip", "compile", "--quiet", *kinds, *extras, asked, ROOT / "pyproject.toml", "--output-file", listed)
+    lines = listed.read_text().splitlines()
+    return [each for each in lines if each.partition("==")[0] in SHARED]
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------
@@ -258,16 +224,6 @@ def table() -> str:
         cells = [found.get(each, "") for each in names]
         lines.append("| " + " | ".join([f"`{name}`", *cells, found["outcome"]]) + " |")
     return "\n".join(lines)
-
-
-def write_page() -> None:
-    before, mark, after = PAGE.read_text().partition(MARK + "\n\n")
-    PAGE.write_text(before + mark + table() + "\n" + after[after.index("\n\n") + 1 :])
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -60,9 +60,11 @@ def trainer_in(output: Path, model: torch.nn.Module, **changes: object) -> tw.Tr
     return tw.TreeTrainer(model, args, train_dataset=trees())
 
 
-def test_a_step_is_that_of_flat_training() -> None:
+# Dense, with experts, with windows, with sinks, and with states.
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next"])
+def test_a_step_is_that_of_flat_training(family: str) -> None:
     items = [tw.Trajectory(**row) for row in ROWS]
-    assert_equals_flat(tiny_model("qwen3", vocab_size=128), items, max_tokens=[None, 16])
+    assert_equals_flat(tiny_model(family, vocab_size=128), items, max_tokens=[None, 16])
     forest = tw.Forest.from_trajectories(items)
     assert (forest.num_flat_tokens, forest.num_tokens) == (132, 39)
 
@@ -106,6 +108,7 @@ def test_the_example_of_a_configuration_with_adapters(folder: Path) -> None:
 
 
 @needs.packages("trl", "datasets")
+@needs.LOSS_OF_TRL
 def test_one_line_in_trl(tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -115,7 +118,7 @@ def test_one_line_in_trl(tmp_path: Path) -> None:
 
     def trained(share: bool) -> torch.nn.Module:
         torch.manual_seed(0)
-        args, rows = SFTConfig(**settings(tmp_path, shuffle_dataset=False)), Dataset.from_dict({"messages": turns})
+        args, rows = SFTConfig(**settings(tmp_path)), Dataset.from_dict({"messages": turns})
         trainer = SFTTrainer(model_for_trl(), args, train_dataset=rows, processing_class=tiny_tokenizer())
         sharing = tw.share_prefixes(trainer.model) if share else None
         trainer.train()

@@ -28,6 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
     tokens = solution_str.split()
     return sum(int(token[1:]) % 2 for token in tokens) / max(len(tokens), 1)
 """
+SLOW_START = "The current node timed out during startup"  # Ray waits for 30 s, which nothing changes
 RUNS = {
     "verl": (),
     "line": ("actor_rollout_ref.model.external_lib=treewise.integrations.verl",),
@@ -110,8 +111,13 @@ def run(folder, name):
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *settings(folder), *RUNS[name]]
-    with (found / "log").open("w") as log:
-        done = subprocess.run(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT, timeout=1200)
+    for _ in range(3):
+        with (found / "log").open("w") as log:
+            done = subprocess.run(
+                command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT, timeout=1200
+            )
+        if SLOW_START not in (found / "log").read_text():
+            break
     assert done.returncode == 0, (found / "log").read_text()[-3000:]
     lines = [json.loads(line)["data"] for line in (found / "metrics.jsonl").read_text().splitlines()]
     weights = [torch.load(found / f"weights-{step}.pt") for step in range(3)]
@@ -143,5 +149,5 @@ def test_the_mode_keeps_groups_on_ranks(runs):
     lines, _, counts = runs["mode"]
     assert [line["treewise/cut_groups"] for line in lines] == [0, 0]
     for engine in (engine for rank in counts for engine in rank):
-        assert engine["num_left"] == 0
+        assert engine["left"] == {}
         assert engine["num_flat_tokens"] > 2.5 * engine["num_tree_tokens"]

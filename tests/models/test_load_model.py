@@ -48,6 +48,8 @@ def test_adapters_are_loaded_on_their_base_model(folders, place):
     assert {name for name, each in shapes.named_parameters() if each.requires_grad} == trained
     assert load_config(str(folder / "lora")).hidden_size == plain.config.hidden_size
     assert load_tokenizer(str(folder / "lora"), required=False) is None
+    with pytest.raises(ConfigError, match=r"model: the folder holds no tokenizer; save one there\."):
+        load_tokenizer(str(folder / "lora"))
     assert locate(str(folder / "lora"))[0].endswith("model")
 
 
@@ -109,6 +111,34 @@ def test_what_cannot_be_loaded_is_said(folders):
         (folder / "lora" / "adapter_config.json").write_text(text)
         with pytest.raises(ConfigError, match="write the folder or name of the base model there"):
             load_weights(lora)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 2**31 - 1},
+        {"intermediate_size": 2**31 - 1},
+        {"hidden_size": 2**20},
+        {"num_hidden_layers": 10_000},
+        {"head_dim": 2**30},
+    ],
+)
+def test_a_configuration_of_a_larger_model_asks_for_no_memory(folders, changes):
+    folder, _ = folders
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ConfigError, match=r"config\.json (describes|names) .* config\.json describes another model"):
+        load_weights(str(folder / "model"))
+
+
+@pytest.mark.parametrize("changes", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}])
+def test_a_rank_beyond_all_that_is_saved_asks_for_no_memory(folders, changes):
+    folder, _ = folders
+    config = folder / "lora" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    for load in (load_weights, load_shapes):
+        with pytest.raises(ConfigError, match=r"adapter_config\.json: .* is 1,000,000,000, and adapter_model\.saf"):
+            load(str(folder / "lora"))
 
 
 def test_what_a_gguf_file_holds_is_kept(tmp_path, monkeypatch, caplog):

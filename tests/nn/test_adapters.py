@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
+from tests.needs import TIED_LORA, require
 from treewise import SFT, Forest, Trajectory, TreeEngine
 from treewise.errors import UnsupportedModelError
 from treewise.testing.families import tiny_model
@@ -142,6 +143,8 @@ TABLES: list[tuple[bool, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("is_tied", "settings"), TABLES, ids=str)
 def test_tables_of_tokens_that_are_trained_beside_lora(is_tied: bool, settings: dict[str, Any]) -> None:
+    if settings.get("modules_to_save") == ["lm_head"]:
+        require(TIED_LORA)
     torch.manual_seed(0)
     base = tiny_model(tie_word_embeddings=is_tied)
     check(stirred(get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], **settings))))
@@ -172,6 +175,7 @@ def test_a_merged_copy_of_a_tied_head_has_its_weights_sizes() -> None:
     check(merged.requires_grad_())
 
 
+@TIED_LORA
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_lora_that_is_to_be_tied_is_refused_by_name(target: str) -> None:
     """Of PEFT 0.21: two parameters over one memory until the model is moved, of which a merge adds each."""

@@ -3,6 +3,7 @@
 import weakref
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from treewise.nn import edge_values as of_values
 from treewise.nn import lm_head
+from treewise.nn.held_logits import HeldLogits
 from treewise.nn.lm_head import OUTPUTS, Head, edge_loss, edge_values
 from treewise.nn.module_head import ModuleHead
 
@@ -85,6 +87,45 @@ def test_values_and_gradients(
     for one, other, leaf_ in zip(left, right, inputs, strict=True):
         zero = torch.zeros_like(leaf_)
         torch.testing.assert_close(zero if one is None else one, zero if other is None else other, rtol=0, atol=1e-10)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    max_logits=st.sampled_from([1, 22, 1000]),
+    scale=st.sampled_from([1.0, 0.3]),
+    has_bias=st.booleans(),
+    given_names=st.sampled_from([("log_probs",), ("entropy",), OUTPUTS]),
+)
+def test_held_logits_give_the_gradients_of_a_graph(seed, max_logits, scale, has_bias, given_names) -> None:
+    """Of some of the edges, the others have none; several edges may share a row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    hidden, weight, bias = leaf(4, 5), leaf(11, 5), leaf(11) if has_bias else None
+    source = torch.cat([torch.arange(4), torch.randint(4, (5,), generator=generator)]).sort().values.numpy()
+    target = torch.randint(11, (9,), generator=generator)
+    inputs = [each for each in (hidden, weight, bias) if each is not None]
+    edges = np.flatnonzero(np.random.default_rng(seed).random(9) < 0.5)
+    edges = edges if len(edges) else np.array([8])
+    grads = {name: torch.randn(len(edges), dtype=torch.float64, generator=generator) for name in given_names}
+
+    head = Head(weight, bias, scale, temperature=0.7)
+    values = edge_values(hidden, head, source, target, OUTPUTS)
+    held = HeldLogits(hidden, head, source, target, OUTPUTS)
+    for name in OUTPUTS:
+        torch.testing.assert_close(held.values[name], values[name].detach(), rtol=0, atol=1e-12)
+    right = torch.autograd.grad([values[name][edges] for name in grads], inputs, list(grads.values()))
+    collecting = head.collecting()
+    with mock.patch.dict(lm_head.MAX_LOGITS, cpu=max_logits):
+        rows, of_rows = held.backward(edges, grads, collecting)
+    collecting.gradients.join()
+    assert rows.tolist() == sorted({*source[edges].tolist()})
+    torch.testing.assert_close(torch.zeros_like(hidden).index_add(0, torch.from_numpy(rows), of_rows), right[0])
+    for one, other in zip(inputs[1:], right[1:], strict=True):
+        torch.testing.assert_close(one.grad, other, rtol=0, atol=1e-11)
 
 
 def test_the_backward_takes_over_the_logits_of_the_latest_forward(monkeypatch: pytest.MonkeyPatch) -> None:

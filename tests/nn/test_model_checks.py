@@ -1,5 +1,7 @@
 """Dropout is an error in training, and set to 0 where a measurement asks for it; tables of positions end somewhere."""
 
+from typing import Any
+
 import pytest
 
 from treewise import Forest, TreeEngine
@@ -7,6 +9,7 @@ from treewise.errors import DataError, UnsupportedModelError
 from treewise.nn.model_checks import refuse_dropout, zero_dropout
 from treewise.objectives import SFT
 from treewise.testing import tiny_model
+from treewise.testing.oracle import flat_sft, gradient_error, gradients_of
 from treewise.tree.trajectory import Trajectory
 
 
@@ -54,3 +57,35 @@ def test_a_path_beyond_a_table_of_positions_is_named(family: str, table: str | N
     found = rf"longest path has 65 tokens, and the model a table of 64 positions \(.*{table.rpartition('.')[2]}"
     with pytest.raises(DataError, match=found):
         step(65)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3n_text", {}),
+        (
+            "gemma4_text",
+            {
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+        ),
+    ],
+)
+def test_shared_keys_and_values_need_checkpoints_that_are_not_reentrant(family: str, settings: dict[str, Any]) -> None:
+    model = tiny_model(family, **settings).train()
+    items = [Trajectory([5, 6, 7, *tail]) for tail in ([8, 9], [10, 11, 12], [13])]
+    _, _, expected = flat_sft(model, items)  # before any checkpoint
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    for engine in (TreeEngine(model), TreeEngine(model, check=False)):
+        assert engine.evaluate(items).loss > 0
+        with pytest.raises(
+            UnsupportedModelError, match=r"layers.2.self_attn .* reads keys .*; set use_reentrant=False"
+        ):
+            engine.step(items)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    engine.step(items)
+    assert gradient_error(gradients_of(model), expected) < expected.tolerance

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import FUSED_HEAD, MESHES
+
 PACKAGE = Path(__file__).parents[2] / "src" / "treewise"
 SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
@@ -35,11 +37,10 @@ PRIVATE_NAMES = {
     "_current_autograd_node": "torch:_C",
     "_storage_Use_Count": "torch:_C",
     "_cdata": "torch:UntypedStorage",
-    # The template that transformers renders, whose sandbox bounds neither time nor size.
-    "_compile_jinja_template": "transformers.utils.chat_template_utils",
     "_from_config": "transformers.modeling_utils",  # a model of a configuration, as `from_pretrained` makes it
     "_orig_mod": "torch._dynamo.eval_frame",  # the model inside a compiled one
     "_compiled_call_impl": MODULE,  # detects layers that are compiled in place
+    "_cache_enabled": "torch.nn.utils.parametrize:",  # whether computed weights are kept between forwards
     "_version": TENSOR,  # detects tensors changed in place: weights before a backward, what autograd saves twice
     "_base": TENSOR,  # detects views of weights among what autograd saves
     "_modules": "torch.nn.modules.module",  # the modules inside of one
@@ -50,6 +51,8 @@ PRIVATE_NAMES = {
     "_post_accumulate_grad_hooks": TENSOR,  # hooks on accumulated gradients; those of tensor parallelism are removed
     "_execution_engine": "torch.autograd:Variable",  # calls what ends with a backward
     "_set_pg_timeout": DISTRIBUTED + ":",  # gives groups of a mesh the run's timeout
+    "_resolve_process_group": DISTRIBUTED + ":",  # which ranks an operation that is recorded is between
+    "_internal": "torch.testing:",  # groups that send nothing, for many ranks in one process
     # The mesh of a model that transformers divided: before 5.23 it is refused.
     "_device_mesh": "transformers.distributed.mixin",
     "_unflatten": "torch.distributed.device_mesh:DeviceMesh",  # an axis of a mesh in two, for hybrid sharding
@@ -66,7 +69,7 @@ PRIVATE_NAMES = {
     "_can_set_attn_implementation": "transformers.modeling_utils:PreTrainedModel",
     # What a layer recomputes, so that the recomputation gets the tree, too.
     "_gradient_checkpointing_func": "transformers.modeling_layers",
-    # Which modules of a model are its routers, and where in their output the logits are.
+    # Which modules of a model are its routers.
     "_can_record_outputs": "transformers.modeling_utils:PreTrainedModel",
     # An argument of mask functions: builds the mask also where attention would need none.
     "allow_is_causal_skip": "transformers.masking_utils",
@@ -74,14 +77,20 @@ PRIVATE_NAMES = {
     "_attn": "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention",
     # The scan of RecurrentGemma's unit.
     "_rnn_scan": "transformers.models.recurrent_gemma.modeling_recurrent_gemma:RecurrentGemmaRglru",
+    "_models": "accelerate.accelerator",  # which models an accelerator has prepared
+    "_shared_state": "accelerate.state:GradientState",  # whether a loop of accelerate runs
+    "_disable_adapters": "peft.tuners.tuners_utils",  # whether a layer's adapters are off, for the present call
     "_old_forward": "accelerate.hooks",  # where accelerate keeps a forward that it wraps in hooks
     "_flash_attn": "trl.experimental.async_grpo.packing:",  # of TRL's tree rows: all contestants get the same kernel
     "_calculate_rewards": "trl:GRPOTrainer",  # rewards completions while their tree grows
     "_tokenizer": "trl.trainer.grpo_trainer",  # below a processor
 }
 
+# Of features that need a later release than the lowest.
+LATER = {"_device_mesh": MESHES, "_flash_attn": FUSED_HEAD, "_tokenizer": FUSED_HEAD}
 
-@pytest.mark.parametrize("name", PRIVATE_NAMES)
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=LATER.get(each, ())) for each in PRIVATE_NAMES])
 @pytest.mark.filterwarnings("default")
 def test_the_installed_release_has_it(name: str) -> None:
     place = PRIVATE_NAMES[name]

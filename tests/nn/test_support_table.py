@@ -94,7 +94,8 @@ def test_a_refusal_names_a_reason() -> None:
 def test_refusals_are_sentences_not_exceptions_of_others() -> None:
     raw = re.compile(r"\w+Error\b|fails on a tree|cannot be built|forms of pixels")
     rows = {row.family: row for row in TABLE.rows}
-    for family in (*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *(each.family for each in TABLE.of_status(REFUSED))):
+    seeing = [each for each in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if is_same_release or each in rows]
+    for family in (*seeing, *(each.family for each in TABLE.of_status(REFUSED))):
         assert not raw.search(rows[family].reason + rows[family].image_reason), rows[family]
 
 
@@ -125,4 +126,4 @@ def test_a_table_survives_its_file(tmp_path) -> None:
 
 def test_the_page_escapes_columns() -> None:
     page = as_markdown(CapabilityTable("1.0", (Capability("a", REFUSED, "A", "x | y"),)))
-    assert "| `a` | A | x \\| y |" in page
+    assert "| `a` | x \\| y |" in page

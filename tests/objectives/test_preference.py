@@ -257,6 +257,7 @@ def without(field):
 BAD = {
     "no reward": (lambda: without("reward"), DPO(), "no reward"),
     "no reference": (lambda: without("ref_logprobs"), DPO(), "no ref_logprobs"),
+    "no group": (lambda: without("group"), DPO(), "no group"),
     "no pair": (lambda: pairs()[::2], DPO(), "none is preferred"),
     "no mismatched": (pairs, KTO(), "with_mismatched"),
     "no label": (lambda: without("reward"), KTO(), "no rollout has a reward"),

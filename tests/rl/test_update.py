@@ -154,8 +154,9 @@ def test_damaged_scores_are_a_warning_and_are_not_used(update, tmp_path, caplog)
 
 
 def test_scores_that_cannot_be_written_are_an_error(update, tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="the log-probs cannot be written"):
-        save_scores(tmp_path / "missing", update, FACTS)
+        save_scores(tmp_path / "file", update, FACTS)
 
 
 def test_what_needs_no_computing_is_not_saved(update, tmp_path):

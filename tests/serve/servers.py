@@ -18,7 +18,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from treewise.serve.app import make_app
-from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, RequestJournal, digest_of
+from treewise.serve.journal import ERRORS, QueuedRequest, RequestJournal, digest_of
 from treewise.serve.settings import ServeSettings
 from treewise.serve.store import Store
 from treewise.serve.weights import ServedModel
@@ -147,7 +147,8 @@ class Served:
     def __init__(self, folder, **settings):
         folder.mkdir(exist_ok=True)
         self.folder, self.settings = folder, settings
-        chosen = ServeSettings(model="tiny", folder=str(folder), max_tokens="none", snapshot_every=100, **settings)
+        given = {"max_tokens": "none", "snapshot_every": 100, **settings}
+        chosen = ServeSettings(model="tiny", folder=str(folder), **given)
         self.model = ServedModel(chosen, tiny_model("llama"))
         self.journal = RequestJournal(folder / "journal.sqlite")
         self.store = Store(folder, self.model, "tiny", self.journal)
@@ -176,10 +177,10 @@ class Served:
         self.send(name, seq, kind, body)
         self.work()
         _, media, content = self.journal.find(f"{name}:{seq}")
-        return json.loads(content) if media in (FAILED, REFUSED, "application/json") else content
+        return json.loads(content) if media in (*ERRORS, "application/json") else content
 
     def values(self, name):
-        return [each.detach().clone() for each in self.worker._run_of(name).weights.parameters.values()]
+        return [each.detach().clone() for each in self.worker.held.of(name).weights.parameters.values()]
 
 
 def call(seed=0, **inputs):

@@ -90,6 +90,13 @@ def test_three_steps_are_those_of_a_plain_peft_loop(client, address, tmp_path):
         assert output.metrics["tree_tokens:sum"] < 0.7 * output.metrics["flat_tokens:sum"]
 
 
+def test_older_releases_of_the_sdk_are_told_to_send_protobuf(address):
+    """Those before 0.25, as axolotl 0.21.0 pins them, send JSON otherwise, and forwards to another path."""
+    flags = address.ask("/api/v1/client/config", {})[1]
+    assert flags["proto_write_fwdbwd"] is True
+    assert flags["fwd_via_fwdbwd"] is True
+
+
 def test_two_calls_before_a_step_train_as_one(client):
     data = tree_of_data("cross_entropy")
     both, whole = new_run(client, seed=1), new_run(client, seed=1)

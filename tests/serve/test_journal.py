@@ -15,9 +15,10 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.damage import no_room
 from tests.serve.servers import KEY, Address, running, tree_of_data
 from tests.trainer.forked_ranks import free_port
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, DiskError
 from treewise.serve.journal import REFUSED, QueuedRequest, RequestJournal
 from treewise.testing.families import tiny_model
 
@@ -232,3 +233,61 @@ def test_a_journal_of_another_version_is_named(tmp_path):
     database.close()
     with pytest.raises(ConfigError, match="of another version of treewise"):
         RequestJournal(tmp_path / "journal.sqlite")
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_without_room_changes_nothing_and_names_the_bytes(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = RequestJournal(path)
+    journal.put("session", "a", "owner", {"kept": True})
+    with no_room(path.stat().st_size):
+        with pytest.raises(DiskError, match=r"sqlite cannot be written \(.*\): 2.00 MiB needed, .* free on its"):
+            journal.put("session", "a", "owner", "x" * (2 << 20))
+        with pytest.raises(DiskError):
+            journal.add(QueuedRequest("a:1", "a", 1, "sample"), b"y" * (2 << 20))
+    assert journal.get("session", "a") == {"kept": True}
+    assert journal.find("a:1") is None
+    journal.add(QueuedRequest("a:1", "a", 1, "sample"), b"y" * (2 << 20))
+    assert len(journal.body("a:1")) == 2 << 20
+
+
+def test_a_write_may_wait_for_room(tmp_path):
+    """As SQLite says it of a database that may have no more pages; of this thread's writes alone."""
+    journal, errors = RequestJournal(tmp_path / "journal.sqlite"), []
+    work = QueuedRequest("a:1", "a", 1, "sample", begun=4)
+    journal.add(work, b"")
+    journal._all("PRAGMA max_page_count=1")  # as many as there are
+
+    def room(error):
+        errors.append(str(error))
+        if len(errors) == 3:
+            journal._all("PRAGMA max_page_count=100000")
+
+    with journal.waiting_for_room(room):
+        other = threading.Thread(target=lambda: errors.append(_error_of(journal)))
+        other.start()
+        other.join()
+        journal.answer("a:1", "m", b"z" * (1 << 20))
+        for _ in range(3):  # as where it was committed, and SQLite's checkpoint had no room
+            journal.begin([work])
+    assert all("database or disk is full" in each for each in errors)
+    assert len(errors) == 3
+    assert journal.find("a:1").answer == b"z" * (1 << 20)
+    journal.add(QueuedRequest("a:2", "a", 2, "sample", begun=4), b"")
+    for _ in range(3):
+        journal.begin([QueuedRequest("a:2", "a", 2, "sample", begun=4)])
+    assert [each.begun for each in journal.works() if each.id == "a:2"] == [5]
+
+
+def _error_of(journal):
+    with pytest.raises(DiskError) as caught:
+        journal.put("session", "b", "owner", "x" * (1 << 20))
+    return str(caught.value)
+
+
+def test_a_start_without_room_says_so(tmp_path):
+    with no_room(100), pytest.raises(DiskError, match=r"journal.sqlite cannot be written"):
+        RequestJournal(tmp_path / "journal.sqlite")
+    RequestJournal(tmp_path / "journal.sqlite").close()

@@ -1,8 +1,11 @@
 """Who may reach a server: hosts, tokens and sessions."""
 
 import pytest
+import tinker
+from safetensors.numpy import load_file
+from tinker import types
 
-from tests.serve.servers import running
+from tests.serve.servers import KEY, running
 from treewise.errors import ConfigError
 from treewise.serve.settings import ServeSettings
 from treewise.testing.families import tiny_model
@@ -53,3 +56,26 @@ def test_a_session_that_has_ended_is_gone(tmp_path):
         assert address.ask(f"/api/v1/sessions/{session}/finish", b"")[0] == 204
         assert address.ask("/api/v1/session_heartbeat", {"session_id": session})[0] == 410
         assert address.ask("/api/v1/session_heartbeat", {"session_id": "none"})[0] == 410
+
+
+def test_servers_with_one_seed_draw_alike(tmp_path):
+    """Adapters and samples of clients that bring no seed. Their sessions have other ids on each server."""
+
+    def drawn(seed, name):
+        with running(tmp_path / name, tiny_model("llama"), seed=seed) as address:
+            client = tinker.ServiceClient(base_url=address.url, api_key=KEY)
+            run = client.create_lora_training_client(base_model="tiny", rank=2).result()
+            run.save_weights_external("start").result()
+            (file,) = (tmp_path / name).rglob("adapter_model.safetensors")
+            sampler = client.create_sampling_client(base_model="tiny").result()
+            asked = types.ModelInput.from_ints([5, 6, 7]), 2, types.SamplingParams(max_tokens=8)
+            tokens = [[each.tokens for each in sampler.sample(*asked).result().sequences] for _ in range(2)]
+            client.close("success").result()
+        return {key: value.tolist() for key, value in load_file(file).items()}, tokens
+
+    (weights, tokens), same, other, free = drawn(1, "one"), drawn(1, "two"), drawn(2, "three"), drawn(None, "four")
+    assert (weights, tokens) == same
+    assert tokens[0] != tokens[1]  # another request
+    for each in (other, free):
+        assert each[0] != weights
+        assert each[1] != tokens

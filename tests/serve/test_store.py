@@ -31,7 +31,7 @@ def test_all_weights_are_saved_and_go_on_with_their_optimizer(tmp_path):
     for name, optimizer in (("b:train:0", True), ("c:train:0", False)):
         assert "error" not in served.run(name, path=path, optimizer=optimizer, **facts)
         assert same(served.values(name), served.values("a:train:0"))
-    served.worker._save_snapshot("a:train:0", served.worker._run_of("a:train:0"))
+    served.worker.held.save("a:train:0", served.worker.held.of("a:train:0"))
     served = served.died()
     for name, seq in (("a:train:0", 8), ("b:train:0", 1), ("c:train:0", 1)):
         step(served, name, seq, 9)
@@ -146,7 +146,7 @@ def test_a_run_of_which_the_journal_lost_the_end_does_not_go_on(tmp_path, caplog
     served.ask("a:train:0", 1, "save_weights", {"path": "one"})
     earlier = copied(served, tmp_path / "earlier")
     step(served, "a:train:0", 2, 1)
-    served.worker._save_snapshot("a:train:0", served.worker._run_of("a:train:0"))
+    served.worker.held.save("a:train:0", served.worker.held.of("a:train:0"))
     served.journal.close()
     for path in (tmp_path / "served").glob("journal*"):
         path.unlink()
@@ -183,7 +183,7 @@ def test_a_run_whose_snapshot_is_missing_is_named_and_its_requests_answered(tmp_
     served = Served(tmp_path)
     served.run("a:train:0")
     step(served, "a:train:0", 1, 1)
-    served.worker._save_snapshot("a:train:0", served.worker._run_of("a:train:0"))
+    served.worker.held.save("a:train:0", served.worker.held.of("a:train:0"))
     served.send("a:train:0", 3, "save_weights", {"path": "one"})
     shutil.rmtree(tmp_path / "runs/a.train.0/snapshots")
     served = served.died()

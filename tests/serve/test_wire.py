@@ -166,6 +166,26 @@ def test_recorded_experts_are_taken():
             assert relative(each.grad, alone.parameters[name].grad) < 1e-5, name
 
 
+def test_what_was_not_recorded_is_taken_from_no_other_datum():
+    """Data that begin alike, some with experts, some with none and some with those of the last tokens alone."""
+    model, data, rng = served("qwen3_moe"), tree_of_data("ppo"), np.random.default_rng(1)
+    for number, each in enumerate(data):
+        length = each.model_input.length
+        tables = rng.permuted(np.tile(np.arange(4), (length, 3, 1)), axis=-1)[..., :2].copy()
+        tables[: length // 2 if number % 3 == 1 else 0] = -1
+        if number % 3 != 2:
+            inputs = {**each.loss_fn_inputs, "routed_experts": torch.from_numpy(tables)}
+            data[number] = types.Datum(model_input=each.model_input, loss_fn_inputs=inputs)
+    rows = rows_of(data, "ppo", {}, model)
+    weights, alone = noisy(model), noisy(model)
+    found, _ = model.compute(weights, rows, gradients=True)
+    for index, row in enumerate(rows):
+        own, _ = model.compute(alone, [row], gradients=True)
+        assert np.abs(found.logprobs[found.bounds[index] : found.bounds[index + 1]] - own.logprobs).max() < 1e-5
+    for name, each in weights.parameters.items():
+        assert relative(each.grad, alone.parameters[name].grad) < 1e-5, name
+
+
 def test_the_gap_to_the_sampler_with_recorded_experts_and_without_is_answered():
     """Of the first datum that has experts and trained targets, against plain forwards of it; in every answer."""
     model, data, rng = served("qwen3_moe"), tree_of_data("ppo"), np.random.default_rng(2)

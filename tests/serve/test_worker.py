@@ -5,6 +5,7 @@ once, as a kill does it."""
 import json
 import math
 import re
+import sqlite3
 import threading
 import time
 
@@ -14,12 +15,15 @@ import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from tests.damage import no_room
 from tests.serve.servers import KEY, RATE, Served, call, running, same, tree_of_data
-from treewise.errors import SamplerError
+from treewise.errors import CheckpointError, DiskError, SamplerError
 from treewise.rl.samplers.protocol import TextStops
+from treewise.serve import worker as worker_module
 from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, digest_of
 from treewise.serve.sampling import answers
 from treewise.serve.store import CheckpointName
+from treewise.serve.weights import ServedModel
 from treewise.serve.wire import PROTOBUF
 from treewise.serve.worker import PATIENCE_SECONDS, RefusedBeforeError
 from treewise.testing.families import tiny_model
@@ -184,7 +188,7 @@ def test_adams_settings_are_checked_before_anything_changes(wrong, tmp_path):
     served.ask("a:train:0", 1, "forward_backward", call())
     said = served.ask("a:train:0", 2, "optim_step", {"adam_params": wrong})
     assert (next(iter(wrong)) in said["error"], said["category"]) == (True, "user")
-    assert served.worker._run_of("a:train:0").weights.optimizer.state == {}
+    assert served.worker.held.of("a:train:0").weights.optimizer.state == {}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_weights_that_a_step_ruined_are_named_and_not_the_data(adam, how, tmp_pa
         assert re.search(f"^the weights of run {name} {how}", said["error"])
         assert (said["category"], "datum" in said["error"]) == ("user", False)
         if seq == 5:
-            served.worker._save_snapshot(name, served.worker._run_of(name))
+            served.worker.held.save(name, served.worker.held.of(name))
         served = served.died()
     load = {"path": f"tinker://{name}/weights/good", "optimizer": True}
     assert "path" in served.ask(name, 7, "load_weights", load)
@@ -431,6 +435,44 @@ def test_calls_before_a_step_are_one_forest(tmp_path):
     assert share == 12 / 8
 
 
+def test_a_call_that_fails_is_no_failure_of_those_that_came_with_it(tmp_path):
+    """Their answers and gradients are those without it."""
+    served, without = (Served(tmp_path / name) for name in ("with", "without"))
+    for each in (served, without):
+        each.run("a:train:0")
+    bad = call(5, advantages=[1.0] * 3, logprobs=[-1000.0] * 3)  # an infinite ratio
+    for seq, body in ((1, call(3)), (2, bad), (3, call(4))):
+        served.send("a:train:0", seq, "forward_backward", body)
+    served.work()
+    media = [served.journal.find(f"a:train:0:{seq}").media for seq in (1, 2, 3)]
+    assert media == [PROTOBUF, FAILED, PROTOBUF]
+    for seq, seed in ((1, 3), (2, 4)):
+        without.ask("a:train:0", seq, "forward_backward", call(seed))
+    served.ask("a:train:0", 4, "optim_step", RATE)
+    without.ask("a:train:0", 3, "optim_step", RATE)
+    assert same(served.values("a:train:0"), without.values("a:train:0"))
+
+
+def test_calls_that_end_the_process_run_one_by_one_at_half_of_the_starts(tmp_path, monkeypatch):
+    served = Served(tmp_path, max_starts=4)
+    served.run("a:train:0")
+    for seq in (1, 2):
+        served.send("a:train:0", seq, "forward_backward", call(seq))
+    computed = ServedModel.compute
+
+    def patched(model, weights, rows, *window, **options):
+        return killed() if len(rows) > 1 else computed(model, weights, rows, *window, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("treewise.serve.weights.ServedModel.compute", patched)
+        for _ in range(3):
+            with pytest.raises(Killed):
+                served.work()
+            served = served.died()
+        served.work()
+    assert [served.journal.find(f"a:train:0:{seq}").media for seq in (1, 2)] == [PROTOBUF, PROTOBUF]
+
+
 def test_a_request_that_was_answered_at_last_runs_again(tmp_path, monkeypatch):
     """However often the server ended before: its effect belongs to the model. `max_starts` ends what has no answer."""
     served = Served(tmp_path, max_starts=2)
@@ -506,3 +548,105 @@ def test_samples_that_have_begun_end_when_they_are_cancelled(tmp_path, monkeypat
     assert ("cancelled" in said["error"], max(calls) < 6) == (True, True)
     served.worker.cancel("s:sample:0:0")  # has its answer
     assert isinstance(served.ask("s:sample:0", 1, "sample", asked), bytes)
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def until(condition):
+    for _ in range(6000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it does not come")
+
+
+def stepped(served, *, work):
+    """A run with gradients and a step; work: whether it is there at once."""
+    served.run("a:train:0")
+    served.ask("a:train:0", 1, "forward_backward", call())
+    served.send("a:train:0", 2, "optim_step", RATE)
+    if work:
+        served.work()
+    return served
+
+
+def test_a_request_waits_for_room_with_what_it_computed(tmp_path, monkeypatch):
+    """The worker lives, its answer comes once there is room, and the step is taken once."""
+    monkeypatch.setattr(worker_module, "LOOK_SECONDS", 0.01)
+    wanted = stepped(Served(tmp_path / "whole"), work=True).values("a:train:0")
+    served = stepped(Served(tmp_path / "full"), work=False)
+    served.journal._all("PRAGMA wal_checkpoint(TRUNCATE)")
+    with no_room(1000):
+        served.worker.start()
+        until(lambda: served.worker.full is not None)
+        with pytest.raises(DiskError, match=r"cannot be written .* free on its disk. Make room"):
+            served.send("a:train:0", 3, "optim_step", RATE)
+        assert served.worker.is_alive()
+        assert served.journal.find("a:train:0:2").answer is None
+    until(lambda: served.journal.find("a:train:0:2").answer is not None)
+    assert json.loads(served.journal.find("a:train:0:2").answer)["metrics"]["step:max"] == 1
+    until(lambda: served.worker.full is None)
+    served.worker.stop()
+    assert same(served.values("a:train:0"), wanted)
+
+
+def test_an_end_while_there_is_no_room_loses_nothing(tmp_path, monkeypatch):
+    """What was computed and not answered is in no snapshot, and runs again, once."""
+    monkeypatch.setattr(worker_module, "LOOK_SECONDS", 0.01)
+    wanted = stepped(Served(tmp_path / "whole"), work=True).values("a:train:0")
+    served = stepped(Served(tmp_path / "full"), work=False)
+    answer = served.journal.answer
+    monkeypatch.setattr(served.journal, "answer", lambda *given: full(served.journal, lambda: answer(*given)))
+    served.worker.start()
+    until(lambda: served.worker.full is not None)
+    served.worker.stop()
+    assert not served.worker.is_alive()
+    served = served.died()
+    served.work()
+    assert json.loads(served.journal.find("a:train:0:2").answer)["metrics"]["step:max"] == 1
+    assert same(served.values("a:train:0"), wanted)
+
+
+def full(journal, write):
+    """A write for which there is no room, as the journal tries it."""
+
+    def tried():
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    del write
+    journal._tried(tried)
+
+
+def test_a_model_without_room_for_its_snapshot_runs_its_requests_again(tmp_path, monkeypatch):
+    wanted = stepped(Served(tmp_path / "whole"), work=True).values("a:train:0")
+    served = stepped(Served(tmp_path / "one", max_models=1), work=True)
+
+    def no_snapshot(*_):
+        raise CheckpointError("no room.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.store, "snapshot", no_snapshot)
+        served.run("b:train:0")  # for which the other goes
+        served.work()
+        assert served.journal.snapshot_seq("a:train:0") == -1
+        served.ask("a:train:0", 3, "save_weights", {"path": "one"})
+        served.work()
+    assert same(served.values("a:train:0"), wanted)
+
+
+def test_a_full_disk_is_an_answer_until_there_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_module, "LOOK_SECONDS", 0.01)
+    with running(tmp_path, tiny_model("llama")) as address:
+        assert address.ask("/api/v1/create_session", SESSION)[0] == 200
+        with no_room(1000):
+            status, content = address.ask("/api/v1/create_session", SESSION)
+            assert (status, "free on its disk" in content["error"]) == (507, True)
+            assert address.ask("/api/v1/healthz")[0] == 507
+        until(lambda: address.ask("/api/v1/healthz")[0] == 200)
+        assert address.ask("/api/v1/create_session", SESSION)[0] == 200
+
+
+SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0", "type": "create_session"}

@@ -152,3 +152,85 @@ def test_a_log_without_its_database_is_kept(killed, tmp_path, caplog, size):
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{database}: missing or empty, so the {NUM_ROWS} writes in its log are lost" in line
     assert (tmp_path / "a" / "journal.sqlite.damaged-1-wal").read_bytes() == content
+
+
+# -- logs that end too early ------------------------------------------------------------------------------------------
+
+
+def all_of(killed, folder):
+    """As `copied`, with the index of the log, which a killed server leaves, too."""
+    database, log = copied(killed, folder)
+    shutil.copy(killed / "copy-journal.sqlite-shm", folder / "journal.sqlite-shm")
+    return database, log
+
+
+def test_a_log_that_is_cut_off_is_found_and_kept(killed, tmp_path, caplog):
+    """At a frame, where it looks whole, within one, in its header, and to nothing."""
+    _, source = copied(killed, tmp_path / "source")
+    ends, _ = last_frames(source)
+    frames = [0, 1, ends[3], ends[3] + 1, ends[-1] - 1, ends[-1]]
+    sizes = {0, 20, *(HEADER + frame * FRAME + more for frame in frames for more in (0, 11, 24))}
+    for size in sorted(sizes):
+        folder = tmp_path / str(size)
+        database, log = all_of(killed, folder)
+        log.write_bytes(log.read_bytes()[:size])
+        content, before = log.read_bytes(), database.read_bytes()
+        caplog.clear()
+        journal = RequestJournal(database)
+        late = [name for name in journal.names("model") if name.startswith("late")]
+        journal.close()
+        num_frames = max(0, size - HEADER) // FRAME
+        assert len(late) == sum(end < num_frames for end in ends) < NUM_ROWS
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert f"cut off behind {num_frames} of {ends[-1] + 1} frames, so the writes from there on are lost" in line
+        assert (folder / "journal.sqlite.damaged-1-wal").read_bytes() == content
+        assert (folder / "journal.sqlite.damaged-1").read_bytes() == before
+
+
+def test_a_log_without_what_lies_behind_its_last_commit_loses_nothing(killed, tmp_path, caplog):
+    database, log = all_of(killed, tmp_path / "a")
+    ends, _ = last_frames(log)
+    log.write_bytes(log.read_bytes()[: HEADER + (ends[-1] + 1) * FRAME])
+    journal = RequestJournal(database)
+    assert len(journal.names("model")) == NUM_EARLY + NUM_ROWS
+    journal.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_log_that_is_missing_is_found_and_the_database_kept(has_index, killed, tmp_path, caplog):
+    """As where somebody copies the database of a server that was killed, and no more of it."""
+    database, log = all_of(killed, tmp_path / "a")
+    log.unlink()
+    if not has_index:
+        database.with_name("journal.sqlite-shm").unlink()
+    before = database.read_bytes()
+    journal = RequestJournal(database)
+    assert not [name for name in journal.names("model") if name.startswith("late")]
+    journal.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "journal.sqlite-wal: missing, so the last writes are lost; what was before is read. It was copied to" in line
+    assert (tmp_path / "a" / "journal.sqlite.damaged-1").read_bytes() == before
+    assert not (tmp_path / "a" / "journal.sqlite.damaged-1-wal").exists()
+    RequestJournal(database).close()  # it was closed, so it needs no log any more
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("leaves", ["all", "an empty log", "no log"])
+def test_a_log_that_is_empty_loses_nothing(leaves, tmp_path, caplog):
+    """A server that had just emptied its log, and was killed."""
+    journal = RequestJournal(tmp_path / "journal.sqlite")
+    journal.put("model", "a", "s", {})
+    journal.forget()
+    (tmp_path / "b").mkdir()
+    for path in tmp_path.glob("journal*"):
+        shutil.copy(path, tmp_path / "b" / path.name)
+    journal.close()
+    if leaves != "all":
+        (tmp_path / "b" / "journal.sqlite-wal").write_bytes(b"")
+    if leaves == "no log":
+        (tmp_path / "b" / "journal.sqlite-wal").unlink()
+    again = RequestJournal(tmp_path / "b" / "journal.sqlite")
+    assert again.names("model") == ["a"]
+    again.close()
+    assert not caplog.records

@@ -108,9 +108,12 @@ def train(
     evaluates=False,
     trouble=None,
     policy_gradient=None,
+    rows_apart=False,
     **settings,
 ):
-    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments."""
+    """One run; returns its trainer. policy_gradient: settings of such an objective; None: the one of the arguments.
+    rows_apart: each row is an item of its own, and two of a tree are one rollout.
+    """
     args = TreeTrainingArguments(
         output_dir=str(folder),
         **{
@@ -128,6 +131,12 @@ def train(
     trees = some_trees(num_trees)
     if policy_gradient is not None:
         trees = with_advantages(trees)
+    if rows_apart:
+        trees = [
+            replace(row, group=group, rollout=place // 2)
+            for group, own in enumerate(trees)
+            for place, row in enumerate(own)
+        ]
     model = model_of(**(model or {}))
     trainer = TreeTrainer(
         model,

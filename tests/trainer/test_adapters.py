@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.needs import TIED_LORA, require
 from tests.trainer.helpers import losses
 from treewise import SFT, Forest, Trajectory, TreeEngine, TreeTrainer, TreeTrainingArguments
 from treewise.errors import ConfigError, UnsupportedModelError
@@ -137,6 +138,8 @@ def check_merged(model: Any, folder: Path) -> None:
 @pytest.mark.parametrize("seed", range(NUM_DRAWS))
 def test_drawn_adapters(seed: int, tmp_path: Path) -> None:
     is_tied, num_more, settings = drawn(seed)
+    if settings.get("ensure_weight_tying") and settings.get("modules_to_save") == [HEAD]:
+        require(TIED_LORA)
     base = tmp_path / "base"
 
     def model() -> Any:

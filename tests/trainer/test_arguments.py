@@ -6,8 +6,10 @@ from dataclasses import fields
 import pytest
 from transformers import TrainingArguments
 
+import treewise.trainer.arguments
 from treewise.distributed.fsdp import ShardSettings
 from treewise.errors import ConfigError
+from treewise.nn.platform.releases import clips_by_accelerator
 from treewise.objectives import NORMALIZATIONS
 from treewise.testing import families
 from treewise.trainer import TreeTrainingArguments
@@ -111,6 +113,15 @@ def test_a_runs_own_settings_on_a_cpu_are_read_back_without_a_warning(tmp_path, 
     args = TreeTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     TreeTrainingArguments(**{name: getattr(args, name) for name in ("output_dir", "use_cpu", "dataloader_pin_memory")})
     assert "without effect" not in caplog.text
+
+
+def test_counting_tokens_needs_a_release(tmp_path, monkeypatch):
+    settings = {"output_dir": str(tmp_path), "report_to": "none", "include_num_input_tokens_seen": True}
+    if not clips_by_accelerator():
+        assert TreeTrainingArguments(**settings).include_num_input_tokens_seen == "all"
+    monkeypatch.setattr(treewise.trainer.arguments, "clips_by_accelerator", lambda: True)
+    with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen needs pip install 'transformers>=5\.3'"):
+        TreeTrainingArguments(**settings)
 
 
 def test_settings_of_transformers_keep_its_defaults(tmp_path):

@@ -7,14 +7,19 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.hub_server import hub_server
 from treewise.errors import ConfigError
+from treewise.nn.platform.releases import is_before
 
 
 @pytest.fixture
 def server(monkeypatch):
     with hub_server() as running:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        for module in ("transformers.trainer", "treewise.trainer.hub"):
-            monkeypatch.setattr(f"{module}.hf_api", lambda: HfApi(endpoint=running.url, token="a token"))
+        api = HfApi(endpoint=running.url, token="a token")
+        monkeypatch.setattr("treewise.trainer.hub.hub_api", lambda: api)
+        if is_before("5.10"):
+            monkeypatch.setattr("transformers.trainer.create_repo", api.create_repo)
+        else:
+            monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
         yield running
 
 

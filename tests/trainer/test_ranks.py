@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.distributed.test_mesh import fork_ranks
 from tests.trainer.ranks import exhaustive_wanted, launch, outcome, train, train_all
 from treewise.errors import ConfigError
-from treewise.trainer import TreeTrainingArguments
+from treewise.nn.platform.releases import recomputation_name
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.store import read_manifest
 
@@ -20,9 +20,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.5}
 EVALUATED = {"evaluates": True, "eval_strategy": "steps", "eval_steps": 3}  # before each checkpoint
 CUT = {"max_tokens": 14}  # trunks that are computed twice, trunks that are held, and pieces
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
-RECOMPUTE = "activation_checkpointing"
-if RECOMPUTE not in TreeTrainingArguments.__dataclass_fields__:  # its name in earlier versions of transformers
-    RECOMPUTE = "gradient_checkpointing"
+RECOMPUTE = f"{recomputation_name()}_checkpointing"
 LORA = {"model": {"lora": True}, RECOMPUTE: True, **CUT}
 EXPERTS = {"model": {"family": "mixtral"}, "max_tokens": None}  # and a budget of none: each batch is one micro-batch
 ROUTERS = {  # a loss on routers, which belongs to the step of all batches and processes
@@ -32,6 +30,7 @@ ROUTERS = {  # a loss on routers, which belongs to the step of all batches and p
 }
 TIED = {"model": {"family": "gemma"}, "max_tokens": None, "gradient_accumulation_steps": 2}
 UNEVEN = {"num_trees": 3, **CUT}  # the last step of an epoch has no tree for one rank
+APART = {"rows_apart": True, "policy_gradient": {"ratio_level": "sequence", "normalization": "rollout_mean"}, **CUT}
 NESTED = {"weighting": "once", "merge_across_trees": False, **CUT}
 
 # name: (settings of all, settings of several processes alone, settings of one process alone), for two processes
@@ -56,6 +55,7 @@ TWO = {
     "small sharded": ({**SGD}, {"max_tokens": "auto", "trouble": "small", "sharded": True}, {"max_tokens": 14}),
     "strided": ({**SGD, **CUT}, {"sharded": True, "balance_ranks": False}, {}),
     "weighted": ({**SGD, **NESTED}, {"sharded": True}, {}),
+    "rows apart": ({**SGD, **APART}, {"balance_ranks": False}, {}),
 }
 
 # The same for four processes, from the first step: plans that are cut, and whole ones.
@@ -76,7 +76,7 @@ DISKS = {
     "late sharded": (SURVIVED, {"on_save_failure": "continue", "trouble": "late", "sharded": True}, {}),
 }
 # What `make test` runs of these: the representatives of the tests below.
-COMMON = ("ddp", "sharded", "kept whole", "routers sharded", "full sharded")
+COMMON = ("ddp", "sharded", "kept whole", "routers sharded", "rows apart", "full sharded")
 
 
 def batch_of(trees_per_step, num_ranks, settings):
@@ -121,7 +121,7 @@ def assert_same(found, expected, atol=1e-6):
         assert torch.allclose(found["model"][name], value, rtol=0, atol=atol), name
 
 
-@pytest.mark.representatives("ddp", "sharded", "routers sharded")
+@pytest.mark.representatives("ddp", "sharded", "routers sharded", "rows apart")
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_train_like_one(of_two, of_one, name):
     first, second = (outcomes[name] for outcomes in of_two[1])
@@ -135,7 +135,9 @@ def test_two_processes_train_like_one(of_two, of_one, name):
     assert first["budget"] == second["budget"]
     for key, value in first["model"].items():
         assert torch.equal(value, second["model"][key])
-    assert first["kinds"] == (["Tensor"] if name in ("ddp", "small", "routers", "recomputation") else ["DTensor"])
+    assert first["kinds"] == (
+        ["Tensor"] if name in ("ddp", "small", "routers", "recomputation", "rows apart") else ["DTensor"]
+    )
 
 
 # -- checkpoints of several processes ---------------------------------------------------------------------------------

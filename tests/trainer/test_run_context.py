@@ -10,9 +10,9 @@ import pytest
 
 from tests.trainer.helpers import in_child
 from treewise import TreeTrainingArguments
+from treewise.base.durable import own_file
 from treewise.errors import ConfigError, LostRankError
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.store import own_file
 from treewise.trainer.run_context import NAME, RunLock, entered_run
 from treewise.trainer.signals import StopSignals
 
@@ -181,3 +181,24 @@ def test_an_error_of_the_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match="Input/output") as caught, own_file(tmp_path / "log.jsonl", "a"):
         raise OSError(errno.EIO, "Input/output error")
     assert caught.value.filename == str(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "link to nothing", "link to itself"])
+def test_what_stands_in_place_of_a_lock_is_named(kind, tmp_path):
+    lock, target = tmp_path / "run" / NAME, tmp_path / "target"
+    lock.parent.mkdir()
+    target.write_text("x")
+    if kind == "folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to({"link": target, "link to nothing": tmp_path / "nothing", "link to itself": lock}[kind])
+    for use in (RunLock(lock.parent).check, RunLock(lock.parent).take):
+        with pytest.raises(ConfigError, match=rf"run/{NAME} is a {kind.partition(' ')[0]}; a run locks a plain file"):
+            use()
+    assert target.read_text() == "x"
+
+
+def test_a_folder_that_is_a_link_to_itself_is_named(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"output_dir .*run is a link that leads to itself"):
+        RunLock(tmp_path / "run")

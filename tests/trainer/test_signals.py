@@ -57,6 +57,25 @@ def test_a_signal_abandons_computing_and_nothing_else(number):
         os.kill(os.getpid(), number)
 
 
+def test_a_signal_ends_the_start_wherever_it_comes(capfd):
+    """Nothing has to be saved until the first work that may be abandoned is over."""
+    with StopSignals(may_abandon=True) as signals:
+        signals.start()
+        with pytest.raises(StepAbandoned):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == "treewise: SIGTERM: ending; again to end at once\n"
+    with StopSignals(may_abandon=True) as signals:
+        signals.start()
+        with signals.computing():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)  # as an optimizer step, which is finished
+        assert signals.received == signal.SIGTERM
+    with StopSignals(may_abandon=False) as signals:  # several processes end together
+        signals.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+
+
 def test_where_steps_may_not_be_abandoned_they_are_finished():
     with StopSignals(may_abandon=False) as signals:
         with signals.computing():

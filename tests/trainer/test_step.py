@@ -13,6 +13,7 @@ from tests.trainer.helpers import tiny_model
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, DataError
 from treewise.nn import compilation
+from treewise.nn.platform.releases import recomputation_name
 from treewise.nn.wrapped import is_compiled
 from treewise.objectives import GSPO, SFT
 from treewise.planning.fastest import fastest_plan
@@ -132,7 +133,7 @@ def test_layers_that_are_computed_again_are_chosen_before_a_budget_is_measured(m
 
     monkeypatch.setattr(recomputation, "recompute_as_set", recompute_as_set)
     model = family_model("mixtral", output_router_logits=True, pad_token_id=None, vocab_size=64).eval()
-    runner = make_runner(model, max_tokens="auto", activation_checkpointing="auto")
+    runner = make_runner(model, max_tokens="auto", **{f"{recomputation_name()}_checkpointing": "auto"})
     batches = [runner.prepare(part) for part in ([], forests[:2], forests[2:])]
     runner.begin_step(batches, 1)
     assert found == [(False, True, sum(each.num_tokens for each in forests[:2]))]

@@ -125,3 +125,19 @@ def test_mixed_precision_keeps_float32_parameters(make_trainer, trees, reference
     assert gradients.dtype == torch.float32
     assert loss == pytest.approx(expected_loss, rel=1e-2)
     assert float((gradients - expected).norm() / expected.norm()) < 3e-2
+
+
+def test_batches_of_a_step_are_computed_as_one(make_trainer, trees):
+    """Under a budget: what they have in common is computed once. Without one, batches bound the memory."""
+    joined, apart = (
+        make_trainer(trees, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_tokens=most)
+        for most in (10_000, None)
+    )
+    whole = make_trainer(trees, max_steps=1, per_device_train_batch_size=7, max_tokens=10_000)
+    logs = []
+    for trainer in (joined, whole, apart):
+        trainer.train()
+        logs.append(next(entry for entry in trainer.state.log_history if "tree_tokens" in entry))
+    assert logs[0]["tree_tokens"] == logs[1]["tree_tokens"] < logs[2]["tree_tokens"]
+    assert logs[0]["loss"] == pytest.approx(logs[2]["loss"], rel=1e-5)
+    assert logs[0]["grad_norm"] == pytest.approx(logs[2]["grad_norm"], rel=1e-4)

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
+import treewise.trainer.trainer
 from tests.trainer.helpers import losses, tiny_model
 from treewise.cli.main import main
 from treewise.errors import StoppedError
@@ -96,6 +97,21 @@ def test_a_signal_before_the_first_step_is_over_saves_nothing(make_trainer, tree
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
+def test_a_signal_while_a_run_starts_ends_it_at_once(make_trainer, trees, monkeypatch):
+    """It was noted, and answered once the first batch was there; also where a run goes on."""
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    stopped = make_trainer(trees, callbacks=[SignalAt(signal.SIGTERM, 1, "end")], **settings)
+    with pytest.raises(StoppedError, match="stopped after step 1"):
+        stopped.train()
+    for resumed, where in ((None, "step 0; nothing to save yet"), (True, "step 1; saved in .*checkpoint-1")):
+        trainer = make_trainer(trees, folder="run" if resumed else "new", **settings)
+        with monkeypatch.context() as context:
+            context.setattr("treewise.trainer.trainer.print_summary", lambda *_: signal.raise_signal(signal.SIGTERM))
+            context.setattr(Trainer, "train", lambda *_: pytest.fail("went on"))
+            with pytest.raises(StoppedError, match=f"SIGTERM: stopped after {where}"):
+                trainer.train(resume_from_checkpoint=resumed)
+
+
 def test_the_command_ends_with_the_code_of_the_signal(tmp_path, monkeypatch, capsys):
     def stopped(*args, **kwargs):
         error = StoppedError("SIGTERM: stopped after step 7; saved in run/checkpoint-7.")
@@ -105,6 +121,23 @@ def test_the_command_ends_with_the_code_of_the_signal(tmp_path, monkeypatch, cap
     monkeypatch.setattr("treewise.cli.commands.train.run", stopped)
     assert main(["train", "run.yaml"]) == 143
     assert "saved in run/checkpoint-7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_accelerator", [False, True])
+def test_gradients_are_clipped_once_and_the_norm_is_that_before(make_trainer, trees, by_accelerator, monkeypatch):
+    """Also where transformers' loop clips by its accelerator, as before 5.3."""
+    monkeypatch.setattr(treewise.trainer.trainer, "clips_by_accelerator", lambda: by_accelerator)
+    whole, cut = (make_trainer(trees, max_steps=1, max_grad_norm=norm, folder=str(norm)) for norm in (0.0, 1e-3))
+    norms = []
+    for trainer in (whole, cut):
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+        if by_accelerator:
+            grads = [torch.ones(3, requires_grad=True)]
+            grads[0].grad = torch.ones(3)
+            assert trainer.accelerator.clip_grad_norm_(grads, 1e-3) == norms[-1]
+            assert torch.equal(grads[0].grad, torch.ones(3))
+    assert norms[0] == norms[1] > 0.1
 
 
 def test_hyperparameters_are_searched(make_trainer, trees):

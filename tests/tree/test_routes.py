@@ -15,9 +15,10 @@ from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
 
-def routed(tokens, experts, **labels):
+def routed(tokens, experts, group="g", **labels):
     """A trajectory of one layer and one expert a token."""
-    return Trajectory(tokens, routed_experts=None if experts is None else [[[each]] for each in experts], **labels)
+    table = None if experts is None else [[[each]] for each in experts]
+    return Trajectory(tokens, routed_experts=table, group=group, **labels)
 
 
 @st.composite
@@ -28,7 +29,7 @@ def routed_trajectories(draw, unknown=True):
         table = np.sort(rng.integers(0, 2, (len(tokens), 1, 2)) + np.array([0, 2]), axis=-1)
         if unknown:
             table[rng.random(len(tokens)) < rng.choice([0, 0.3, 1])] = -1
-        items.append(Trajectory(tokens, routed_experts=table))
+        items.append(Trajectory(tokens, routed_experts=table, group="g"))
     return items
 
 
@@ -80,6 +81,19 @@ def test_no_experts_are_taken_from_another_tree():
     apart = Forest.from_trajectories(items, tree_of=[0, 1])
     assert apart.num_tokens == 6
     assert apart.trajectories[1].routed_experts is None
+
+
+@given(routed_trajectories())
+def test_without_a_group_no_experts_depend_on_what_else_is_there(items):
+    alone = [replace(item, group=number % 2 or None, rollout=number) for number, item in enumerate(items)]
+    forest = Forest.from_trajectories(alone)
+    of_group = Forest.from_trajectories([item for item in alone if item.group is not None] or alone)
+    taken = {item.rollout: item.routed_experts for item in of_group.trajectories}
+    for item, found in zip(alone, forest.trajectories, strict=True):
+        own = item.routed_experts if item.group is None else taken[item.rollout]
+        assert np.array_equal(found.routed_experts, own)
+        path = forest.paths[item.rollout]
+        assert np.array_equal(forest.routed_experts[path], own)
 
 
 def test_by_tokens_all_take_the_experts_of_the_first():

@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.engine.test_carried import PROJECTOR, TOWER, seeing_case, train_only
+from tests.needs import IMAGES
+from tests.nn.vision.test_forest_images import HISTORIES
 from treewise import objectives
 from treewise.base import progress
 from treewise.engine import TreeEngine, checks, step, values
@@ -372,15 +375,15 @@ def test_settings_of_the_run_hold_on_both_sides(settings) -> None:
 def test_whoever_listens_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[object, ...]] = []
     listener = SimpleNamespace(
-        begins=lambda what, total, *, is_part: None if is_part else told.append((what,)),
-        ends=lambda: None,
+        begins=lambda what, total: told.append((what,)),
+        ends=lambda work: None,
         reaches=lambda *args: told.append(args),
     )
     monkeypatch.setattr(progress, "listeners", [listener])
     report = verify(tiny_llama(), larger())
     for done in (0, report.num_flat_tokens):
         assert ("flat training", done, report.num_flat_tokens, "token") in told
-    begun = [each[0] for each in told if len(each) == 1]
+    begun = [each[0] for each in told if len(each) == 1 and "a few tokens" not in str(each[0])]
     half, small = report.at_budgets
     assert begun == [
         "flat training",
@@ -461,3 +464,22 @@ def test_an_objective_without_a_flat_form_is_refused() -> None:
     overlapping = [replace(item, rollout=1) for item in with_streams(branching())]
     with pytest.raises(ConfigError, match="two rows of one rollout"):
         verify(tiny_llama(), overlapping, objective=objectives.GSPO())
+
+
+@IMAGES
+@pytest.mark.parametrize("part", [TOWER, PROJECTOR], ids=["tower", "projector"])
+def test_a_part_that_text_does_not_reach_passes(part: str) -> None:
+    """LLaVA's first stage: the shortest row has no image, so nothing that is trained is below its log-probs."""
+    model, images, items, budget = seeing_case("llava")
+    train_only(model, part)
+    for objective in (None, lambda logprobs: torch.stack([each.logsumexp(0) for each in logprobs]).sum()):
+        report = verify(model, items, budget, objective=objective, processor=images)
+        assert report.passed, report.describe()
+        assert report.gradient_norm > 1
+
+
+@IMAGES
+def test_rows_that_reach_nothing_that_is_trained_are_named() -> None:
+    model, images, items, _ = seeing_case("llava", HISTORIES[-1:])
+    with pytest.raises(ConfigError, match=r"^1 row: none reaches a parameter of LlavaForCond.* that is trained"):
+        verify(train_only(model, TOWER), items, processor=images)

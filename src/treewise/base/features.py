@@ -7,9 +7,87 @@ one away takes its feature away and nothing else (`tests/base/test_features.py`)
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treewise.errors import ConfigError
+
+if TYPE_CHECKING:  # their types, for mypy; a test holds these lines against the table
+    from treewise.data import images as image_records
+    from treewise.data import importers as importers
+    from treewise.data import mixtures as mixtures
+    from treewise.data import progress_bar as progress_bar
+    from treewise.data import tables as tables
+    from treewise.data import workers as workers
+    from treewise.data.io import encoded_arrays as encoded_arrays
+    from treewise.data.io import endings as endings
+    from treewise.data.readers import declared_trees as declared_trees
+    from treewise.data.readers import logged_calls as logged_calls
+    from treewise.data.readers import other_libraries as other_libraries
+    from treewise.data.readers import packed_rows as packed_rows
+    from treewise.data.readers import preference_records as preference_records
+    from treewise.data.readers import texts as texts
+    from treewise.data.readers import token_rows as token_rows
+    from treewise.data.render import kept_reasoning as kept_reasoning
+    from treewise.data.render import marked_parts as marked_parts
+    from treewise.data.render import tools as tools
+    from treewise.distributed import context as context
+    from treewise.distributed import fsdp as fsdp
+    from treewise.distributed import launcher as launcher
+    from treewise.distributed import mesh as mesh
+    from treewise.distributed import online_placement as online_placement
+    from treewise.distributed import placement as placement
+    from treewise.distributed import same_plan as same_plan
+    from treewise.distributed import watchdog as watchdog
+    from treewise.distributed.lockstep import guest as lockstep
+    from treewise.engine import budget as budget
+    from treewise.engine import flat_terms as flat_terms
+    from treewise.engine import values as values
+    from treewise.engine import window as window
+    from treewise.models import load_model as load_model
+    from treewise.nn import adapted_head as adapted_head
+    from treewise.nn import adapters as adapters
+    from treewise.nn import compilation as compilation
+    from treewise.nn import edge_values as edge_values
+    from treewise.nn import gradient_hooks as gradient_hooks
+    from treewise.nn import host_memory as host_memory
+    from treewise.nn import launching as launching
+    from treewise.nn import liger as liger
+    from treewise.nn import module_head as module_head
+    from treewise.nn import recurrent as recurrent
+    from treewise.nn import router_loss as router_loss
+    from treewise.nn import routing as routing
+    from treewise.nn import tensor_parallel as tensor_parallel
+    from treewise.nn import vision as images
+    from treewise.nn.attention import depth_scaling as depth_scaling
+    from treewise.nn.attention import legacy_layers as legacy_layers
+    from treewise.nn.attention import needs as attention_needs
+    from treewise.nn.attention import side_copies as side_copies
+    from treewise.nn.attention import softcap as softcap
+    from treewise.nn.platform import compiler_errors as compiler_errors
+    from treewise.objectives import preference as preference
+    from treewise.objectives import registry as objectives
+    from treewise.planning import fastest as fastest
+    from treewise.rl.agents import grammars as grammars
+    from treewise.rl.online import ahead as ahead
+    from treewise.rl.online import curriculum as angles
+    from treewise.rl.online import many_turns as many_turns
+    from treewise.rl.samplers import copied_weights as copied_weights
+    from treewise.rl.samplers import heard_decoders as heard_decoders
+    from treewise.rl.samplers import seen_prompt as seen_prompts
+    from treewise.rl.samplers import servers as servers
+    from treewise.trainer import fused_layers as fused_layers
+    from treewise.trainer import hub as hub
+    from treewise.trainer import many_ranks as many_ranks
+    from treewise.trainer import nonfinite as nonfinite
+    from treewise.trainer import recomputation as recomputation
+    from treewise.trainer import references as references
+    from treewise.trainer import saved_model as verified_saves
+    from treewise.trainer import whole_rollouts as whole_rollouts
+    from treewise.trainer.checkpoint import resume as resume
+    from treewise.trainer.checkpoint import weights as saved_weights
+    from treewise.tree import declared as nodes
+    from treewise.tree import routes as routes
+    from treewise.tree import teachers as teachers
 
 # name -> its module, and who asks for it, as the subject of a sentence in the plural.
 FEATURES = {
@@ -37,6 +115,7 @@ FEATURES = {
     "fastest": ("treewise.planning.fastest", "plans of the least time (max_tokens='auto', or a GPU)"),
     "flat_terms": ("treewise.engine.flat_terms", "comparisons of objectives with flat training (verify)"),
     "fsdp": ("treewise.distributed.fsdp", "sharded parameters (sharded)"),
+    "grammars": ("treewise.rl.agents.grammars", "replies of agents that keep to a schema (response_format)"),
     "gradient_hooks": ("treewise.nn.gradient_hooks", "hooks on gradients, and what refuses them"),
     "heard_decoders": ("treewise.rl.samplers.heard_decoders", "samplers that record experts (routing_replay)"),
     "host_memory": ("treewise.nn.host_memory", "gateways in host memory (offload)"),
@@ -95,17 +174,22 @@ FEATURES = {
     "token_rows": ("treewise.data.readers.token_rows", "rows of token ids"),
     "tools": ("treewise.data.render.tools", "records with tools or tool calls"),
     "values": ("treewise.engine.values", "log-probs, hidden states, and losses of all tokens at once"),
+    "verified_saves": ("treewise.trainer.saved_model", "saved models that are read back (verify_saves)"),
     "watchdog": ("treewise.distributed.watchdog", "runs of several processes"),
+    "whole_rollouts": ("treewise.trainer.whole_rollouts", "objectives that count rollouts (grpo, gspo, dpo, kto)"),
+    "window": ("treewise.engine.window", "windows (calls between two optimizer steps that share)"),
     "workers": ("treewise.data.workers", "processes that read data (num_workers)"),
 }
 
 
-def feature(name: str) -> Any:
-    """The module of a feature.
+def __getattr__(name: str) -> Any:
+    """The module of a feature, as `features.window`.
 
     Raises:
         ConfigError: it was taken out of this installation.
     """
+    if name not in FEATURES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, who = FEATURES[name]
     try:
         return import_module(module)

@@ -1,12 +1,17 @@
-"""Files that treewise wrote and reads again: one reader, which names the file and what to do; checksums inside."""
+"""Files that treewise wrote and reads again: one reader, which names the file and what to do; checksums inside. And the
+error where a disk has no room for them.
+"""
 
+import errno
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treewise.errors import ConfigError, TreewiseError
+from treewise.errors import ConfigError, DiskError, TreewiseError, bytes_as_text
 
 T = TypeVar("T")
 
@@ -56,3 +61,28 @@ def unsealed(data: bytes, indent: int | None = None, *, may_lack: bool = False) 
     if sealed(rest, indent) != text:
         raise ValueError("its checksum differs")
     return rest
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def room_at(path: Path) -> str:
+    """The bytes that are free on the disk of a file or folder, there or not: `1.20 GiB free`."""
+    there = next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
+    with suppress(OSError):
+        return f"{bytes_as_text(shutil.disk_usage(there).free)} free"
+    return "an unknown number of bytes free"
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether a disk, a quota or a limit on files is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def disk_error(path: Path, error: Exception, num_bytes: int) -> DiskError:
+    """The error where a file cannot be written. num_bytes: that had to be."""
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    needed = f"{bytes_as_text(num_bytes)} needed, " if num_bytes else ""
+    found = DiskError(f"{path} cannot be written ({reason}): {needed}{room_at(path)} on its disk. Make room.")
+    found.__cause__ = error
+    return found

@@ -4,36 +4,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+ERASE = "\r\x1b[2K"  # the line of a terminal, on which progress may stand
+
 
 class Listener(Protocol):
-    """Whoever listens to how far long work is."""
+    """Whoever listens to how far long work is. begins: gives what `ends` takes when that work is over."""
 
-    def begins(self, what: str, total: int | None, *, is_part: bool) -> None: ...
-    def ends(self) -> None: ...
+    def begins(self, what: str, total: int | None) -> object: ...
+    def ends(self, work: object) -> None: ...
     def reaches(self, what: str, done: int, total: int | None, unit: str) -> None: ...
 
 
 listeners: list[Listener] = []
 
 
-def begin_work(what: str, total: int | None = None) -> None:
-    """Tells that some work begins, and all before it is over. total: what later calls of `tell_progress` add up to, as
-    the tokens of a step in several batches; None where nobody counts.
-    """
-    for listener in listeners:
-        listener.begins(what, total, is_part=False)
-
-
 @contextmanager
 def busy_with(what: str, total: int | None = None) -> Iterator[None]:
-    """Around work within other work, which goes on afterwards."""
-    for listener in listeners:
-        listener.begins(what, total, is_part=True)
+    """Around a piece of work; afterwards the work around it goes on.
+
+    total: what calls of `tell_progress` inside add up to, as the tokens of a step in several batches; None where nobody
+    counts.
+    """
+    begun = [(listener, listener.begins(what, total)) for listener in listeners]
     try:
         yield
     finally:
-        for each in listeners:
-            each.ends()
+        for listener, work in begun:
+            listener.ends(work)
 
 
 def tell_progress(what: str, done: int, total: int | None, unit: str = "token") -> None:

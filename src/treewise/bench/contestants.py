@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.bench.flat import FlatRows, can_pack, checkpointing, merged_trajectories
 from treewise.bench.pace import OnPart
 from treewise.bench.settings import AGAINST, LAYERS, Settings
@@ -259,9 +259,9 @@ def fuse(lm: DecoderAndHead, layers: str) -> None:
         ConfigError: liger-kernel is not installed, or the model is not on a GPU.
     """
     if layers == "compiled":
-        feature("compilation").compile_layers(lm)
+        features.compilation.compile_layers(lm)
     elif layers == "liger":
-        feature("liger").use_liger(lm.model, lm.device)
+        features.liger.use_liger(lm.model, lm.device)
 
 
 @contextmanager

@@ -88,7 +88,8 @@ class FlatRows:
                 source, *streams = row.edges
                 target, weight = (to_device(stream, device) for stream in streams)
                 loss, _ = edge_loss(self._hidden(row), self.lm.head(), source, target, partial(self._loss, weight))
-                loss.backward()
+                if loss.requires_grad:  # the row reaches something that is trained
+                    loss.backward()
                 losses.append(loss.detach())
                 done += len(row.token_ids)
                 if on_part is not None:

@@ -9,10 +9,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from traceback import clear_frames
 from typing import Any
 
@@ -20,16 +21,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from treewise.base.progress import busy_with
 from treewise.bench.contestants import Contestant, builders, layers_of, plain_parts, prepare, twin
+from treewise.bench.fitting import LEAST_ROUNDS, fitted, flops_per_second, round_flops
 from treewise.bench.flat import FlatRows, merged_trajectories
 from treewise.bench.pace import REFERENCE, Pace, TooSlow
 from treewise.bench.results import is_ours
 from treewise.bench.settings import REFERENCES, Settings
 from treewise.bench.varlen import HALF, LOOP
 from treewise.bench.workloads import Workload
-from treewise.errors import ConfigError, OutOfMemoryError, VerificationError
+from treewise.errors import ConfigError, OutOfMemoryError, VerificationError, duration, num
 from treewise.nn.attention.needs import place_of
 from treewise.nn.device import matmul_flops, synchronized_clock
+from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.platform.tensors import is_out_of_memory
@@ -86,12 +90,12 @@ def measure(
             found = measured[name]
             if (why := pace.refusal(name)) is not None:
                 found.skipped = why
-                pace.on_line(f"{name}: {why}")
+                pace.on_line(_told(name, why))
                 continue
             zero_gradients(model)
             _release_memory()  # graphs of a contestant that was interrupted by an error
             before = peak_bytes(device, reset=True)
-            with pace.first_step(name, device):
+            with busy_with(f"{name}, first step"), pace.first_step(name, device):
                 found.first_seconds = _timed(step, found, device)
             after = peak_bytes(device)
             if found.skipped is None:
@@ -99,11 +103,12 @@ def measure(
                 if reference is None:
                     reference, found.gradient_error = gradients_of(model, torch.device("cpu")), 0.0
                 else:
-                    found.gradient_error = gradient_error(take_gradients(model), reference)
+                    with busy_with(f"{name}, comparing its gradient"):
+                        found.gradient_error = gradient_error(take_gradients(model), reference)
                 following = repetitions * [*pace.seconds, name]
                 pace.end(name, found.first_seconds, "first step", following, len(contestants) - number)
             else:
-                pace.on_line(f"{name}: {found.skipped}")
+                pace.on_line(_told(name, found.skipped))
             on_step(measured)
         for repetition in range(repetitions):
             if repetition and not pace.has_time_for_a_round():
@@ -114,7 +119,8 @@ def measure(
                 if found.skipped is None:
                     zero_gradients(model)
                     gc.collect()
-                    found.seconds.append(_timed(step, found, device))
+                    with busy_with(f"{name}, step {repetition + 1}"):
+                        found.seconds.append(_timed(step, found, device))
                     if math.isnan(found.seconds[-1]):  # left out from now on
                         pace.seconds.pop(name)
                     else:
@@ -127,6 +133,11 @@ def measure(
             raise error
         on_error(error)
     return measured
+
+
+def _told(name: str, skipped: str) -> str:
+    """The line of a contestant without figures; what follows the colon stands below the table."""
+    return f"{name}: {skipped.partition(': ')[0]}"
 
 
 def _timed(step: Callable[[], float], found: Measured, device: torch.device) -> float:
@@ -230,11 +241,15 @@ def run(
     on_line: Callable[[str], None] = lambda _: None,
     on_partial: Callable[[Row], None] = lambda _: None,
 ) -> None:
-    """Measures every workload on one model; `on_row` is called with each row as soon as it is complete, `on_line` with
-    a line for every step, and `on_partial` after each with the row as it is then.
+    """Measures every workload on one model, the shortest first, within `settings.max_seconds` in all, from when the
+    model and the data are there.
 
-    workloads_of: from the size of the vocabulary. A model that does not fit in
-    memory gives one row with the reason under `skipped`; so does a workload whose contestants differ in their losses.
+    on_row is called with each row as soon as it is complete, on_line with a line for every step, and on_partial after
+    each with the row as it is then.
+
+    workloads_of: from the size of the vocabulary. One that may be cut is, where it does not fit into its part of the
+    seconds that are left. A model that does not fit in memory gives one row with the reason under `skipped`; so does a
+    workload whose contestants differ in their losses, and one that no second is left for.
 
     Raises:
         VerificationError: contestants whose losses differ, once all workloads are measured. So is what a contestant
@@ -246,8 +261,11 @@ def run(
         on_row({"model": name, "skipped": str(error)})
         return
     failures: list[Exception] = []
-    for workload in workloads_of(model.get_input_embeddings().weight.shape[0]):
-        where = {"model": name, "workload": workload.name}
+    workloads = sorted(workloads_of(model.get_input_embeddings().weight.shape[0]), key=_num_flat_tokens)
+    begun = perf_counter()
+    rate = flops_per_second(model, workloads[0]) if workloads else None
+    for index, whole in enumerate(workloads):
+        where = {"model": name, "workload": whole.name}
 
         def tell(line: str, where: Row = where) -> None:
             on_line(f"{', '.join(where.values())}: {line}")
@@ -255,14 +273,27 @@ def run(
         def keep(row: Row, where: Row = where) -> None:
             on_partial({**where, **row})
 
+        left = (settings.max_seconds - (perf_counter() - begun)) / (len(workloads) - index)
+        if left <= 0 and index:  # the shortest is always measured
+            taken = f"--max_seconds {settings.max_seconds:g}"
+            on_row({**where, "skipped": f"not measured: what came before took all of {taken}"})
+            continue
+        own, workload = replace(settings, max_seconds=left), whole
+        if whole.may_be_cut and left < math.inf:
+            workload, fits = fitted(whole, flop_model(model), rate, own, left)
+            own = replace(own, leaves_out=not fits)
         try:
-            row = measure_workload(twin(model), workload, settings, tell, keep, failures.append)
+            row = measure_workload(twin(model), workload, own, tell, keep, failures.append, rate)
             on_row({"model": name, **row})
         except VerificationError as error:
             failures.append(error)
             on_row({**where, "skipped": str(error)})
     if failures:
         raise failures[0]
+
+
+def _num_flat_tokens(workload: Workload) -> int:
+    return sum(map(len, workload.trajectories))
 
 
 def measure_workload(
@@ -272,11 +303,12 @@ def measure_workload(
     on_line: Callable[[str], None] = lambda _: None,
     on_partial: Callable[[Row], None] = lambda _: None,
     on_error: Callable[[Exception], None] | None = None,
+    rate: float | None = None,
 ) -> Row:
     """Plain JSON values: the workload, its ratios and bounds, and a record for each contestant.
 
     model: a transformers causal language model without treewise installed on it. on_line, on_partial: see `run`;
-    on_error: see `measure`.
+    on_error: see `measure`. rate: FLOPs per second, by which it says how long it should take.
 
     Raises:
         VerificationError: contestants whose losses differ, so they do not compute the same.
@@ -286,13 +318,15 @@ def measure_workload(
     budgets: Sequence[int] = workload.max_tokens or [max(1, forest.num_tokens // 4)]
     if settings.max_tokens is not None:
         budgets = settings.max_tokens
-    pace = Pace(settings.max_seconds, on_line=on_line)
+    pace = Pace(settings.max_seconds, on_line=on_line, leaves_out=settings.leaves_out)
     wide, reference_name = _reference(model, forest, settings.reference, processor, pace)
     made = {name: prepare(build) for name, build in builders(model, items, settings, budgets, processor).items()}
     ready = {name: each for name, each in made.items() if isinstance(each, Contestant)}
     pace.num_tokens = {name: each.num_computed_tokens for name, each in ready.items()}
+    on_line(_announcement(workload, forest, list(ready), flop_model(model), settings, rate))
     facts = {
         "workload": workload.name,
+        "num_left_out": workload.num_left_out,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "varlen_kernel": next((each.kernel.name for each in ready.values() if each.kernel is not None), LOOP),
@@ -321,6 +355,27 @@ def measure_workload(
     )
     check_losses(measured, model.dtype)
     return row(measured)
+
+
+def _announcement(
+    workload: Workload, forest: Forest, names: Sequence[str], flops: FlopModel, settings: Settings, rate: float | None
+) -> str:
+    """What is going to be measured, and how long that takes."""
+    count = num(len(workload.trajectories), "trajectory", "trajectories")
+    if workload.num_left_out:
+        every = len(workload.trajectories) + workload.num_left_out
+        count = f"{len(workload.trajectories):,} of its {every:,} trajectories, as all would take too long"
+    times = []
+    if rate is not None:
+        seconds = round_flops(workload.trajectories, flops, settings) / rate
+        least, most = (duration(rounds * seconds) for rounds in (LEAST_ROUNDS, 1 + settings.repetitions))
+        times.append(f"some {least}" if least == most else f"some {least} to {most}")
+    if settings.max_seconds < math.inf:
+        times.append(f"at most {duration(settings.max_seconds)}")
+    return (
+        f"{count}, {forest.num_flat_tokens:,} flat tokens, {forest.num_tokens:,} of the tree; {', '.join(names)} in "
+        f"turns, a step to warm up and {num(settings.repetitions, 'step')} each where time allows: {', '.join(times)}"
+    ).removesuffix(": ")
 
 
 def check_losses(measured: dict[str, Measured], dtype: torch.dtype) -> None:
@@ -368,7 +423,7 @@ def _reference(
                 is_checkpointed=model.device.type == "cuda",  # where memory is scarcer than time
                 processor=processor,
             )
-            with pace.first_step(REFERENCE, model.device):
+            with busy_with(REFERENCE), pace.first_step(REFERENCE, model.device):
                 rows.step(pace.part)
     except TooSlow as error:
         pace.on_line(f"{REFERENCE}, flat training of a {name} copy: {error}")

@@ -26,12 +26,14 @@ class Pace:
     """Of one workload. num_tokens: that each contestant computes in a step. on_line: gets a line for each measurement.
 
     seconds: of the last step of each that was measured. What is left has room for a timed step of each of these.
+    leaves_out: whether a contestant that would take longer than is left is left out.
     """
 
     max_seconds: float = math.inf
     num_tokens: Mapping[str, int] = field(default_factory=dict)
     on_line: Callable[[str], None] = lambda _: None
     seconds: dict[str, float] = field(default_factory=dict)
+    leaves_out: bool = True
     _begun: float = field(default_factory=lambda: perf_counter())
     _first_step: tuple[str, torch.device, float] | None = None  # the one that runs now: whose, where, since when
     _last: tuple[float, float] = (0.0, 0.0)  # when the last part ended, and what was done then
@@ -50,7 +52,7 @@ class Pace:
         """Why a contestant is left out before it begins: two steps of it, by the fastest rate that was measured, take
         longer than is left. None where nothing is known, or all fits."""
         known = {each: self.seconds[each] / self.num_tokens[each] for each in self.seconds if each in self.num_tokens}
-        if not known or name not in self.num_tokens or self.max_seconds == math.inf:
+        if not known or name not in self.num_tokens or not self._leaves_out(name):
             return None
         fastest = min(known, key=lambda each: known[each])
         step = known[fastest] * self.num_tokens[name] * (CHECKPOINTED if name.endswith("-ckpt") else 1.0)
@@ -72,7 +74,7 @@ class Pace:
         """Raises `TooSlow` where the rest of a first step, by its latest part, and a timed step after it take longer
         than is left. One part alone is believed if it took half of that: it may hold what is done once.
         """
-        if self._first_step is None or self.max_seconds == math.inf or number == total:
+        if self._first_step is None or number == total or not self._leaves_out(self._first_step[0]):
             return
         name, device, begun = self._first_step
         now = synchronized_clock(device)
@@ -102,8 +104,12 @@ class Pace:
         """Whether another step of each that was measured fits."""
         return self.elapsed + sum(self.seconds.values()) <= self.max_seconds
 
+    def _leaves_out(self, name: str) -> bool:
+        """Whether somebody may be left out; without a reference errors are against the first contestant."""
+        return self.max_seconds < math.inf and (self.leaves_out or name == REFERENCE)
+
     def _what_is_left(self, seconds: float) -> str:
-        return f"and {_text(max(0.0, seconds))} of --max_seconds {self.max_seconds:g} are left"
+        return f"and {_text(max(0.0, seconds))} of its {_text(self.max_seconds)} are left (--max_seconds)"
 
 
 def _text(seconds: float) -> str:

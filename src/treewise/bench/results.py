@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from treewise.base.columns import Columns
+from treewise.base.durable import write_atomically
 from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.bench.varlen import HOPPER, NEWER
 
@@ -66,7 +66,7 @@ def save(path: Path, results: dict[str, Any], name: str = "bench") -> Path:
         new = {case_of(row) for row in results["rows"]}
         old_rows = [row for row in load(path)["rows"] if case_of(row) not in new]
         results = {**results, "rows": [*old_rows, *results["rows"]]}
-    path.write_text(sealed(results, indent=2) + "\n")
+    write_atomically(path, sealed(results, indent=2) + "\n")
     return path
 
 
@@ -129,32 +129,22 @@ BASELINES = ("flat", "flat-ckpt", "merged", "merged-ckpt")
 def row_view(row: dict[str, Any]) -> RenderableType:
     """The contestants of one workload, or why it was skipped."""
     if "skipped" in row:
-        return Text(f"{row['model']}: {row['skipped']}\n")
+        return Text(f"{', '.join(row[each] for each in ('model', 'workload') if each in row)}: {row['skipped']}\n")
     first, second = baselines_of(row)
-    table = Table(title=_title(row), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("contestant", no_wrap=True)
-    for name in ("seconds", "flat tokens/s", *(f"over {name}" for name in (first, second) if name), "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in (
-        "MFU",
-        "computed tokens/s",
-        "of tree (bound)",
-        "peak MiB",
-        "gradient error",
-        "computed",
-        "key rows/token",
-        "host s",
-    ):
-        table.add_column(name, justify="right")
+    over = [f"over {name}" for name in (first, second) if name]
+    names = ["contestant", "seconds", "flat tokens/s", *over, "efficiency", "MFU", "computed tokens/s"]
+    names += ["of tree (bound)", "peak MiB", "gradient error", "computed", "key rows/token", "host s"]
+    rows: list[list[str]] = []
     notes: list[str] = []
     for name, result in row["contestants"].items():
         if "skipped" in result:
             what, colon, why = result["skipped"].partition(": ")
-            table.add_row(name, escape(what), end_section=False)
+            rows.append([name, escape(what)])
             notes += [f"{name}: {why}"] if colon else []
         else:
-            table.add_row(name, *_cells(row, name, result, first, second))
+            rows.append([name, *_cells(row, name, result, first, second)])
         notes += [f"{name}: {each}" for each in (attention_of(result), result.get("note")) if each]
+    table = Columns(_title(row), names, rows)
     return Group(table, Text("\n".join([*notes, ""]))) if notes else table
 
 
@@ -217,8 +207,11 @@ def _cells(row: dict[str, Any], name: str, result: dict[str, Any], first: str | 
 
 def _title(row: dict[str, Any]) -> str:
     kernels = f"{row.get('layers', 'plain')} layers, flat rows by {row.get('varlen_kernel', 'sdpa')}"
+    left_out = row.get("num_left_out", 0)
+    count = row["num_trajectories"]
+    part = f" ({count:,} of its {count + left_out:,} trajectories)" if left_out else ""
     return (
-        f"{row['model']}, {row['workload']}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
+        f"{row['model']}, {row['workload']}{part}, {row['dtype']} on {row['device']}: {row['flat_tokens']:,} flat and "
         f"{row['tree_tokens']:,} tree tokens, ratios {row['share_ratio']:.2f} share and {row['leaf_ratio']:.2f} leaf, "
         f"FLOP bound {row['flop_bound']:.2f}, leaf FLOP bound {row['leaf_flop_bound']:.2f}; {kernels}"
     )

@@ -18,8 +18,9 @@ class Settings:
     packed row of flat training; None: by the free memory. layers: of all contestants alike: `plain`, `compiled`, with
     kernels of `liger`, or `auto`, which is what training takes: compiled on a GPU. repetitions: after one to warm up.
     reference: of the gradient errors: `flat` is the first contestant, `float32` and `float64` a wide copy of the model
-    in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: of each workload; a
-    contestant that would take longer than is left of them is left out, and no repetition begins that would.
+    in flat training, `auto` a float32 copy for half precision and else the first. max_seconds: of `run` for all its
+    workloads, of `measure_workload` for one; no repetition begins that would take longer than is left of them.
+    leaves_out: nor does the first step of a contestant, which then has no figure.
     """
 
     against: Sequence[str] = USUAL
@@ -31,3 +32,4 @@ class Settings:
     repetitions: int = 3
     reference: str = "auto"
     max_seconds: float = math.inf
+    leaves_out: bool = True

@@ -98,7 +98,8 @@ class TrlRows:
                 edge = edge.index_put_((trained,), torch.arange(len(trained), device=hidden.device))
                 weights = row["old_log_probs"].to(logprobs.dtype)
                 loss = -(logprobs[edge[row["token_index"]]] * weights).sum() / self.denominator
-                loss.backward()
+                if loss.requires_grad:  # the row reaches something that is trained
+                    loss.backward()
                 losses.append(loss.detach())
                 done += len(each["input_ids"])
                 if on_part is not None:

@@ -26,13 +26,16 @@ FIRST_TOKEN = 3  # below are padding and the like in most vocabularies
 class Workload:
     """Trajectories to train on, and the budgets at which treewise cuts them unless others are given.
 
-    processor: of their images.
+    processor: of their images. may_be_cut: whether a limit of seconds may take less of it: fewer trajectories.
+    num_left_out: trajectories that it did not take.
     """
 
     name: str
     trajectories: Sequence[Trajectory]
     max_tokens: tuple[int, ...] = ()
     processor: object = None
+    may_be_cut: bool = False
+    num_left_out: int = 0
 
 
 class Sized(NamedTuple):
@@ -154,7 +157,7 @@ _SEARCH = {"state": Sized(3, 8, 60), "max_depth": Sized(5, 24, 40)}
 _RATIO = Sized((40, 12, 3), (324, 97, 24), (5000, 1500, 370))
 _PAIR = Sized((29, 22), (289, 223), (11_571, 8_929))
 
-# What each stands for: docs/benchmarks.md.
+# What each stands for: benchmarks/reports/method.md.
 KINDS: dict[str, Kind] = {
     "grpo": _kind(group, num_samples=8, prompt=Sized(24, 512, 512), **_GROUP),
     "turns-40": _kind(caterpillar, num_turns=Sized(6, 40, 40), system=Sized(8, 80, 1000), **_TURNS),

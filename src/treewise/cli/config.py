@@ -17,7 +17,7 @@ import yaml
 
 from treewise.cli.aliases import ALIASES, EARLIER, names_of, train_on_of_roles
 from treewise.cli.keys import ELSEWHERE, OWN, RunKeys, key_names, schema
-from treewise.cli.values import coerce, kinds_of, read_file, scalar
+from treewise.cli.values import coerce, kinds_of, read_file, refuse_doubtful, scalar
 from treewise.data import RenderOptions
 from treewise.errors import ConfigError, beyond_limits, did_you_mean, parts_of, pip_install
 from treewise.nn.adapters import adapter_folder, lora_config
@@ -169,7 +169,8 @@ def resolved_text(config: RunConfig, arguments: "TreeTrainingArguments") -> str:
     """The configuration with all defaults, as YAML that `treewise train` reads back, below a checksum."""
     known = schema()
     values: Values = {name: getattr(config, name) for name in OWN} | config.more
-    values |= {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
+    render = {item.name: _plain(getattr(config.render, item.name)) for item in dataclasses.fields(config.render)}
+    values |= {name: value for name, value in render.items() if name not in config.more}
     old_names = {old for new, old in EARLIER.items() if new in known}
     for item in dataclasses.fields(arguments):
         if item.name in known and item.name not in {*_UNWRITTEN, *old_names, *config.unwritten}:
@@ -244,6 +245,7 @@ def _checked(key: str, value: object, known: Mapping[str, Any], location: str) -
                 raise ConfigError(f"{key} is {checked!r}; it must be {wanted}.")
         if key == "lora":
             return _checked_lora(checked)
+        refuse_doubtful(key, checked)
         if isinstance(checked, dict):  # a part that stands alone is true
             return {name: isinstance(setting, _Alone) or setting for name, setting in checked.items()}
         return checked
@@ -287,7 +289,7 @@ def _checked_lora(values: Values) -> Values:
 
 
 def _unknown(key: str, known: Sequence[str], location: str = "") -> ConfigError:
-    hint = did_you_mean(key, known, "See docs/training.md for all keys.")
+    hint = did_you_mean(key, known, "See docs/keys.md for all keys.")
     return ConfigError(f"{location + ': ' if location else ''}unknown key {key!r}.{hint}")
 
 

@@ -11,7 +11,8 @@ from treewise.cli.config import RunConfig, read_config
 from treewise.cli.keys import RL, help_of, rl_aliases
 from treewise.cli.values import choices_of, kinds_of, read_mapping
 from treewise.data import RenderOptions, Trees, load_trees
-from treewise.errors import ConfigError, beyond_limits, num
+from treewise.data.records import NEEDS_TOKENIZER
+from treewise.errors import ConfigError, DataError, beyond_limits, num
 from treewise.models.load_model import DTYPES, load_processor
 from treewise.nn.attention import IMPLEMENTATIONS
 
@@ -113,8 +114,25 @@ _LISTS = {"bench": ("data", "model", "max_tokens"), **dict.fromkeys(("inspect", 
 
 
 @contextmanager
-def told_reading(what: str = "reading data") -> Iterator[Callable[[int, int], None]]:
-    """Around a load; gives what `load_trees(progress=)` calls with the bytes and records of each batch."""
+def naming_who_lacks_a_tokenizer(tokenizer: object, model: object, way: str) -> Iterator[None]:
+    """Inside, an error of records that need a tokenizer says that the model has none. way: to give one."""
+    try:
+        yield
+    except DataError as error:
+        if tokenizer is not None or model is None or NEEDS_TOKENIZER not in str(error):
+            raise
+        lacks = f"holds text, which needs a tokenizer, and {model} holds none; {way}."
+        raise DataError(str(error).replace(NEEDS_TOKENIZER, lacks)) from None
+
+
+@contextmanager
+def told_reading(
+    what: str, tokenizer: object, args: argparse.Namespace | RunConfig
+) -> Iterator[Callable[[int, int], None]]:
+    """Around a load; gives what `load_trees(progress=)` calls with the bytes and records of each batch.
+
+    Where the records need a tokenizer that the model in `args` does not have, the error says so.
+    """
     read = 0
 
     def advance(_num_bytes: int, num_records: int) -> None:
@@ -122,13 +140,14 @@ def told_reading(what: str = "reading data") -> Iterator[Callable[[int, int], No
         read += num_records
         tell_progress(what, read, None, "record")
 
-    with busy_with(what):
+    model = ", ".join(args.model) if isinstance(args.model, list) else args.model
+    with naming_who_lacks_a_tokenizer(tokenizer, model, "give --tokenizer, or save one there"), busy_with(what):
         yield advance
 
 
 def load_data(args: argparse.Namespace, tokenizer: object, *, progress: bool) -> Trees:
     """The trees that the arguments name, after `apply_config`. `progress`: with the number of records read so far."""
-    with told_reading() as advance:
+    with told_reading("reading data", tokenizer, args) as advance:
         return load_trees(
             args.data,
             tokenizer,

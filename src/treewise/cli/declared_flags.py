@@ -10,7 +10,7 @@ from typing import Any, Literal
 from typing_extensions import Doc
 
 from treewise.cli.config import parse_flags
-from treewise.cli.values import coerce, scalar
+from treewise.cli.values import coerce, refuse_doubtful, scalar
 from treewise.errors import ConfigError, did_you_mean
 
 
@@ -51,6 +51,8 @@ def settings_of(args: argparse.Namespace, kind: type, command: str) -> Any:
             hint = did_you_mean(f"--{key}", [f"--{name}" for name in fields], f"See treewise {command} --help.")
             raise ConfigError(f"unknown argument '--{key}'.{hint}")
         values[outer] = {**(values[outer] or {}), inner: scalar(value)}
+    for name in mappings:
+        refuse_doubtful(f"--{name}", values[name])
     return kind(**values)
 
 

@@ -86,7 +86,7 @@ TASKS: Keys = {
     "tasks_seed": Annotated[int, Doc("other seeds make other items")],
     "reward_functions": Annotated[list[str], Doc("of rows: module:function or file.py:function; several add up")],
     "reward_weights": Annotated[list[float] | None, Doc("what each of reward_functions counts")],
-    "sampler": Annotated[str, Doc("transformers (this process), or a server: vllm, openai")],
+    "sampler": Annotated[str, Doc("transformers (this process), a server: vllm, openai; or module:Class")],
     "sampler_settings": Annotated[dict | None, Doc("of the sampler, a mapping")],
 }
 # Keys of transformers that few know by their names.
@@ -129,7 +129,8 @@ _GROUPS = {
     "Adapters": "lora load_in_4bit load_in_8bit",
     "Rendering of records": (
         "thinking train_on merge_siblings routing_replay group_by max_length chat_template chat_template_kwargs "
-        "on_drift on_hidden max_record_bytes images_from_network images_from_local_network image_folder max_image_bytes"
+        "template_date on_drift on_hidden max_record_bytes images_from_network images_from_local_network image_folder "
+        "max_image_bytes"
     ),
     "Reinforcement learning": (
         "objective objective_settings advantages advantages_settings old_logprobs reference mini_batches "
@@ -148,7 +149,7 @@ _GROUPS = {
         "eval_strategy eval_steps per_device_eval_batch_size save_strategy save_steps save_total_limit "
         "load_best_model_at_end push_to_hub hub_model_id logging_steps report_to run_name"
     ),
-    "When something goes wrong": "nonfinite max_skipped_steps spike_factor on_save_failure",
+    "When something goes wrong": "nonfinite max_skipped_steps spike_factor on_save_failure verify_saves",
     "Several processes": "sharded shard_config tp_size ep_size context_size balance_ranks",
 }
 GROUPS = {title: keys.split() for title, keys in _GROUPS.items()}

@@ -10,7 +10,7 @@ from treewise.cli import agent_run, run_folder, training_run
 from treewise.cli.config import RunConfig
 from treewise.cli.keys import ONLINE, RENDERING, TASKS, declared
 from treewise.cli.output import is_first_rank
-from treewise.errors import ConfigError, check_choice, num
+from treewise.errors import ConfigError, num
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,9 @@ ELSEWHERE: dict[str, str] = {
         "the model after the last iteration is saved",
     ),
     "data_seed": "with tasks give seed, or tasks_seed",
-    **dict.fromkeys(declared(*RENDERING).keys() - {"max_length", "chat_template", "routing_replay"}, _NO_DATA),
+    **dict.fromkeys(
+        declared(*RENDERING).keys() - {"max_length", "chat_template", "routing_replay", "template_date"}, _NO_DATA
+    ),
     **dict.fromkeys(("num_workers", "on_bad_record", "prepare_ahead", "train_sampling_strategy"), _NO_DATA),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor"), _NO_DATA),
     "dataloader_multiprocessing_context": _NO_DATA,
@@ -66,13 +68,16 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     from treewise.models.load_model import load_tokenizer
     from treewise.rl.online import OnlineTrainer
     from treewise.rl.online.tasks_by_name import task_named
-    from treewise.rl.samplers import SAMPLERS, sampler_named
+    from treewise.rl.samplers import sampler_named
+    from treewise.rl.samplers.by_name import entry_of
 
     recorded: list[Any] = [config.data, config.eval_data]
     if any(data is not None for data in recorded):
         raise ConfigError(
             "tasks and data are both given: a run samples its rollouts or trains on recorded ones, not both."
         )
+    arguments = training_run.training_arguments(config)
+    config = training_run.with_template_date(args, config)
     settings, more = _settings(config, objective), config.more
     given = (more.get("tasks_settings"), more.get("reward_functions") or ())
     agent = more.get("agent")
@@ -81,11 +86,8 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
     weights, seed = more.get("reward_weights"), more.get("tasks_seed", 0)
     task = task_named(more["tasks"], *given, seed, weights, is_for_agent=agent is not None)
     name, sampler_settings = config.more.get("sampler", "transformers"), config.more.get("sampler_settings") or {}
-    check_choice("sampler", name, SAMPLERS)
-    if name != "transformers":
-        folder = str(Path(config.training["output_dir"]) / "server_weights")
-        sampler_settings = {"weights_folder": folder, **sampler_settings}
-    arguments = training_run.training_arguments(config)
+    entry_of(name)
+    folder = {"weights_folder": str(Path(config.training["output_dir"]) / "server_weights")}
     named = (config.model, config.gguf_file) if config.tokenizer is None else (config.tokenizer,)
     tokenizer = load_tokenizer(*named)
     model = training_run.load_model(config, arguments)
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> 
             settings,
             arguments,
             objective=objective,
-            sampler=sampler_named(name, sampler_settings, model),
+            sampler=sampler_named(name, sampler_settings, model, of_servers=folder),
             reference=_reference(config),
             collector=collector,
         )

@@ -21,11 +21,11 @@ from transformers import (
 )
 from typing_extensions import override
 
+from treewise.base.durable import own_file
 from treewise.base.own_files import read_own
 from treewise.cli.run_folder import LOG
 from treewise.errors import duration, num
 from treewise.rl.checks import gap_warning
-from treewise.trainer.checkpoint.store import own_file
 
 # What a line shows of a log.
 _SHOWN = {

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.durable import write_atomically
 from treewise.base.own_files import read_own
 from treewise.cli.config import RunConfig, differences, resolved_text, resolved_values
 from treewise.cli.output import is_first_rank
@@ -34,6 +35,7 @@ def check_folder(folder: Path, resume: str | None, overwrite: bool, *, is_online
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir {folder} is a file; name a folder.")
+    store.check_places(folder)
     if overwrite:
         return
     saved = store.checkpoints(folder)
@@ -82,6 +84,13 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     """The settings that the folder's run was last begun with. Raises `ConfigError` where they are damaged."""
     advice = "which settings have changed since is not known, and the file is written again"
     return read_own(folder / _RESOLVED, resolved_values, advice)
+
+
+def recorded_setting(folder: Path, key: str) -> Any:
+    """What the folder's run was last begun with as the value of a key; None where that is not known."""
+    with suppress(ConfigError):
+        return _settings_of(folder).get(key) if (folder / _RESOLVED).exists() else None
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +172,6 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
 
     A resumed run that was refused (other data, another optimizer) leaves the settings and the end of the one before.
     """
-    from treewise.trainer.checkpoint import store
 
     was_there, before = folder.exists(), _results(folder)
     kept = {name: (folder / name).read_bytes() for name in (_RESOLVED, FINISHED) if (folder / name).is_file()}
@@ -179,7 +187,7 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
                 folder.rmdir()
         elif _results(folder) == before:
             for name, content in kept.items():
-                store.write_atomically(folder / name, content)
+                write_atomically(folder / name, content)
         raise
 
 
@@ -221,7 +229,7 @@ def _write_resolved(
         if overwrite:
             store.recover(folder)
             for path in store.checkpoints(folder):
-                shutil.rmtree(path)
+                store.remove(path)
             for path in (resolved, folder / FINISHED, folder / LOG):
                 path.unlink(missing_ok=True)
             for name in _OF_ONLINE_RUNS:
@@ -238,7 +246,7 @@ def _write_resolved(
             for change in changes:
                 if change.partition(":")[0] not in by_trainer:
                     print(f"changed since this run began: {change}", file=sys.stderr)
-        store.write_atomically(resolved, text)
+        write_atomically(resolved, text)
     except OSError as error:
         named = "" if error.filename2 is None else f", {Path(error.filename2).name} of it"
         raise ConfigError(f"output_dir {folder}{named} cannot be written ({error.strerror}).") from error

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ from treewise.cli.aliases import as_text
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import data_tokenizer, told_reading
 from treewise.cli.output import is_first_rank
-from treewise.cli.run_folder import FINISHED, OpenedFolder, check_folder, tell_finished
+from treewise.cli.run_folder import FINISHED, OpenedFolder, check_folder, recorded_setting, tell_finished
 from treewise.data.io.field_checks import printable, shown
+from treewise.data.io.options import today_as
 from treewise.errors import CheckpointError, ConfigError, StoppedError, TreewiseError, check_choice
 from treewise.models.load_model import load_weights, locate
 from treewise.nn.adapters import adapted
@@ -70,6 +72,22 @@ def check_flags(args: argparse.Namespace, config: RunConfig) -> None:
 
         RunLock(folder).check()  # it is taken once data and model are loaded, and would be refused after minutes
         check_folder(Path(folder), args.resume, args.overwrite, is_online="tasks" in config.more)
+
+
+def with_template_date(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """The configuration with the date that chat templates write as today's: the one that is given, else that of the
+    run which is resumed, else today's. It is one for all processes, and written into the run's folder.
+    """
+    from treewise.distributed import ranks
+
+    is_online = "tasks" in config.more
+    given = config.more.get("template_date") if is_online else config.render.template_date
+    folder = Path(str(config.training["output_dir"]))
+    recorded = recorded_setting(folder, "template_date") if args.resume else None
+    day = given or ranks.on_first_rank(lambda: recorded or today_as())
+    if is_online:
+        return replace(config, more={**config.more, "template_date": day})
+    return replace(config, render=replace(config.render, template_date=day))
 
 
 def training_arguments(config: RunConfig) -> "TreeTrainingArguments":
@@ -142,7 +160,7 @@ def load_data(config: RunConfig, *, read_only: bool = False) -> tuple["Trees", "
         if paths is None:
             datasets.append(None)
             continue
-        with told_reading(f"reading {name}") as advance:
+        with told_reading(f"reading {name}", tokenizer, config) as advance:
             dataset = load_trees(
                 paths,
                 tokenizer,
@@ -289,6 +307,7 @@ def _save_final(trainer: Any, folder: Path, command: str) -> None:
                 f"{error} The run has no checkpoint (save_strategy), so its weights are lost."
             ) from error
         rest = "" if store.step_of(saved[-1]) == step else f", which trains the steps to {step} again"
+        advice = "make room" if store.is_for_room(error) else "mend that"
         raise CheckpointError(
-            f"{error} The run goes on from {saved[-1].name}: make room, then: {command} --resume{rest}"
+            f"{error} The run goes on from {saved[-1].name}: {advice}, then: {command} --resume{rest}"
         ) from error

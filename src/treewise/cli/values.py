@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from treewise.errors import ConfigError, did_you_mean, parts_of
 MAX_VALUES = 100_000  # of a configuration, each alias counted as what it stands for
 _MAX_DIGITS = 1000  # of an integer; Python reads a few thousand at most
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+_LEADING_ZERO = re.compile(r"[+-]?0[0-9_]+.*")  # eight to one reader, ten to another
 _NAMES: dict[Any, str] = {
     bool: "true or false",
     int: "an integer",
@@ -27,6 +29,47 @@ _NAMES: dict[Any, str] = {
     dict: "a mapping",
     type(None): "nothing",
 }
+
+
+class Doubtful(str):
+    """A word without quotes that YAML 1.1 reads as something else than it says: `no`, `010`, `1:30`."""
+
+    read_as: object = None
+
+
+class _Loader(yaml.SafeLoader):
+    """Values as YAML 1.2 has them; what 1.1 reads otherwise is `Doubtful`, and dates stay text."""
+
+
+def _plain_value(loader: _Loader, node: yaml.ScalarNode) -> object:
+    tag, text = node.tag.rpartition(":")[2], str(node.value)
+    if tag == "timestamp":
+        return text
+    value = getattr(yaml.SafeLoader, f"construct_yaml_{tag}")(loader, node)
+    is_same = text.lower() in ("true", "false") if tag == "bool" else ":" not in text
+    if is_same and not (tag == "int" and _LEADING_ZERO.fullmatch(text)):
+        return value
+    word = Doubtful(text)
+    word.read_as = value
+    return word
+
+
+for _tag in ("bool", "int", "float", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _plain_value)
+
+
+def refuse_doubtful(key: str, value: object) -> None:
+    """Raises `ConfigError` for what YAML 1.1 reads otherwise, within a value whose parts have no type."""
+    if isinstance(value, Doubtful):
+        raise ConfigError(f"{key} is {_doubt(value)}")
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        refuse_doubtful(f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]", item)
+
+
+def _doubt(value: Doubtful) -> str:
+    way = "true or false" if isinstance(value.read_as, bool) else "the number in digits"
+    read = str(value.read_as).lower()
+    return f"{str(value)!r}, which YAML 1.1 reads as {read}; write {way}, or quote it if it is meant as text."
 
 
 def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]:
@@ -42,7 +85,7 @@ def read_file(path: Path, required: Sequence[str]) -> dict[str, tuple[Any, str]]
     except OSError as error:
         raise ConfigError(f"{path}: the configuration cannot be read ({error.strerror}).") from None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"{path}: empty; a configuration names at least {', '.join(required)}.")
@@ -72,10 +115,12 @@ def read_value(text: str) -> object:
         yaml.YAMLError: it is not YAML.
         ConfigError: its aliases stand for more values than a configuration holds.
     """
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    if node is not None:
-        _check_size(node, "a flag's value")
-    return yaml.safe_load(text)
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _check_size(node, "a flag's value")
+    return loader.construct_document(node)
 
 
 def read_mapping(flag: str, text: str) -> dict[str, Any]:
@@ -88,6 +133,7 @@ def read_mapping(flag: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{flag} {text!r} is not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} {text!r} is not a mapping; write '{{name: value}}'.")
+    refuse_doubtful(flag, value)
     return value
 
 
@@ -139,10 +185,18 @@ def coerce(key: str, value: object, annotation: object) -> Any:
     kinds = kinds_of(annotation)
     if key.endswith("_kwargs"):  # transformers declares these as text, too, and calls functions with them later
         kinds -= {str}
-    if isinstance(value, str):
+    if isinstance(value, Doubtful):
+        is_word = isinstance(value.read_as, bool)
+        if not is_word and not kinds & {str, list}:
+            wanted = " or ".join(dict.fromkeys(_NAMES[kind] for kind in _NAMES if kind in kinds))
+            raise ConfigError(f"{key} must be {wanted}, found {_doubt(value)}")
+        value = value.read_as if is_word and value not in choices_of(annotation) else str(value)
+    elif isinstance(value, str):
         value = _from_text(value, kinds)
     if value is False and str in kinds and bool not in kinds and key.endswith("_strategy"):
         value = "no"  # YAML 1.1 reads a bare `no` as false
+    if type(value) is date and str in kinds:
+        value = value.isoformat()  # YAML reads 2026-11-28 as a date
     if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
         value = int(value)
     if isinstance(value, str) and list in kinds and str not in kinds:
@@ -201,6 +255,8 @@ def _from_text(text: str, kinds: set[Any]) -> object:
         return word in _TRUE
     if type(None) in kinds and str not in kinds and word in ("none", "null", "~", ""):
         return None
+    if _LEADING_ZERO.fullmatch(word):
+        return text
     if int in kinds and len(word) < _MAX_DIGITS and re.fullmatch(r"[+-]?[0-9][0-9_]*", word):
         return int(word)
     if {int, float} & kinds:

@@ -1,9 +1,10 @@
-"""What a command prints while it works, so that none is silent for more than five seconds.
+"""What a command prints while it works, so that none leaves its user in doubt.
 
     step 3: forward and backward, 12,288 of 110,026 tokens in 0:41, about 5:20 left
 
-On a terminal it is one line that is written anew and goes away; a log file gets a line for every five seconds in which
-nothing else was printed. Both on stderr, from a thread of their own: torch may work for minutes in one call.
+On a terminal it is one line from the first second of silence on, which is written anew and goes away. A log file gets
+one line where the command takes more than a second to start, and then one for every thirty seconds in which nothing
+else was printed. Both on stderr, from a thread of their own: torch may work for minutes in one call.
 """
 
 import shutil
@@ -14,13 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from treewise.base.progress import listeners
+from treewise.base.progress import ERASE, listeners
 from treewise.cli.output import is_first_rank
 from treewise.errors import duration, num
 
-SECONDS = 4.5  # in which nothing was printed; with the pause between two looks no more than five
-SECONDS_OF_A_LINE = 1.0  # on a terminal, until it is written anew
-ERASE = "\r\x1b[2K"
+SECONDS = 1.0  # in which nothing was printed: on a terminal, and before a command has begun its work
+SECONDS_OF_A_LOG = 30.0
+LOADING = "loading packages"  # what a command does before its first work: torch and transformers take seconds
 
 
 class WorkProgress:
@@ -59,8 +60,9 @@ class WorkProgress:
         done, spent = self.reached()[0], self._at - self._began
         return done / spent if done and spent > 0 else None
 
-    def line(self, now: float, speed: float | None) -> str:
-        """What is being done, how much of how much, since when, and how long it is going to take.
+    def line(self, now: float, speed: float | None) -> tuple[str, str]:
+        """What is being done; and how much of how much, since when, and how long it is going to take, unless that is
+        over.
 
         speed: of earlier work of this kind.
         """
@@ -68,10 +70,10 @@ class WorkProgress:
         head = self._what if self._part in ("", self._what) else f"{self._what}: {self._part}"
         if not of:
             counted = f", {num(done, self._unit)} in" if done else ","
-            return f"{head}{counted} {duration(spent)}"
-        line = f"{head}, {done:,} of {num(of, self._unit)} in {duration(spent)}"
-        speed = self.speed or speed
-        return f"{line}, about {duration(max(0.0, of / speed - spent))} left" if speed and done < of else line
+            return head, f"{counted} {duration(spent)}"
+        counted, speed = f", {done:,} of {num(of, self._unit)} in {duration(spent)}", self.speed or speed
+        left = of / speed - spent if speed and done < of else 0.0
+        return head, f"{counted}, about {duration(left)} left" if left >= 1 else counted
 
 
 class Waiting:
@@ -79,24 +81,28 @@ class Waiting:
     it. Others work beside it.
 
     Parameters:
-        what: the command, until something begins.
+        what: the command, which loads packages until something begins or is printed.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last, self._thread = clock, clock(), threading.get_ident()
-        self._works = [WorkProgress(what, None, self._last)]
+        self.is_loading = True
+        self._command = WorkProgress(what, None, self._last)
+        self._works = list[WorkProgress]()
         self._speeds = dict[tuple[str, str], float]()  # of finished work by its kind
 
-    def begins(self, what: str, total: int | None, *, is_part: bool) -> None:
-        if self._listens:
-            self._works = [*(self._works if is_part else ()), WorkProgress(what, total, self._clock())]
+    def begins(self, what: str, total: int | None) -> WorkProgress | None:
+        if not self._listens:
+            return None
+        self.is_loading = False
+        self._works = [*self._works, WorkProgress(what, total, self._clock())]
+        return self._works[-1]
 
-    def ends(self) -> None:
-        if self._listens:
-            self._works = self._works[:-1] or self._works
+    def ends(self, work: object) -> None:
+        self._works = [each for each in self._works if each is not work]
 
     def reaches(self, what: str, done: int, total: int | None, unit: str) -> None:
-        if not self._listens:
+        if not self._listens or not self._works:
             return
         work = self._works[-1]
         work.reaches(what, done, total, unit, self._clock())
@@ -117,10 +123,15 @@ class Waiting:
         """Begins to count the seconds of silence anew."""
         self._last = self._clock()
 
-    def line(self) -> str:
-        """Of what is being done now."""
-        work = self._works[-1]
-        return work.line(self._clock(), self._speeds.get(work.kind))
+    def line(self, width: int | None = None) -> str:
+        """Of what is being done now; within a width how far it is comes before what it is."""
+        work = (self._works or [self._command])[-1]
+        head, rest = work.line(self._clock(), self._speeds.get(work.kind))
+        if self.is_loading:
+            head += f": {LOADING}"
+        if width is not None and len(head) + len(rest) > width:
+            head = f"{head[: max(0, width - len(rest) - 1)]}…"
+        return "".join(char if char.isprintable() else "?" for char in f"{head}{rest}"[:width])  # names hold anything
 
 
 class NoticingStream:
@@ -138,37 +149,41 @@ class NoticingStream:
 
 
 class Printer(threading.Thread):
-    """Prints the line, from when nothing was printed for `SECONDS`."""
+    """Prints the line where nothing else was printed for a while."""
 
     def __init__(self, waiting: Waiting, stream: Any) -> None:
         super().__init__(name="treewise-waiting", daemon=True)
         self._waiting, self._stream = waiting, stream
         self._is_terminal = bool(getattr(stream, "isatty", bool)())
         self._is_shown = False
+        self._seconds = SECONDS  # of silence, before the next line
         self._lock, self._over = threading.RLock(), threading.Event()
 
     def run(self) -> None:
         with suppress(OSError, ValueError):  # whoever read it is gone
-            while not self._over.wait(min(SECONDS, SECONDS_OF_A_LINE) / 2):
+            while not self._over.wait(min(SECONDS, self._seconds) / 2):
                 with self._lock:
                     self.print_if_due()
 
     def print_if_due(self) -> None:
         """Prints the line where nothing was printed for long enough."""
-        if self._waiting.seconds_silent < (SECONDS_OF_A_LINE if self._is_shown else SECONDS):
+        if not self._waiting.is_loading and not self._is_terminal:
+            self._seconds = SECONDS_OF_A_LOG
+        if self._waiting.seconds_silent < self._seconds:
             return
-        line = "".join(char if char.isprintable() else "?" for char in self._waiting.line())  # names hold anything
         if self._is_terminal:
-            self._stream.write(f"{ERASE}{line[: shutil.get_terminal_size().columns - 1]}")
+            self._stream.write(f"{ERASE}{self._waiting.line(shutil.get_terminal_size().columns - 1)}")
             self._is_shown = True
         else:
-            self._stream.write(f"{line}\n")
+            self._stream.write(f"{self._waiting.line()}\n")
+            self._seconds = SECONDS_OF_A_LOG
         self._stream.flush()
         self._waiting.printed()
 
     def make_room(self) -> None:
         """Before something else is printed."""
         with self._lock:
+            self._waiting.is_loading = False
             self._waiting.printed()
             if self._is_shown:
                 self._is_shown = False
@@ -184,8 +199,8 @@ class Printer(threading.Thread):
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Around a command: says on stderr what takes long. what: the command."""
-    if not is_first_rank():
+    """Around a command, or the one that it is part of: says on stderr what takes long. what: the command."""
+    if not is_first_rank() or any(isinstance(each, Waiting) for each in listeners):
         yield
         return
     waiting, before = Waiting(f"treewise {what}"), (sys.stdout, sys.stderr)

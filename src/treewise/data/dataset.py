@@ -1,13 +1,13 @@
 """Training trees: what a load gives back, one tree at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.lazy_sequence import LazySequence
 from treewise.data.io.options import LoadReport
 from treewise.data.io.rows import first_id_outside, table_columns, trajectories_of
@@ -33,14 +33,16 @@ class TrainingTree:
     routing_replay: str = "exact"
 
     def forest(self) -> Forest:
-        """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given."""
+        """The tree of its trajectories, shared prefixes merged; or the declared tree as it was given, whose paths have
+        the rewards and rollouts of their last nodes, unless it is too large to hold them flat.
+        """
         if self.nodes is None:
             return Forest.from_trajectories(self.trajectories or ())
         nodes = self.nodes
         names = dict.fromkeys(name for streams in nodes["streams"] for name in streams)
         if self.routing_replay != "exact":
             names.pop("routed_experts", None)
-        return Forest.from_nodes(
+        forest = Forest.from_nodes(
             nodes["parent"],
             nodes["token_ids"],
             **{name: [streams.get(name) for streams in nodes["streams"]] for name in names},
@@ -50,6 +52,14 @@ class TrainingTree:
             source=self.source,
             images=nodes["images"],
         )
+        if forest.is_flat:
+            labels = zip(nodes["is_end"], nodes["reward"], nodes["rollout"], strict=True)
+            ends = [(reward, rollout) for is_end, reward, rollout in labels if is_end]
+            forest.trajectories = tuple(
+                replace(item, reward=reward, rollout=rollout)
+                for item, (reward, rollout) in zip(forest.trajectories, ends, strict=True)
+            )
+        return forest
 
     def flat_trajectories(self) -> list[Trajectory]:
         """All trajectories; those of a declared tree are its paths.
@@ -67,16 +77,22 @@ class TrainingTree:
             )
         return list(forest.trajectories)
 
-    def labelled_trajectories(self) -> list[Trajectory]:
-        """`flat_trajectories` with their rewards and rollouts. Raises the same error."""
-        if self.nodes is None:
-            return self.flat_trajectories()
-        labels = zip(self.nodes["is_end"], self.nodes["reward"], self.nodes["rollout"], strict=True)
-        ends = [(reward, rollout) for is_end, reward, rollout in labels if is_end]
-        return [
-            replace(item, reward=reward, rollout=rollout)
-            for item, (reward, rollout) in zip(self.flat_trajectories(), ends, strict=True)
+    def marked(self, mark: Hashable) -> "TrainingTree":
+        """The same tree as another sample: its groups and rollouts are none of those that other marks have."""
+        if self.nodes is not None:
+            own = [self.name if group is None else group for group in self.nodes["group"]]
+            return replace(self, nodes={**self.nodes, "group": [(group, mark) for group in own]})
+        marked = [
+            replace(item, rollout=None if item.rollout is None else (item.rollout, mark))
+            if item.group is None
+            else replace(item, group=(item.group, mark))
+            for item in self.trajectories or ()
         ]
+        return replace(self, trajectories=marked)
+
+    def labelled_trajectories(self) -> list[Trajectory]:
+        """All trajectories, with their rewards and rollouts. Raises the error of `flat_trajectories`."""
+        return self.flat_trajectories()
 
 
 class TreeDataset(LazySequence[TrainingTree]):
@@ -118,7 +134,7 @@ class TreeDataset(LazySequence[TrainingTree]):
         if trajectories is not None and self._routing_replay == "off":
             trajectories = [replace(trajectory, routed_experts=None) for trajectory in trajectories]
         if trajectories is not None and self._routing_replay == "by_tokens":
-            trajectories = feature("routes").by_tokens(trajectories)
+            trajectories = features.routes.by_tokens(trajectories)
         return TrainingTree(
             name=self.names[index],
             trajectories=trajectories,

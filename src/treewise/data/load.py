@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 import pyarrow as pa
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.base.hub import reachable
 from treewise.data.dataset import TreeDataset
 from treewise.data.io.field_checks import printable
 from treewise.data.io.files import PathLike, Placed, tool_files
@@ -35,7 +36,7 @@ from treewise.data.io.rows import (
 from treewise.data.raw import is_part
 from treewise.data.records import Job, RecordReader
 from treewise.data.render.messages import find_tools
-from treewise.data.render.template import template_text
+from treewise.data.render.template import NOW, template_text
 from treewise.data.sources import Source, open_sources, read_sources
 from treewise.errors import ConfigError, DataError, check_choice, did_you_mean, num
 
@@ -108,11 +109,11 @@ def load_trees(
     tokenizer = _tokenizer(tokenizer)
     if not any(map(is_part, data if isinstance(data, list | tuple) else [data])):
         return _load(open_sources(data, options.max_record_bytes), tokenizer, settings)
-    parts = feature("mixtures").parts_of(data)
+    parts = features.mixtures.parts_of(data)
     if settings.quarantines:
         raise ConfigError("a mixture takes no on_bad_record='quarantine'; load its parts first, then mix them.")
     loaded = [_load(open_sources(part, options.max_record_bytes), tokenizer, settings) for part, _ in parts]
-    return feature("mixtures").mix(loaded, [weight for _, weight in parts])
+    return features.mixtures.mix(loaded, [weight for _, weight in parts])
 
 
 def _refuse(unknown: Mapping[str, object]) -> None:
@@ -146,7 +147,12 @@ def _load(
     tokenizer = tokenizer if processor is None else processor.tokenizer
     merge = settings.options.merge_siblings, settings.options.routing_replay
     warnings: list[str] = []
-    entry = _entry(sources, tokenizer, settings)
+    images = None
+    if processor is not None:
+        image_reader = features.image_records.image_reader
+        images = image_reader(processor, settings.options, settings.folder, keeps=not settings.read_only)
+    reader = RecordReader(tokenizer, settings.options, images)
+    entry = _entry(sources, reader, settings)
     if entry is not None:
         try:
             stored = read_entry(entry) or read_entry(entry.with_suffix(MAPPED))
@@ -155,11 +161,6 @@ def _load(
         else:
             if stored is not None:
                 return TreeDataset(*stored, LoadReport(**stored[1]["report"]), *merge)
-    images = None
-    if processor is not None:
-        image_reader = feature("image_records").image_reader
-        images = image_reader(processor, settings.options, settings.folder, keeps=not settings.read_only)
-    reader = RecordReader(tokenizer, settings.options, images)
     processes = choose_num_workers(settings.num_workers, sum(source.num_bytes for source in sources))
     with TreeBuilder(reader, settings) as builder, _shown(settings.progress) as advance:
         jobs = read_sources(sources, builder.report, builder.drop_bad if settings.quarantines else None)
@@ -193,7 +194,7 @@ def choose_num_workers(num_workers: int | None, num_bytes: int) -> int:
 def _read_all(jobs: Iterable[Job], reader: RecordReader, num_workers: int) -> Iterator[tuple[int, list[RecordResult]]]:
     """Batches of results in the order of the jobs, each with the bytes it came from."""
     if num_workers:
-        return feature("workers").read_all(_batches(jobs), reader, num_workers)
+        return features.workers.read_all(_batches(jobs), reader, num_workers)
     return ((num_bytes, reader.read_batch(batch)) for num_bytes, batch in _batches(jobs))
 
 
@@ -211,10 +212,12 @@ def _batches(jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:
         yield size, batch
 
 
-def _entry(sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | None", settings: _Settings) -> Path | None:
-    """The entry of the cache for all that the result depends on: names and content of sources, side files, options and
-    tokenizer. None without a tokenizer, or where a source has no identity.
+def _entry(sources: Sequence[Source], reader: RecordReader, settings: _Settings) -> Path | None:
+    """The entry of the cache for all that the result depends on: names and content of sources, side files, options,
+    tokenizer, and the date where the chat template writes one. None without a tokenizer, or where a source has no
+    identity.
     """
+    tokenizer = reader.tokenizer
     if tokenizer is None or any(source.data_file is None and source.identity is None for source in sources):
         return None
     names = [f"{source.name}\n{source.identity}" for source in sources]
@@ -224,6 +227,10 @@ def _entry(sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase | None
     if template and "{" not in template and Path(template).is_file():
         files.append(Path(template))
     own = [settings.options.to_json(), str(settings.allow_partial_tail), tokenizer_hash(tokenizer)]
+    text = reader.template_text()
+    own.append(str(text))
+    if NOW in str(text):  # a reader of its own, since what reads is sent to workers without a template
+        own += RecordReader(tokenizer, settings.options, reader.images).template.dates
     return settings.folder / f"{cache_key([*own, *names], files)}.parquet"
 
 
@@ -233,8 +240,9 @@ def _tokenizer(tokenizer: Any) -> object:
     from transformers import AutoProcessor, AutoTokenizer
 
     has_processor = any((Path(tokenizer) / name).is_file() for name in PROCESSOR_FILES)
+    place = str(tokenizer) if Path(tokenizer).exists() else reachable(str(tokenizer))
     try:
-        return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(tokenizer)
+        return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(place)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"tokenizer {str(tokenizer)!r} cannot be loaded: {reason}") from error
@@ -243,7 +251,7 @@ def _tokenizer(tokenizer: Any) -> object:
 def _shown(progress: bool | Callable[[int, int], object]) -> AbstractContextManager[Callable[[int, int], object]]:
     """Gives `advance(num_bytes, num_records)`, which shows how far the load is."""
     if progress is True:
-        return feature("progress_bar").progress_bar()
+        return features.progress_bar.progress_bar()
     return nullcontext(progress or _unseen)
 
 
@@ -301,6 +309,7 @@ class TreeBuilder:
             self.report.unused_keys[key] = self.report.unused_keys.get(key, 0) + 1
         self.report.num_compared += result.is_compared
         self.report.num_preferences += result.is_preference
+        self.report.dates = list(dict.fromkeys([*self.report.dates, *result.dates]))
         self.report.num_drifted += bool(result.drift)
         if result.is_grouped_by_prompt and result.rollout is not None:
             # Rows of one rollout that name no group have different prompts: that of the first is the rollout's.
@@ -340,7 +349,7 @@ class TreeBuilder:
         for (file, name), (tree, placed) in self.node_trees.items():
             try:
                 self.reader.left_out = []
-                rows_of = feature("declared_trees").rows_of
+                rows_of = features.declared_trees.rows_of
                 _, rows = rows_of(self.reader, placed, find_tools(placed[0]), is_forest=False)
             except UnusableError as error:
                 self.report.dropped.append((error.location, error.reason))

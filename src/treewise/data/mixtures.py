@@ -13,7 +13,7 @@ from treewise.base.lazy_sequence import LazySequence
 from treewise.data.dataset import TrainingTree, TreeDataset
 from treewise.data.io.field_checks import shown
 from treewise.data.io.options import LoadReport
-from treewise.data.raw import is_part
+from treewise.data.raw import OF_AXOLOTL, is_part
 from treewise.errors import ConfigError, DataError, num
 
 MAX_MIXED = 100_000_000  # trees of a part of a mixture
@@ -22,12 +22,22 @@ MAX_MIXED = 100_000_000  # trees of a part of a mixture
 class SelectedTrees(LazySequence[TrainingTree]):
     """Trees out of one or several data sets, in an order of its own; a tree may appear several times.
 
+    Each is a sample of its own: copies of a tree, and trees of two data sets, have no group or rollout in common.
+
     Has what a `TreeDataset` has. report: of all data sets together, with `num_trees` counting the selected trees.
     """
 
     def __init__(self, parts: Sequence[TreeDataset], index: np.ndarray) -> None:
         """index: [trees, 2] int64, the data set and the tree in it."""
         self._parts, self._index = tuple(parts), index
+        self._copy = np.zeros(len(index), dtype=np.int64)  # how often a tree was there before
+        _, times = np.unique(index, axis=0, return_counts=True)
+        in_order = np.lexsort((index[:, 1], index[:, 0]))  # as `unique` has them, equal ones as they come
+        self._copy[in_order] = np.arange(len(index)) - np.repeat(np.cumsum(times) - times, times)
+        self._first_part: dict[str, int] = {}  # that has a tree of a name
+        for number, part in enumerate(parts if len(parts) > 1 else ()):
+            for name in part.names:
+                self._first_part.setdefault(name, number)
         self.report = LoadReport.joined([part.report for part in parts], len(index))
         facts = json.dumps([part.fingerprint for part in parts]).encode()
         self.fingerprint = hashlib.sha256(facts + np.ascontiguousarray(index).tobytes()).hexdigest()
@@ -38,7 +48,9 @@ class SelectedTrees(LazySequence[TrainingTree]):
     def item(self, index: int) -> TrainingTree:
         """The tree at an index from 0 to the length."""
         part, tree = self._index[index].tolist()
-        return self._parts[part][tree]
+        found, copy = self._parts[part][tree], int(self._copy[index])
+        is_first = self._first_part.get(found.name, part) == part
+        return found if is_first and not copy else found.marked(copy if is_first else (part, copy))
 
     @property
     def names(self) -> Sequence[str]:
@@ -65,7 +77,7 @@ def parts_of(data: Any) -> list[tuple[Any, float]]:
     """The parts of a mixture (`{"data": ..., "weight": ...}`, one or a list) and their weights.
 
     Raises:
-        DataError: a part without data.
+        DataError: a part without data, or with axolotl's keys for what is found here without them.
     """
     parts = []
     for index, item in enumerate(data if isinstance(data, list | tuple) else [data]):
@@ -73,6 +85,11 @@ def parts_of(data: Any) -> list[tuple[Any, float]]:
             parts.append((item, 1.0))
             continue
         name = "data" if "data" in item else "path"
+        if unread := sorted(OF_AXOLOTL & set(item)):
+            raise DataError(
+                f"data[{index}] has {', '.join(map(repr, unread))}, which nothing reads; leave it out: the form of a "
+                "record is found by its keys, and a split is a part of the name, as hf:org/name[train]."
+            )
         if set(item) not in ({name, "weight"}, {name}):
             raise DataError(f"data[{index}] of a mixture is {shown(item)}; give {{data: ..., weight: ...}}.")
         parts.append((item[name], item.get("weight", 1.0)))

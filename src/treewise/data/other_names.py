@@ -30,13 +30,14 @@ IN_RECORD = {
     **dict.fromkeys(OTHER_MASKS, "it needs token_ids to align with; messages take weight or train"),
     "system": 'put it in front of messages, as {"role": "system", "content": ...}',
     "group_id": "write it as group, or set group_by: group_id",
-    "weight": "weights belong to messages, or are loss_weights of tokens",
     "chat_template_kwargs": "variables of the template are the same for all records; give them as chat_template_kwargs",
     **dict.fromkeys(MEDIA, "images are read beside messages and token_ids; take it out, or write `images`"),
 }
 IN_MESSAGE = dict.fromkeys(
     MEDIA, "an image is a part of content, {type: image, image: ...}; videos and sounds are not read"
 )
+MARKS = ("weight", "train", "training", "loss")  # where nothing reads them: "loss" alone may be a figure
+MISPLACED = "weights belong to messages and parts of their content, or are loss_weights of tokens"
 IN_NODE = dict.fromkeys(OTHER_MASKS, "write it as loss_weights, one per token (0: context)")
 IN_SEQ = dict.fromkeys(OTHER_MASKS, "write it as loss, [start, end) of every trained range")
 HINTS = {"": IN_RECORD, "nodes": IN_NODE, "seqs": IN_SEQ, "calls": {}}  # of others: IN_MESSAGE
@@ -60,7 +61,7 @@ def raise_no_form(record: Record, forms: list[str], location: str) -> NoReturn:
         known = dict.fromkeys(name for form in FORMS.values() for name in form.needs)
         near = "".join(did_you_mean(key, known) for key in list(record)[:12] if key not in known)
         raise DataError(
-            f"{location}: a record with {keys} matches no form{_foreign(record)}.{near} The forms (docs/data.md):\n"
+            f"{location}: a record with {keys} matches no form{_foreign(record)}.{near} The forms (docs/forms.md):\n"
             f"{examples}"
         )
     raise DataError(
@@ -97,8 +98,6 @@ def unused_keys(holders: Iterable[tuple[str, Record, frozenset[str]]], form: str
     unused: dict[str, None] = {}
     for place, value, known in holders:
         name = place.partition("[")[0]
-        if not name and value.get("train") is False:
-            raise DataError(f"{location}: train: false is for messages; leave the record out instead.")
         hints = IN_NODE if form == "tree_node" and not name else HINTS.get(name, IN_MESSAGE)
         keys = _unused(value, known, hints, f"{location}: {place}" if name else location)
         unused |= dict.fromkeys(f"{name}[].{key}" if name else key for key in keys)
@@ -108,6 +107,10 @@ def unused_keys(holders: Iterable[tuple[str, Record, frozenset[str]]], form: str
 def _unused(value: Mapping[str, Any], known: frozenset[str], hints: Mapping[str, str], location: str) -> Iterator[str]:
     for key in value:
         item = value[key]
+        if key in MARKS and key not in known and (item is False or (key == "weight" and item is not None)):
+            of_record = "is for messages; leave the record out instead"
+            why = of_record if hints is IN_RECORD and item is False else f"is not read: {MISPLACED}"
+            raise DataError(f"{location}: {key}: {'false' if item is False else shown(item)} {why}.")
         if key in known or item is None or item is False or (isinstance(item, str | list | dict) and not item):
             continue
         if key in hints:

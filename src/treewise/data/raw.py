@@ -10,6 +10,12 @@ CLASSES = {
     "pyarrow": ("Table",),
 }
 
+PART = {"data", "path", "weight"}
+OF_AXOLOTL = {
+    *("type", "ds_type", "name", "split", "train_on_split", "shards", "data_files", "field", "chat_template", "roles"),
+    *("field_messages", "message_property_mappings", "message_field_role", "message_field_content", "roles_to_train"),
+}  # further keys of its data sets
+
 
 def is_raw_data(data: object) -> bool:
     """Whether these are records, or name some."""
@@ -21,8 +27,10 @@ def is_raw_data(data: object) -> bool:
 
 
 def is_part(item: object) -> bool:
-    """Whether an item of data is a part of a mixture, `{"data": ..., "weight": ...}`."""
-    return isinstance(item, Mapping) and bool(item) and set(item) <= {"data", "path", "weight"}
+    """Whether an item of data is a part of a mixture, `{"data": ..., "weight": ...}`, or one as axolotl has it."""
+    if not isinstance(item, Mapping) or not item:
+        return False
+    return set(item) <= PART or ("path" in item and set(item) <= PART | OF_AXOLOTL)
 
 
 def is_table(data: object) -> bool:

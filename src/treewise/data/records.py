@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io.field_checks import label, number, printable, shown
 from treewise.data.io.files import PartialTailError, Placed, RawRecord, raw_text
 from treewise.data.io.forms import FORMS, Record, forms_of, is_packed, parse, with_unknown_keys
-from treewise.data.io.options import RenderOptions
+from treewise.data.io.options import RenderOptions, today_as
 from treewise.data.io.replies import KEYS, UnusableError
 from treewise.data.io.rows import RecordResult, Row
 from treewise.data.render import chat
 from treewise.data.render.messages import IMAGES, Tools, WeightedMessages, clean_conversation, find_tools
 from treewise.data.render.piece_tokenizer import Encoder
-from treewise.data.render.template import Template
+from treewise.data.render.template import Template, template_text
 from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
 
@@ -40,7 +40,8 @@ NEEDS_TOKENIZER = (
 
 
 class RecordReader:
-    """Reads records under one tokenizer and one set of options. images: reads those of records.
+    """Reads records under one tokenizer and one set of options. images: reads those of records. today: the date that
+    chat templates write, one for all workers.
 
     left_out: replies of the record that was read last which cannot be trained for how they ended.
     """
@@ -51,6 +52,7 @@ class RecordReader:
         self.tokenizer = tokenizer
         self.options = options
         self.images = images
+        self.today = options.template_date or today_as()
         self.left_out: chat.LeftOut = []
 
     def read_batch(self, batch: Iterable[Job]) -> list[RecordResult]:
@@ -61,7 +63,7 @@ class RecordReader:
         """The rows of a record, or its error; for a row of several samples those of each."""
         try:
             record = parse(raw)
-            samples = feature("packed_rows").samples_of(record, raw.location) if is_packed(record) else None
+            samples = features.packed_rows.samples_of(record, raw.location) if is_packed(record) else None
         except DataError as error:
             return [_failed(raw, error)]
         if samples is None:
@@ -99,7 +101,8 @@ class RecordReader:
         result.counted |= self.take_counted()
         if self.tokenizer is not None and "template" in self.__dict__:
             result.warnings += list(self.template.notes)
-            written = str(self.template.text or getattr(self.tokenizer, "chat_template", None))  # and may read it
+            result.dates = [self.today] if self.template.is_dated else []
+            written = self.template.source  # and may read it
             unused = result.unused_keys
             result.unused_keys = [
                 key for key in unused if not (key.startswith("messages[].") and key.partition(".")[2] in written)
@@ -117,12 +120,18 @@ class RecordReader:
     def template(self) -> Template:
         """The chat template at hand, with the tokenizer."""
         options = self.options
-        template = options.chat_template
-        if template is None and self.images is not None:
-            template = getattr(self.images.processor, "chat_template", None)
+        template = options.chat_template or self._of_processor()
         kwargs = dict(options.chat_template_kwargs)
-        placer = None if self.images is None else feature("image_records").ImagePlacer(self.images)
-        return Template(Encoder(self.tokenizer), template, kwargs, options.on_hidden, placer)
+        placer = None if self.images is None else features.image_records.ImagePlacer(self.images)
+        return Template(Encoder(self.tokenizer), template, kwargs, options.on_hidden, placer, self.today)
+
+    def _of_processor(self) -> str | None:
+        return None if self.images is None else getattr(self.images.processor, "chat_template", None)
+
+    def template_text(self) -> object:
+        """The text of that template, or several by name."""
+        given = template_text(self.options.chat_template) or self._of_processor()
+        return given or getattr(self.tokenizer, "chat_template", None)
 
     def _fill(self, result: RecordResult, item: Placed) -> None:
         """Reads a record by its form, which may be that of another as which it is written first.
@@ -164,14 +173,14 @@ class RecordReader:
     def prepared(self, talk: WeightedMessages, item: Placed) -> WeightedMessages:
         """A conversation as the template takes it, with its images read."""
         if "images" in item.value or any(message.get(IMAGES) for message in talk.messages):
-            talk = feature("image_records").with_images(talk, item, self.images)
+            talk = features.image_records.with_images(talk, item, self.images)
         return self.template.prepare(talk, item.location)
 
     def conversation(self, talk: WeightedMessages, tools: Tools, location: str, first: int = 0) -> list[Row]:
         """The rows of a conversation. first: of the messages that may be trained."""
         keeps = self.options.thinking == "keep"
         made = chat.conversation_calls(talk, self.options.train_on, location, first, keeps=keeps)
-        render = feature("kept_reasoning").render_kept if keeps else chat.render_calls
+        render = features.kept_reasoning.render_kept if keeps else chat.render_calls
         return render(self.template, made, tools, location, self.left_out)
 
     def label(self, rows: list[Row], record: Record, group: Label, rollout: Label, location: str) -> None:
@@ -220,7 +229,7 @@ def detect_form(record: Record, location: str) -> str:
 
 def _form_and_reader(record: Record, location: str) -> tuple[str, Any]:
     form = detect_form(record, location)
-    return form, feature(FORMS[form].reader) if FORMS[form].reader else None
+    return form, getattr(features, FORMS[form].reader) if FORMS[form].reader else None
 
 
 def rollout_of(item: Placed) -> Label:
@@ -242,7 +251,7 @@ def _with_ending(record: Record, form: str, location: str) -> Record:
     """
     if form in ("calls", "preference") or KEYS.isdisjoint(record):
         return record
-    endings = feature("endings")
+    endings = features.endings
     reason = endings.own_reason(record)
     if reason is None:
         return record

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.paths import path_of
 from treewise.data.io.field_checks import printable, shown
 from treewise.data.io.files import (
@@ -74,7 +74,7 @@ def open_sources(data: object, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES)
         DataError: nothing, or something else; a path, split or name that does not exist; several splits at once.
     """
     if is_table(data) or (isinstance(data, str | Path) and is_of_tables(str(data))):
-        return [feature("tables").opened(data)]
+        return [features.tables.opened(data)]
     if isinstance(data, str | Path):
         return [Source.of_file(file, max_record_bytes) for file in find_files(data)]
     if isinstance(data, list | tuple):
@@ -157,7 +157,7 @@ def read_records(path: Path, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES) -
     with errors_named(path):
         check_magic(path)
         if path.name.endswith(".parquet"):
-            yield from feature("tables").parquet_records(path)
+            yield from features.tables.parquet_records(path)
         elif path.name.endswith((".json", ".json.gz")):
             from treewise.data.io.json_lists import json_list
 
@@ -170,7 +170,8 @@ def read_sources(
     sources: Sequence[Source], report: LoadReport, drop: Callable[[Placed, str], None] | None = None
 ) -> Iterator[tuple[RawRecord, Path | None]]:
     """The records of sources in treewise's own forms, with their files. The keys of a source's first record say whether
-    it is a dump; what importers leave out of one is reported.
+    it is a dump; what importers leave out of one is reported. Those of logs of calls come last, for runs may reach
+    over sources.
 
     drop: takes bad records of dumps, and their errors; None: they are errors.
 
@@ -182,15 +183,17 @@ def read_sources(
         records = source.records()
         first = next(records, None)
         if first is None:
-            raise DataError(f"{source.name}: no record; {'the file' if source.data_file else 'it'} is empty.")
+            what = "the file is empty, or blank" if source.data_file else "it is empty"
+            raise DataError(f"{source.name}: no record; {what}.")
         records, format = chain([first], records), _format_of(first)
-        if format is not None:
-            dumps = dumps or feature("importers").Dumps(report, drop)
-            records = dumps.read(source.name, format, records, first.num_bytes)
-        for raw in records:
-            yield raw, source.data_file or source.place
+        if format is None:
+            for raw in records:
+                yield raw, source.data_file or source.place
+        else:
+            dumps = dumps or features.importers.Dumps(report, drop)
+            yield from dumps.read(source, format, records)
     if dumps is not None:
-        dumps.finish()
+        yield from dumps.finish()
 
 
 def _format_of(first: RawRecord) -> str | None:

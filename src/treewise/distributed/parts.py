@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.nn.wrapped import base_model
 
 
@@ -18,10 +18,11 @@ def mesh_of(model: nn.Module) -> Any:
         UnsupportedModelError: transformers also sharded it by FSDP2, or spread its layers over a pipeline.
     """
     base: Any = base_model(model)
-    manager, config = getattr(base, "_mesh_manager", None), getattr(base.config, "distributed_config", None)
+    manager = getattr(base, "_mesh_manager", None)
+    config = getattr(getattr(base, "config", None), "distributed_config", None)  # a model of others may have none
     if getattr(base, "_device_mesh", None) is not None:
-        feature("tensor_parallel").require_meshes()
-    return None if manager is None or config is None else feature("mesh").mesh_loaded(manager, config)
+        features.tensor_parallel.require_meshes()
+    return None if manager is None or config is None else features.mesh.mesh_loaded(manager, config)
 
 
 @contextmanager

@@ -1,20 +1,22 @@
 """Measured budgets (`max_tokens="auto"`): bytes per token of a model, and the tokens that fit into the free memory."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.progress import busy_with
 from treewise.engine.prepared import Budget
 from treewise.engine.probed_rows import text_ids
 from treewise.engine.step import StepLoss, Walk
 from treewise.errors import bytes_as_text
 from treewise.nn.decoder import DecoderAndHead
+from treewise.nn.device import random_state_kept
 from treewise.nn.flops import gateway_bytes
 from treewise.nn.gradients import gradient_bytes, gradients_restored
 from treewise.nn.model_checks import num_positions
@@ -82,6 +84,21 @@ def choose_budget(
         budget = max(least, budget - budget // 16 if budget > SLOW_TOKENS else budget // 2)
 
 
+@contextmanager
+def saved_bytes() -> Iterator[dict[int, int]]:
+    """Yields the bytes of each distinct storage that autograd saves inside, by its address; parameters left out."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
 def _saved_bytes(train: Callable[[int], None], num_tokens: int, num_layers: int) -> float:
     """Bytes of distinct storages saved in the forward, and one layer's part of those saved in the backward."""
     in_forward: dict[int, int] = {}
@@ -130,7 +147,7 @@ def measure(
     if not any(parameter.requires_grad for parameter in lm.model.parameters()):
         budget.tokens = budget.tokens or MAX_SCORED_TOKENS.get(lm.device.type, MAX_SCORED_TOKENS["cpu"])
         return
-    state_size = feature("recurrent").state_bytes(lm) if lm.is_recurrent else 0
+    state_size = features.recurrent.state_bytes(lm) if lm.is_recurrent else 0
     token_size = gateway_token_bytes(lm)
 
     @torch.enable_grad()
@@ -141,11 +158,11 @@ def measure(
     def gateway_tokens(max_tokens: int) -> int:
         plan = make_plan(forest, max_tokens, hold=hold)
         # States of recurrent layers, counted as the tokens that take as many bytes.
-        more = feature("recurrent").peak_cuts(plan) * state_size // token_size if state_size else 0
+        more = features.recurrent.peak_cuts(plan) * state_size // token_size if state_size else 0
         return plan.peak_gateway_tokens + more
 
     least = max(1, forest.images.largest)  # an image is never cut
-    with busy_with("measuring the budget"), gradients_restored(lm.model):
+    with busy_with("measuring the budget"), gradients_restored(lm.model), random_state_kept(lm.device):
         token_bytes = measure_token_bytes(train, lm.decoder.config.num_hidden_layers, token_size, lm.device.type)
     free = free_bytes(lm.device) - gradient_bytes(lm.model.parameters()) - reserve_bytes
     budget.tokens = choose_budget(token_bytes, free, lm.device.type, gateway_tokens, least)

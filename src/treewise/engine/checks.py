@@ -19,8 +19,9 @@ from treewise.engine.probe import check_router_losses, probe
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn import model_checks
 from treewise.nn.decoder import DecoderAndHead, all_modules, all_parameters
-from treewise.nn.device import warn_of_slow_precision
+from treewise.nn.device import random_state_kept, warn_of_slow_precision
 from treewise.nn.platform.tensors import autocast_dtype
+from treewise.nn.recomputation import is_reentrant
 from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
@@ -109,6 +110,7 @@ class _State:
 _FACTS = (
     *("been replaced", "another class", "another mode", "other forward hooks", "other forward pre-hooks"),
     *("other backward hooks", "other backward pre-hooks", "another forward", "another dropout"),
+    "another kind of checkpoint",
 )
 
 
@@ -133,7 +135,7 @@ class StepChecks:
     def __init__(self, model: nn.Module, *, has_probes: bool) -> None:
         self._model, self._has_probes = model, has_probes
         self._passed: list[_Passed] = []
-        self.stands_in_for: nn.Module | None = None  # its `forward` calls the engine, so it is no change of the model
+        self.stand_ins: set[nn.Module] = set()  # whose `forward` calls the engine, so it is no change of the model
 
     def check(
         self,
@@ -146,14 +148,17 @@ class StepChecks:
         hold: str = "auto",
         offload: bool = False,
         before_probe: Callable[[], object] | None = None,
-    ) -> None:
-        """Raises what `TreeEngine.check` raises.
+    ) -> list[nn.Parameter]:
+        """The model's parameters. Raises what `TreeEngine.check` raises.
 
         lm: the model, split. impl, hold, offload: of the walks that will run. router_rule: of the losses that steps
         add; None: none. processor: the model's, for a probe with an image of the forest; None: none is probed.
         before_probe: what must hold before ranks probe together, of which one alone would wait for the others.
         """
-        state, has_gradients = _state_of(lm, self.stands_in_for), torch.is_grad_enabled()
+        model_checks.refuse_kept_weights(self._model)
+        modules = all_modules(lm.model)
+        parameters = all_parameters(modules)
+        state, has_gradients = _state_of(lm, modules, parameters, self.stand_ins), torch.is_grad_enabled()
         has_images = forest.has_images and processor is not None
         passed = None
         for earlier in reversed(self._passed):
@@ -166,24 +171,25 @@ class StepChecks:
         limits = self._limits(lm) if passed is None else passed.limits
         limits.check(lm, forest)
         if passed is not None:
-            return
+            return parameters
         if self._has_probes:
             if before_probe is not None:
                 before_probe()
             try:
-                with busy_with("comparing a few tokens with the model's own forward"):
+                with busy_with("comparing a few tokens with the model's own forward"), random_state_kept(lm.device):
                     probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
-                check_router_losses(lm, router_rule, forest)
+                    check_router_losses(lm, router_rule, forest)
             except UnsupportedModelError as error:
                 if not self._passed:
                     raise
-                now = _state_of(lm, self.stands_in_for)
+                now = _state_of(lm, modules, parameters, self.stand_ins)
                 changes = "; ".join(self._passed[-1].state.changes_to(now, lm))
                 since = f"Since the model was last probed: {changes or 'weights'}."
                 raise UnsupportedModelError(f"{error} {since}") from error
             # Taken again: with router logits for the first time, transformers adds hooks of its own.
-            state = _state_of(lm, self.stands_in_for)
+            state = _state_of(lm, modules, parameters, self.stand_ins)
         self._passed = [*self._passed, _Passed(state, has_images, has_gradients, limits)][-_NUM_KEPT:]
+        return parameters
 
     def _limits(self, lm: DecoderAndHead) -> TokenLimits:
         """What the tokens of a forest must keep to with the model as it is now. Raises where trees refuse it."""
@@ -191,12 +197,15 @@ class StepChecks:
         kind = lm.device.type
         warn_of_slow_precision(kind, autocast_dtype(kind) or next(lm.model.parameters()).dtype)
         model_checks.refuse_dropout(self._model)
+        if torch.is_grad_enabled():
+            model_checks.refuse_lost_gradients(self._model)
         return limits_of(lm)
 
 
-def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
+def _state_of(
+    lm: DecoderAndHead, all_of_model: list[nn.Module], parameters: list[nn.Parameter], stand_ins: set[nn.Module]
+) -> _State:
     # Hooks are numbered by torch, each number once; functions and modules are compared by identity.
-    all_of_model = all_modules(lm.model)
     modules = tuple(
         (
             id(module),
@@ -206,12 +215,13 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
             tuple(module._forward_pre_hooks),
             tuple(module._backward_hooks),
             tuple(module._backward_pre_hooks),
-            None if module is stands_in_for else vars(module).get("forward"),
+            None if module in stand_ins else vars(module).get("forward"),
             [
                 value
                 for name, value in vars(module).items()
                 if type(value) is float and (name == "p" or "dropout" in name or name.endswith(model_checks.NOISE))
             ],
+            is_reentrant(module),
         )
         for module in all_of_model
     )
@@ -226,4 +236,4 @@ def _state_of(lm: DecoderAndHead, stands_in_for: nn.Module | None) -> _State:
         # `save_pretrained` makes a text of `dtype`, on the one rank that writes; no module reads it again.
         if type(value) in (int, float, str, bool) and name != "dtype"
     )
-    return _State(modules, outer, tuple(parameter.requires_grad for parameter in all_parameters(all_of_model)))
+    return _State(modules, outer, tuple(parameter.requires_grad for parameter in parameters))

@@ -49,7 +49,7 @@ class EdgeScorer:
         asked = self._asked(output)
         if asked is None:
             return None
-        values = edge_values(output.hidden, output.head(), asked.source, asked.tokens, self.outputs)
+        values = self._values(output, asked)
         return asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0]
 
     def loss(self, output: MicroBatchOutput, loss_of: LossOfEntries) -> tuple[Float[Tensor, ""], Entries] | None:
@@ -66,8 +66,20 @@ class EdgeScorer:
             of_entries, entries = asked.of_entries(values, edges)
             return loss_of(of_entries, asked.entry, entries)
 
-        loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.tokens, of_edges, self.outputs)
+        if output.scores is not None:
+            values = self._values(output, asked)
+            loss = of_edges(values, slice(0, len(asked.source)))
+            values = {name: value.detach() for name, value in values.items()}
+            return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0])
+        device = output.hidden.device
+        loss, values = edge_loss(output.hidden, output.head(), asked.source, asked.on(device), of_edges, self.outputs)
         return loss, (asked.entry, asked.of_entries(values, slice(0, len(asked.source)))[0])
+
+    def _values(self, output: MicroBatchOutput, asked: "_Asked") -> Values:
+        if output.scores is not None:
+            return output.scores(asked.source, asked.tokens, self.outputs)
+        hidden = output.hidden
+        return edge_values(hidden, output.head(), asked.source, asked.on(hidden.device), self.outputs)
 
     def _asked(self, output: MicroBatchOutput) -> "_Asked | None":
         source, target = edges_of(self.forest, output.positions, self._is_needed)
@@ -78,9 +90,8 @@ class EdgeScorer:
         edge, entry = np.repeat(np.arange(len(target)), count), concatenated_ranges(first, count)
         device = output.hidden.device
         if self.tokens is not None:
-            tokens = to_device(self.tokens[entry], device, torch.long)
-            return _Asked(entry, source[edge], tokens)
-        tokens = to_device(self.forest.token_ids[target], device, torch.long)
+            return _Asked(entry, source[edge], self.tokens[entry])
+        tokens = self.forest.token_ids[target]
         if len(entry) == len(target):
             return _Asked(entry, source, tokens)
         return _Asked(entry, source, tokens, np.concatenate([[0], np.cumsum(count)]), to_device(edge, device))
@@ -119,9 +130,13 @@ class _Asked:
 
     entry: np.ndarray
     source: np.ndarray
-    tokens: Tensor
+    tokens: np.ndarray
     first: np.ndarray | None = None
     edge: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """[E] int64, the tokens on a device."""
+        return to_device(self.tokens, device, torch.long)
 
     def of_entries(self, values: Values, edges: slice) -> tuple[Values, slice]:
         """The values of the entries of some edges, from those of the edges, and which entries these are."""

@@ -5,7 +5,8 @@ and, after the loss, with the loss's gradients (`values`, loaded for such a loss
 are asked for).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, distributed, nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.shapes import Float
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
@@ -29,6 +30,7 @@ from treewise.nn.model_checks import refuse_candidates
 from treewise.nn.platform.tensors import autocast_dtype
 from treewise.nn.platform.versions import warn_of_untested_torch
 from treewise.objectives.protocol import Objective
+from treewise.objectives.rollouts import step_forest
 from treewise.objectives.sft import SFT, checked_objective
 from treewise.planning.planner import plan as make_plan
 from treewise.planning.plans import Plan
@@ -37,6 +39,7 @@ from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from treewise.engine.values import LossFunction, Reader
+    from treewise.engine.window import Window
 
 # A forest, a trajectory, a tree of a data set, or several of these; a list of trajectories is merged (`one_forest`).
 Forests = object
@@ -104,7 +107,7 @@ class TreeEngine:
         check_choice("router_loss_choices", router_loss_choices, ("live", "replayed"))
         self.router_loss_rule: Any = None
         if wants_router_losses(self.lm.base.config, router_aux_loss) or router_z_coefficient:
-            rule_of = feature("router_loss").router_loss_rule
+            rule_of = features.router_loss.router_loss_rule
             self.router_loss_rule = rule_of(
                 self.lm.base,
                 wants_aux=router_aux_loss,
@@ -113,11 +116,12 @@ class TreeEngine:
             )
         self._checks = StepChecks(model, has_probes=check)
         self._images: Any = None
+        self.in_window: Window | None = None
         # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
         self._mesh = mesh_of(model)
         self._lockstep: Any = None
-        self._context = None if context is None else feature("context").ContextWalk(self.lm, context, self._mesh)
-        self._host_memory = feature("host_memory").HostMemory() if offload else None
+        self._context = None if context is None else features.context.ContextWalk(self.lm, context, self._mesh)
+        self._host_memory = features.host_memory.HostMemory() if offload else None
         self._batch_group: tuple[Any, str] | None = None
         if self._mesh is not None:
             if self._mesh.tensor.size() > 1:
@@ -154,11 +158,16 @@ class TreeEngine:
         return ranks.own() // size, ranks.count() // size
 
     @property
+    def computes_alone(self) -> bool:
+        """Whether no other rank waits for the passes of this one."""
+        return self._lockstep is None and self._mesh is None and self._context is None
+
+    @property
     def images(self) -> Any:
         """The images of its forests (`nn.vision.EngineImages`)."""
         if self._images is None:
             divided_by = "mesh" if self._mesh is not None else None if self._context is None else "context"
-            self._images = feature("images").EngineImages(self.lm.model, self.processor, divided_by)
+            self._images = features.images.EngineImages(self.lm.model, self.processor, divided_by)
         return self._images
 
     def plan(self, forests: Forests) -> Plan:
@@ -168,14 +177,15 @@ class TreeEngine:
             forest = ready.joined
             self.check(forest)
             new_walk = partial(self.new_walk, images=[MeetsImages()] if forest.has_images else [])
-            options = {"hold": self.hold, "reserve_bytes": self.reserve_bytes}
-            feature("budget").measure(self.budget, self.lm, forest, new_walk, **options)
+            features.budget.measure(
+                self.budget, self.lm, forest, new_walk, hold=self.hold, reserve_bytes=self.reserve_bytes
+            )
         settings = self._plan_settings(ready.joined)
         is_current = ready.plan is not None and ready.settings == settings
         plan = ready.plan if is_current else self._planned(ready.joined, settings)
         assert plan is not None
         if self._batch_group is not None:
-            feature("same_plan").check_same_plan(self._batch_group[0], plan, self._batch_group[1])
+            features.same_plan.check_same_plan(self._batch_group[0], plan, self._batch_group[1])
         return plan
 
     def prepare(self, forests: Forests, objective: Objective | None = None) -> PreparedForest:
@@ -188,7 +198,7 @@ class TreeEngine:
             DataError: a stream that the objective needs is missing.
             PlanError: see `treewise.plan`.
         """
-        forest = one_forest(forests)
+        forest = step_forest(forests, objective)
         is_known = self.budget.is_measured and (not forest.has_images or self.images.can_plan(forest))
         settings = self._plan_settings(forest) if is_known else None
         plan = None if settings is None else self._planned(forest, settings)
@@ -203,7 +213,7 @@ class TreeEngine:
         if settings.costs is not None:
             return settings.costs.plan(forest, most, hold=settings.hold)
         if settings.is_measured or settings.least_tokens:
-            fastest: Plan = feature("fastest").fastest_plan(
+            fastest: Plan = features.fastest.fastest_plan(
                 forest, most, hold=settings.hold, least_tokens=settings.least_tokens
             )
             return fastest
@@ -215,7 +225,7 @@ class TreeEngine:
             return PlanSettings(most, is_measured, self.hold, self.images.costs_of(forest))
         if most is None or forest.num_tokens <= most or self.lm.device.type == "cpu":
             return PlanSettings(most, is_measured, self.hold)
-        least = feature("launching").least_tokens(self.lm, forest)
+        least = features.launching.least_tokens(self.lm, forest)
         return PlanSettings(most, is_measured, self.hold, least_tokens=least)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -251,14 +261,22 @@ class TreeEngine:
             loss = checked_objective(loss)
         if isinstance(loss, Objective) and trained_only:
             raise ConfigError("trained_only= belongs to a loss function; objectives see trained tokens alone.")
-        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
-        if self._lockstep is not None or self._mesh is not None or self._context is not None:
-            feature("gradient_hooks").refuse_hooks(
+        ready = self._ready(forests, loss)
+        if not self.computes_alone:
+            features.gradient_hooks.refuse_hooks(
                 self.model, "which is whole only with other ranks' parts. Work on .grad after the step."
             )
-        self.check(ready.joined)  # with the hooks in their places
+        parameters = self._checked(ready.joined)  # with the hooks in their places
         begin = partial(self._begun, ready, loss, denominator, router_counts=router_counts, trained_only=trained_only)
-        return take_step(begin, self.model, self.budget, ready.joined.num_tokens)
+        return take_step(begin, self.model, parameters, self.budget, ready.joined.num_tokens)
+
+    @staticmethod
+    def _ready(forests: Forests, loss: Any) -> PreparedForest:
+        """The forest of a step with a loss; with what was prepared for it, if it is still so."""
+        if not isinstance(forests, PreparedForest):
+            return PreparedForest(step_forest(forests, loss))
+        forest = forests.joined if forests.objective is loss else step_forest(forests.joined, loss)
+        return forests if forest is forests.joined else PreparedForest(forest)
 
     def _begun(
         self,
@@ -275,16 +293,29 @@ class TreeEngine:
         guests = self._guests(plan)
         if self.router_loss_rule is not None:
             guests.append(self._router_losses(plan, router_counts))
-        return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature), own
+        return self._walk(plan, guests), own
+
+    def _walk(self, plan: Plan, guests: Sequence[Guest], *, reads_routers: bool = False) -> Walk:
+        """A walk over a plan; within a window one over the same trees, of which the window computes what is new."""
+        reads = reads_routers or any(guest.reads_routers for guest in guests)
+        own = self.lm, self.implementation, guests
+        window = self.in_window
+        found = None if window is None else window.found(plan.forest, with_routers=reads)
+        if window is not None and found is not None:
+            answered: Walk = features.window.WindowWalk(
+                window, found, plan.forest, *own, temperature=self.temperature, reads_routers=reads
+            )
+            return answered
+        return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature, reads_routers=reads)
 
     def _new_loss(self, ready: PreparedForest, loss: Any, denominator: float | None, *, trained_only: bool) -> Loss:
         forest = ready.joined
         if not isinstance(loss, Objective):
             if denominator is not None:
                 raise ConfigError("denominator= belongs to an objective; the loss of a function is used as it is.")
-            of_function: Loss = feature("values").FunctionLoss(forest, loss, trained_only=trained_only)
+            of_function: Loss = features.values.FunctionLoss(forest, loss, trained_only=trained_only)
             return of_function
-        kind = StepLoss if loss.is_separable(forest) else feature("values").JointLoss
+        kind = StepLoss if loss.is_separable(forest) else features.values.JointLoss
         own: StepLoss = kind(forest, loss, denominator, ready.terms if loss is ready.objective else None)
         if own.terms.tokens is not None:
             refuse_candidates(self.lm, own.terms.tokens)
@@ -294,8 +325,8 @@ class TreeEngine:
         add_up = None if self._context is None else self._context.add_up
         rule, forest = self.router_loss_rule, plan.forest
         takes_recorded = rule.counts_recorded and forest.has_routes
-        experts = feature("routing").recorded_choices(self.lm, forest) if takes_recorded else None
-        return feature("router_loss").RouterLosses(rule, forest.multiplicity, counts, add_up, experts)
+        experts = features.routing.recorded_choices(self.lm, forest) if takes_recorded else None
+        return features.router_loss.RouterLosses(rule, forest.multiplicity, counts, add_up, experts)
 
     @torch.no_grad()
     def evaluate(
@@ -303,7 +334,7 @@ class TreeEngine:
     ) -> StepOutput:
         """The loss and the metrics without gradients; arguments as in `step`."""
         objective = checked_objective(objective)
-        ready = forests if isinstance(forests, PreparedForest) else PreparedForest(one_forest(forests))
+        ready = self._ready(forests, objective)
         self.check(ready.joined)
         walk, loss = self._begun(ready, objective, denominator)
         loss.evaluate(walk)
@@ -325,6 +356,40 @@ class TreeEngine:
 
         return with_less_memory(counted, self.budget, ready.joined.num_tokens)
 
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def window(
+        self, *, hold_tokens: int | None = None, max_tokens: int | None = None, max_bytes: int | None = None
+    ) -> Iterator["Window"]:
+        """Inside, calls share what they have in common, as if they were one; their gradients are there at the end.
+
+        Steps, log-probs and hidden states answer at once; a backward records. An error inside drops all gradients.
+
+        Parameters:
+            hold_tokens: the most tokens whose graphs are kept until the end; beyond these the forward runs again. None:
+                the budget, or what half of the free memory takes.
+            max_tokens: the most tokens that are kept, with keys, values and hidden rows; a call beyond is computed by
+                itself.
+            max_bytes: the most bytes of these. None for both: a quarter of the free memory.
+
+        Raises:
+            ConfigError: a window within a window, weights that change in it, a backward after its end, or ranks that
+                compute together.
+            UnsupportedModelError: recurrent layers.
+        """
+        if self.in_window is not None:
+            raise ConfigError("this engine is within a window already; leave it first.")
+        window = self.in_window = features.window.new_window(self, hold_tokens, max_tokens, max_bytes)
+        try:
+            yield window
+            window.end()
+        except BaseException:
+            window.drop()
+            raise
+        finally:
+            self.in_window = None
+
     # -- values -------------------------------------------------------------------------------------------------------
 
     def logprobs(self, forests: Forests, *, trained_only: bool = False) -> list[Float[Tensor, " _"]]:
@@ -335,7 +400,7 @@ class TreeEngine:
 
         float32 (float64 for float64 models), on the model's device, differentiable at any budget.
         """
-        plan, on_tree = self.plan(forests), feature("values")
+        plan, on_tree = self.plan(forests), features.values
         values = self.values(plan, [on_tree.logprob_reader(plan.forest, trained_only=trained_only)])[0]
         restored: list[Tensor] = on_tree.restored_logprobs(values, plan.forest, trained_only=trained_only)
         return restored
@@ -346,7 +411,7 @@ class TreeEngine:
         They are taken after the decoder's last norm, as a value head or a reward head reads them; differentiable at any
         budget. A shared token has one row in memory, to which the gradients of all its trajectories add up.
         """
-        plan, on_tree = self.plan(forests), feature("values")
+        plan, on_tree = self.plan(forests), features.values
         values = self.values(plan, [on_tree.hidden_reader(plan.forest)])[0]
         restored: list[Tensor] = on_tree.restore(values["hidden"], plan.forest)
         return restored
@@ -375,7 +440,7 @@ class TreeEngine:
         items = list(trajectories)
         plan = self.plan(Forest.from_trajectories(items, tree_of=tree_of))
         is_needed = None if all_tokens else plan.forest.token_weights() > 0
-        reader = feature("values").token_reader(plan.forest, is_needed)
+        reader = features.values.token_reader(plan.forest, is_needed)
         values_T = self.values(plan, [reader])[0]["log_probs"].float().cpu().numpy()
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]
         return [replace(item, **change) for item, change in zip(items, changes, strict=True)]
@@ -388,20 +453,26 @@ class TreeEngine:
         """
         self.check(plan.forest)
         guests, reads_routers = self._guests(plan, pixels_of), any(reader.reads_routers for reader in readers)
-        walk = Walk(
-            self.lm, plan, self.implementation, guests, temperature=self.temperature, reads_routers=reads_routers
-        )
-        values: list[Values] = feature("values").tree_values(walk, readers)
+        walk = self._walk(plan, guests, reads_routers=reads_routers)
+        values: list[Values] = features.values.tree_values(walk, readers)
         self.replay = replay_of(guests)
         return values
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
-    def new_walk(self, plan: Plan, *, images: Sequence[Guest] | None = None, more: Sequence[Guest] = ()) -> Walk:
+    def new_walk(
+        self,
+        plan: Plan,
+        *,
+        images: Sequence[Guest] | None = None,
+        more: Sequence[Guest] = (),
+        reads_routers: bool = False,
+    ) -> Walk:
         """A walk over a plan, after `check`. images: the plan's; None: made here. more: what joins it, too."""
         self.check(plan.forest)
         guests = [*self._guests(plan, images=images), *more]
-        return Walk(self.lm, plan, self.implementation, guests, temperature=self.temperature)
+        own = self.lm, plan, self.implementation, guests
+        return Walk(*own, temperature=self.temperature, reads_routers=reads_routers)
 
     def _guests(self, plan: Plan, pixels_of: Any = None, images: Sequence[Guest] | None = None) -> list[Guest]:
         """What joins every walk over a plan: other ranks, host memory, recorded experts, its images.
@@ -417,7 +488,7 @@ class TreeEngine:
             )
         guests = [guest for guest in (self._context, self._lockstep, self._host_memory) if guest is not None]
         if plan.forest.has_routes:
-            guests.append(feature("routing").Replay(self.lm, plan.forest))
+            guests.append(features.routing.Replay(self.lm, plan.forest))
         if images is not None:
             return [*guests, *images]
         return [*guests, *self.images.guests(self.lm, plan, pixels_of)] if plan.forest.has_images else guests
@@ -430,15 +501,18 @@ class TreeEngine:
             UnsupportedModelError: active dropout, or a model that fails the probe. Gradients are probed where they are
                 enabled.
         """
+        self._checked(forest)
+
+    def _checked(self, forest: Forest) -> list[nn.Parameter]:
+        """As `check`; the model's parameters, which it has looked at."""
         if not self.lm.is_current:
             self.lm = split_model(self.model)
         if forest.has_routes:
-            feature("routing").install(self.lm.decoder)
+            features.routing.install(self.lm.decoder)
         # Where ranks compute together, a forward of one rank alone would wait for the others for ever. Tensors of
         # images that a trainer gives (`values(pixels_of=)`) come without a processor for a flat row.
-        is_alone = self._lockstep is None and self._mesh is None and self._context is None
-        processor = self.processor if is_alone else None
-        self._checks.check(
+        processor = self.processor if self.computes_alone else None
+        return self._checks.check(
             self.lm,
             self.implementation,
             forest,
@@ -454,7 +528,7 @@ class TreeEngine:
 
         Whoever replaces it has `check`, which calls the model's own forward, find the one before.
         """
-        self._checks.stands_in_for = module
+        self._checks.stand_ins.add(module)
 
     @property
     def lacks_lockstep(self) -> bool:
@@ -471,7 +545,7 @@ class TreeEngine:
         exchange: sends this rank's text to all ranks and returns everybody's.
         """
         guests: list[Guest] = []
-        self._lockstep = feature("lockstep").Lockstep(
+        self._lockstep = features.lockstep.Lockstep(
             exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests)
         )
         guests.append(self._lockstep)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.progress import tell_progress
 from treewise.errors import ConfigError
 from treewise.nn.model import split_model
@@ -44,12 +44,14 @@ class FlatTerms:
 class FlatRun:
     """The loss; the sum of the sizes of its terms, which may cancel; the log-probs of each trajectory's own tokens
     ([L - 1] float64 on the host); and the gradients of the loss by these ([L - 1] on the device), where it depends on
-    nothing else, else None."""
+    nothing else, else None. reaches: whether the values of any trajectory depend on something that is trained, which a
+    row of text does not where the tower of images alone is."""
 
     loss: float
     size: float
     logprobs: list[torch.Tensor]
     slopes: list[torch.Tensor] | None
+    reaches: bool
 
 
 class FlatLoss:
@@ -84,7 +86,7 @@ class FlatLoss:
                 every_token(item, {"weights": each / total}) for item, each in zip(self.items, weights, strict=True)
             ]
         elif isinstance(objective, Objective):
-            found = feature("flat_terms").terms_of(objective, self.items, trees)
+            found = features.flat_terms.terms_of(objective, self.items, trees)
             self.terms, self.denominator, self.is_separable = found
         elif callable(objective):
             self.terms, self.is_separable = [every_token(each, {}) for each in self.items], False
@@ -99,7 +101,7 @@ class FlatLoss:
         """
         slopes: list[Values] | None = None
         loss = size = 0.0
-        routers = None if self.routers is None else feature("flat_terms").FlatRouters(self.routers)
+        routers = None if self.routers is None else features.flat_terms.FlatRouters(self.routers)
         if routers is not None or not self.is_separable:
             with torch.no_grad():
                 values_N = [
@@ -109,11 +111,14 @@ class FlatLoss:
                 loss, size, slopes = self._slopes(values_N)
             if routers is not None:
                 routers.is_counted = True
-        logprobs_N, own_slopes = [], []
+        logprobs_N, own_slopes, reaches = [], [], False
         for index in self._rows("flat training", model):
             values, logprobs, router_loss = self._values(model, device, index, routers)
             if values["log_probs"].requires_grad:
+                reaches = True
                 values["log_probs"].retain_grad()
+            elif torch.is_grad_enabled():  # nothing trained is below, but the loss still has a slope in them
+                values["log_probs"].requires_grad_()
             if slopes is None:
                 losses = self._losses(values, [self.terms[index]])
                 loss, size = loss + losses.sum().item(), size + losses.abs().sum().item()
@@ -128,12 +133,17 @@ class FlatLoss:
             logprobs_N.append(logprobs)
             own_slopes.append(self._own_slopes(index, values["log_probs"].grad))
         found = [each for each in own_slopes if each is not None]
-        return FlatRun(loss, size, logprobs_N, found if len(found) == len(self.items) else None)
+        return FlatRun(loss, size, logprobs_N, found if len(found) == len(self.items) else None, reaches)
 
     def warm_up(self, model: nn.Module, device: torch.device) -> None:
-        """Forward and backward of the shortest trajectory, so that the timed run does not load kernels."""
-        shortest = min(range(len(self.items)), key=lambda index: len(self.items[index]))
-        self._values(model, device, shortest)[0]["log_probs"].sum().backward()
+        """Forward and backward of the shortest trajectory, and of the shortest with an image, so that the timed run
+        does not load kernels."""
+        lengths = [(bool(item.images), len(item), index) for index, item in enumerate(self.items)]
+        for sees in {each for each, _, _ in lengths}:
+            *_, shortest = min(each for each in lengths if each[0] == sees)
+            total = self._values(model, device, shortest)[0]["log_probs"].sum()
+            if total.requires_grad:  # it reaches something that is trained
+                total.backward()
 
     def _rows(self, what: str, model: nn.Module) -> Iterator[int]:
         """The indices of the trajectories, each with its recorded experts in place until the next is asked for; tells
@@ -143,7 +153,7 @@ class FlatLoss:
         for index, item in enumerate(self.items):
             tell_progress(what, done, total)
             has_experts = item.routed_experts is not None
-            with feature("routing").replayed(split_model(model), item) if has_experts else nullcontext():
+            with features.routing.replayed(split_model(model), item) if has_experts else nullcontext():
                 yield index
             done += len(item)
         tell_progress(what, done, total)
@@ -214,7 +224,7 @@ def flat_logits(
     """[L - 1, V] logits by the model's own forward, in float32 or wider, log-sum-exps, the tokens, and those of the
     routers of each layer, where asked for."""
     ids = torch.tensor(item.token_ids, dtype=torch.long, device=device)
-    seen = feature("images").flat_images(model, processor, item, ids) if item.images else {}
+    seen = features.images.flat_images(model, processor, item, ids) if item.images else {}
     asked = {"output_router_logits": True} if with_routers else {}
     output = model(input_ids=ids[None], use_cache=False, **asked, **seen)
     logits_LV = output.logits[0, :-1]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.engine.flat import FlatTerms, every_token
 from treewise.errors import ConfigError
 from treewise.nn.model import split_model
@@ -164,7 +164,7 @@ class FlatRouters:
             chosen = probability_RE.topk(self.rule.num_chosen, dim=-1).indices
             if self.rule.counts_recorded and item.routed_experts is not None:
                 forest = Forest.from_trajectories([item])
-                recorded = feature("routing").recorded_choices(split_model(model), forest).swapaxes(0, 1)
+                recorded = features.routing.recorded_choices(split_model(model), forest).swapaxes(0, 1)
                 of_rows = torch.from_numpy(recorded.reshape(chosen.shape)).to(chosen.device)
                 chosen = torch.where(of_rows >= 0, of_rows, chosen)
             self._choices = self._choices + chosen.reshape(-1).bincount(minlength=logits_RE.shape[-1])

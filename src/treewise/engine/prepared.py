@@ -96,7 +96,8 @@ class StepOutput:
 
     loss: the sum of token losses divided by the denominator. metrics: means that the objective reports, over `weight`,
     the sum of the loss weights of its trained tokens; so metrics of several steps are combined by their weights.
-    num_computed_tokens: forwards of tokens, recomputed ones included. routing: statistics of the routers, where `loss`
+    num_computed_tokens: forwards of tokens, recomputed ones included; within a window those of tokens that no earlier
+    call had computed. routing: statistics of the routers, where `loss`
     holds a router loss. replay: of recorded experts, how many the routers would have chosen otherwise.
     """
 

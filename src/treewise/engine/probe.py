@@ -6,11 +6,14 @@ model's own forward (`flat`), all as one micro-batch, and at a budget that cuts 
 computes the other again. Hidden rows, log-probs and the gradient of every trained parameter must agree. So what no flag
 of a model shows is found by what it does: a leak between branches, an index of a row used as a position, a factor on
 the logits, a lost gradient. Masks are compared far beyond these rows (`mask_audit`), and the head where logits are
-large. What a few rows cannot show is listed in docs/verify.md.
+large. What a few rows cannot show is listed in benchmarks/reports/precision.md.
 
 Trained parameters are replaced for the moment by others on the same storage: no `.grad` changes, and no hook runs that
 waits for it. Those of adapters have noise added, because a fresh adapter is the identity. One set of gradients is held:
 those of the trees are subtracted from the flat ones, half and half, and the norms in between tell them apart.
+
+Layers that are computed again in the backward run once here, but for reentrant checkpoints, whose gradients are
+compared with those without: what a layer reads beside its arguments gets none through these.
 
 A model with weights in float32 is probed in float32, also under autocast, unless its own forward enters autocast. In
 lower precision rows are compared with the model's own spread between two correct orders of computation.
@@ -21,6 +24,7 @@ Letters: L tokens of a row, T tokens of the tree, M model width.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -28,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.shapes import Float
 from treewise.engine.flat import FlatLoss
 from treewise.engine.probed_rows import ProbedRows, probed_rows, text_ids
@@ -36,9 +40,10 @@ from treewise.engine.step import StepLoss, Walk
 from treewise.errors import TreewiseError, UnsupportedModelError, num
 from treewise.nn.attention import check_masks, observe_masks
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
-from treewise.nn.gradients import hooks_run_once
+from treewise.nn.gradients import gradients_restored, hooks_run_once
 from treewise.nn.guest import Guest, MicroBatchOutput
 from treewise.nn.platform.tensors import is_out_of_memory, to_device
+from treewise.nn.recomputation import is_reentrant
 from treewise.nn.wrapped import adapter_parameters, experts_in_loops, stirred, uncompiled, untried_experts
 from treewise.objectives.sft import SFT
 from treewise.planning.planner import plan as make_plan
@@ -60,6 +65,10 @@ _LOW, _LOW_EXPERTS, _UNREACHED = 0.2, 0.5, 1e-6  # of the whole gradient
 _EXPERTS = ("expert", "moe", "router", "gate")  # in paths of what tokens that are routed elsewhere reach
 _PROBED_LOGIT = 40.0  # the head is compared where its largest logit is about this, which shows a cap of 30
 _TREE_SCALE = -0.5  # of two walks, whose gradients flat ones are added to
+_REENTRANT = (
+    "Layers read more than what they are given by position, and reentrant gradient checkpoints pass no gradient to it; "
+    "set use_reentrant=False (gradient_checkpointing_kwargs)."
+)
 
 
 def probe(
@@ -82,21 +91,33 @@ def probe(
     """
     rows = probed_rows(lm, forest, with_image=processor is not None)
     loss, tree = FlatLoss(rows.items, SFT(), processor), Forest.from_trajectories(rows.items)
-    with _stand_ins(lm.model) as trained, _without_checkpointing(lm.model):
-        with hooks_run_once(lm.model):
-            flat = _flat(lm, loss)
-        gradients = _Gradients(lm, trained)
-        with torch.autocast(lm.device.type, flat.autocast, enabled=flat.autocast is not None):
-            spread = _spread(lm, impl, rows, is_exact=flat.is_exact)
-            for budget in (None, rows.budget):
-                plan = make_plan(tree, budget, hold=hold)
-                with hooks_run_once(lm.model, scale=_TREE_SCALE):
-                    found = _on_tree(lm, plan, impl, processor, offload=offload, trains=gradients.are_compared)
-                if difference := _difference(lm, plan, flat, *found, rows, spread):
-                    _refuse(lm, loss, flat, difference)
-                gradients.note(_where(plan))
-        _check_head(lm, rows.text)
-    gradients.check(spread, is_exact=flat.is_exact)
+    with _stand_ins(lm.model) as trained:
+        with _without_checkpointing(lm.model):
+            with hooks_run_once(lm.model):
+                flat = _flat(lm, loss)
+            gradients = _Gradients(lm, trained)
+            autocast = partial(torch.autocast, lm.device.type, flat.autocast, enabled=flat.autocast is not None)
+            with autocast():
+                spread = _spread(lm, impl, rows, is_exact=flat.is_exact)
+                for budget in (None, rows.budget):
+                    plan = make_plan(tree, budget, hold=hold)
+                    with hooks_run_once(lm.model, scale=_TREE_SCALE):
+                        found = _on_tree(lm, plan, impl, processor, offload=offload, trains=gradients.are_compared)
+                    if difference := _difference(lm, plan, flat, *found, rows, spread):
+                        _refuse(lm, loss, flat, difference)
+                    gradients.note(_where(plan))
+            _check_head(lm, rows.text)
+        gradients.check(spread, is_exact=flat.is_exact)
+        if gradients.are_compared and any(map(is_reentrant, lm.model.modules())):
+            run = partial(_on_tree, lm, make_plan(tree, None, hold=hold), impl, processor, offload=offload, trains=True)
+            with autocast(), gradients_restored(lm.model):
+                with _without_checkpointing(lm.model):
+                    run(scale=1.0)
+                gradients = _Gradients(lm, trained, _REENTRANT)
+                for _ in range(2):
+                    run()
+                    gradients.note(" under reentrant gradient checkpoints")
+            gradients.check(spread, is_exact=flat.is_exact)
 
 
 def check_router_losses(lm: DecoderAndHead, rule: Any, forest: Forest) -> None:
@@ -107,7 +128,7 @@ def check_router_losses(lm: DecoderAndHead, rule: Any, forest: Forest) -> None:
     """
     if rule is not None and rule.aux_coefficient:
         token_ids = to_device(text_ids(forest)[:12], lm.device, torch.long)
-        feature("router_loss").check_router_loss(lm.model, rule, token_ids)
+        features.router_loss.check_router_loss(lm.model, rule, token_ids)
 
 
 # -- parameters for the moment ----------------------------------------------------------------------------------------
@@ -225,7 +246,7 @@ def _failing_as(lm: DecoderAndHead, what: str) -> Iterator[None]:
         name, dtype = type(lm.decoder).__name__, str(lm.decoder.dtype).removeprefix("torch.")
         size = getattr(lm.decoder.config, "head_dim", None)
         heads = "" if size is None else f", heads of {size}"
-        failure = feature("compiler_errors").compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device)
+        failure = features.compiler_errors.compiler_failure(error, f"kernels of {name} in {dtype}{heads}", lm.device)
         if failure is not None:
             raise failure from error
         if not isinstance(error, AttributeError | ImportError | KeyError | RuntimeError | TypeError | ValueError):
@@ -242,19 +263,26 @@ def _way_out(lm: DecoderAndHead) -> str:
 
 
 def _on_tree(
-    lm: DecoderAndHead, plan: Plan, impl: str, processor: object, *, offload: bool, trains: bool
+    lm: DecoderAndHead,
+    plan: Plan,
+    impl: str,
+    processor: object,
+    *,
+    offload: bool,
+    trains: bool,
+    scale: float = _TREE_SCALE,
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, " T"]]:
     """[T, M] hidden rows and [T] log-probs (float64; 0 for first tokens) of a tree, by one walk, as steps run it.
 
-    trains: half of the gradients is subtracted from `.grad`.
+    trains: gradients are added to `.grad`, times scale: half of them is subtracted.
     """
-    tree, guests = plan.forest, list[Guest]([feature("host_memory").HostMemory()] if offload else [])
+    tree, guests = plan.forest, list[Guest]([features.host_memory.HostMemory()] if offload else [])
     loss = StepLoss(tree, SFT(), None)
-    loss.denominator /= _TREE_SCALE
+    loss.denominator /= scale
     hidden: list[tuple[np.ndarray, Tensor]] = []
     logprobs = torch.zeros(tree.num_tokens, dtype=torch.float64)
 
-    def minus_half(output: MicroBatchOutput) -> Tensor | None:
+    def scaled(output: MicroBatchOutput) -> Tensor | None:
         hidden.append((output.positions, output.hidden.detach()))
         scored = loss.scored(output)
         if scored is None:
@@ -265,11 +293,11 @@ def _on_tree(
 
     with _failing_as(lm, f"{type(lm.decoder).__name__} fails on a tree{_where(plan)}"):
         if len(tree.images):
-            images = feature("images")
+            images = features.images
             pixels = images.processed_by(processor, "TreeEngine(model, processor=...)")
             guests.append(images.ForestVision(lm, tree, pixels, is_in_graph=plan.is_whole))
         walk = Walk(lm, plan, impl, guests)
-        (walk.train if trains else walk.visit)(minus_half)
+        (walk.train if trains else walk.visit)(scaled)
     order = np.argsort(np.concatenate([positions for positions, _ in hidden]))
     rows = torch.cat([each for _, each in hidden])[torch.as_tensor(order, device=lm.device)]
     return rows, logprobs
@@ -298,7 +326,7 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
         tokens = torch.as_tensor(ids, dtype=torch.long, device=lm.device).expand(copies, -1)
         return lm.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0]
 
-    kinds = feature("recurrent").kinds_of(lm.decoder) if lm.is_recurrent else {}
+    kinds = features.recurrent.kinds_of(lm.decoder) if lm.is_recurrent else {}
     has_scans = bool({*kinds.values()} - {_WITHOUT_SCAN})
     with uncompiled(lm.model), _failing_as(lm, f"{type(lm.decoder).__name__} gives no hidden rows by itself"):
         alone = [hidden(ids) for ids in (rows.texts if is_exact else [rows.text])]
@@ -315,10 +343,10 @@ def _spread(lm: DecoderAndHead, impl: str, rows: ProbedRows, *, is_exact: bool) 
 
 
 def _gaps(expected: Float[Tensor, "n M"], found: Float[Tensor, "n M"]) -> Float[Tensor, " n"]:
-    """[n] differences of rows, relative to their norms."""
+    """[n] differences of rows, relative to their norms. A row may be zero, as of padding tokens alone."""
     wide = torch.promote_types(expected.dtype, torch.float32)
     expected, found = expected.to(wide), found.to(wide)
-    return (expected - found).norm(dim=1) / expected.norm(dim=1)
+    return (expected - found).norm(dim=1) / expected.norm(dim=1).clamp(min=torch.finfo(wide).tiny)
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
@@ -376,10 +404,13 @@ def _refuse(lm: DecoderAndHead, loss: FlatLoss, flat: _Flat, difference: str) ->
 
 
 class _Gradients:
-    """The flat gradients in `.grad` of P parameters, from which those of a tree are subtracted, half and half."""
+    """The flat gradients in `.grad` of P parameters, from which those of a tree are subtracted, half and half.
 
-    def __init__(self, lm: DecoderAndHead, trained: dict[str, nn.Parameter]) -> None:
-        self._trained, self._way_out = trained, _way_out(lm)
+    way_out: ends a message; None: as for a model that does not follow a tree.
+    """
+
+    def __init__(self, lm: DecoderAndHead, trained: dict[str, nn.Parameter], way_out: str | None = None) -> None:
+        self._trained, self._way_out = trained, way_out or _way_out(lm)
         self._has_experts = any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
         self._norms: list[tuple[str, np.ndarray]] = []
         self.note("")

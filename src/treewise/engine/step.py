@@ -23,7 +23,7 @@ Letters: T tokens of a micro-batch, M model width, E edges or terms of a micro-b
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import repeat
 from typing import Protocol, TypeVar
 
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.progress import listeners
 from treewise.base.shapes import Float, Int
 from treewise.engine.carried import carried_by, reaches_a_parameter, refuse_no_gradient
@@ -39,7 +39,7 @@ from treewise.engine.edge_scorer import EdgeScorer, Entries, Values
 from treewise.engine.prepared import AUTO, Budget, StepOutput
 from treewise.errors import ConfigError, DataError, OutOfMemoryError
 from treewise.nn.attention import EVERYTHING, NOTHING, Gateway, GatewayRead, TreeContext, TreeMask
-from treewise.nn.decoder import DecoderAndHead, all_modules, all_parameters, run_decoder
+from treewise.nn.decoder import DecoderAndHead, run_decoder
 from treewise.nn.gradients import clear_gradients, gradients_set_aside, hooks_run_once, sparse_embedding_gradients
 from treewise.nn.guest import Guest, MicroBatchOutput, RunningMicroBatch, add_up, replay_of
 from treewise.nn.lm_head import AnyHead
@@ -59,11 +59,16 @@ T = TypeVar("T")
 
 
 def take_step(
-    begin: Callable[[], "tuple[Walk, Loss]"], model: nn.Module, budget: Budget, num_tokens: int
+    begin: Callable[[], "tuple[Walk, Loss]"],
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    budget: Budget,
+    num_tokens: int,
 ) -> StepOutput:
     """Forward and backward of a forest; gradients are added into `.grad`, and hooks on them run once, in the end.
 
-    begin: plans the forest under the present budget; the walk over that plan, and the loss. num_tokens: of the forest.
+    begin: plans the forest under the present budget; the walk over that plan, and the loss. parameters: the model's.
+    num_tokens: of the forest.
 
     Raises:
         OutOfMemoryError: see `with_less_memory`.
@@ -71,10 +76,10 @@ def take_step(
 
     def attempt() -> StepOutput:
         walk, loss = begin()
-        loss.backward(walk)
+        with walk.all_or_nothing():
+            loss.backward(walk)
         return loss.output(walk)
 
-    parameters = all_parameters(all_modules(model))
     with hooks_run_once(model, parameters):
         return with_less_memory(attempt, budget, num_tokens, parameters)
 
@@ -142,7 +147,7 @@ class Walk:
         reads_routers: bool = False,
     ) -> None:
         if lm.is_recurrent:
-            guests = [*guests, feature("recurrent").RecurrentRows(plan)]
+            guests = [*guests, features.recurrent.RecurrentRows(plan)]
         self.lm, self.plan, self.impl, self.guests, self.temperature = lm, plan, impl, guests, temperature
         self.reads_routers = reads_routers or any(guest.reads_routers for guest in guests)
         self.in_lockstep = any(guest.in_lockstep for guest in guests)
@@ -160,6 +165,16 @@ class Walk:
             self._carried = carried_by(lm, with_images=meets_images)
         self._collects = False
         self._head: AnyHead | None = None  # one of all micro-batches, while it collects their gradients
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Forwards of tokens in a step, recomputed ones included."""
+        plan = self.plan
+        return plan.num_computed_tokens + (0 if plan.is_whole else self.num_visits * plan.forest.num_tokens)
+
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """What a step's gradients are computed in."""
+        return nullcontext()
 
     def train(self, loss_of: LossOf) -> None:
         """Forward and backward of every micro-batch. Autograd adds gradients into the parameters' `.grad`.
@@ -426,14 +441,14 @@ def step_output(
     walk: Walk, loss: float, num_trained_tokens: int, metrics: Mapping[str, float] | None = None, weight: float = 0.0
 ) -> StepOutput:
     """The output of a step or an evaluation. loss: without what guests add. weight: of the metrics."""
-    plan, forest = walk.plan, walk.plan.forest
+    forest = walk.plan.forest
     return StepOutput(
         loss=loss + sum(guest.added_loss() for guest in walk.guests),
         num_trained_tokens=num_trained_tokens,
         num_tree_tokens=forest.num_tokens,
         num_flat_tokens=forest.num_flat_tokens,
-        num_computed_tokens=plan.num_computed_tokens + (0 if plan.is_whole else walk.num_visits * forest.num_tokens),
-        num_micro_batches=plan.num_micro_batches,
+        num_computed_tokens=walk.num_computed_tokens,
+        num_micro_batches=walk.plan.num_micro_batches,
         metrics=metrics or {},
         weight=weight,
         routing=next((report for guest in walk.guests if (report := guest.report()) is not None), None),

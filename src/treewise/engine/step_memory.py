@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from treewise.base.progress import busy_with
 from treewise.engine.edge_scorer import EdgeScorer
 from treewise.engine.step import LossOf, Walk
 from treewise.errors import UnsupportedModelError
@@ -30,6 +31,7 @@ from treewise.nn.guest import Guest, MeetsImages, MicroBatchOutput
 from treewise.nn.lm_head import sized_as
 from treewise.nn.model import mixes_in_order, split_model
 from treewise.nn.model_flops import flop_model
+from treewise.nn.platform.releases import asks_every_device_for_autocast
 from treewise.nn.platform.tensors import has_data
 from treewise.nn.platform.versions import part_of_torch
 from treewise.nn.router_loss import RouterCounts, RouterLoss, RouterLossRule
@@ -51,9 +53,9 @@ _POINTWISE = (_aten.add, _aten.add_, _aten.sub, _aten.mul, _aten.mul_)
 _TILES = ((768, 256), (192, 64), (0, 32))  # of attention on a CPU: queries from which on, rows of a tile
 # Over what operations return: what their kernels allocate inside, for sorting or a contiguous copy.
 INSIDE_KERNELS = 1.03
-# Of the resident set, on a CPU: an allowance above all but two cases measured (docs/performance.md). Holes in glibc's
-# heap, as a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so none
-# fits the hole that another of its size left. Pages of libraries and buffers of MKL that a larger step is the first to
+# Of the resident set, on a CPU: an allowance above all but two cases measured (LOG.md). Holes in
+# glibc's heap, as a part of what is alive: tensors are aligned to 64 bytes, for which glibc looks for 96 bytes more, so
+# none fits the hole of another of its size. Pages of libraries and buffers of MKL that a larger step is the first to
 # touch. Kernels that oneDNN compiles for each size of a micro-batch in half precision, with their work space, as long
 # as it keeps them (`nn.platform.memory.keep_few_kernels`).
 HOLES, LIBRARIES, KERNELS, KEPT_KERNELS = 1 / 3, 44 * 2**20, 14 * 2**20, 56 * 2**20
@@ -103,6 +105,7 @@ def without_data(model: nn.Module, *, claims_cpu: bool = False) -> nn.Module:
     return twin
 
 
+@busy_with("predicting the memory of a step")
 def step_memory(
     model: nn.Module,
     plan: Plan,
@@ -125,7 +128,7 @@ def step_memory(
     costs = flop_model(model)
     dtype = autocast or next(model.parameters()).dtype
     fullest = _fullest(plan, costs, dtype, has_states=mixes_in_order(model))
-    asks_for_autocast = autocast is not None or _adapts_parameters(model)
+    asks_for_autocast = autocast is not None or _adapts_parameters(model) or asks_every_device_for_autocast()
     stand_in = "cpu" if asks_for_autocast else "meta"  # torch has no autocast for `meta`, nor can it be disabled there
     under_autocast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     with sized_as(device_type, stand_in), under_autocast:

@@ -97,22 +97,26 @@ def backward_through(
     if walk.is_one_graph:
         output = _only_forward(walk)
         values, more = _in_one_graph(output, readers), walk.loss_of_guests(output)
-        has_gradient = any(tensor.requires_grad for value in values for tensor in value.values())
-        if not has_gradient:
+        if not any(tensor.requires_grad for value in values for tensor in value.values()):
             refuse_no_gradient(walk.lm, walk.guests)
+            _set_leaves(values, readers)  # text where a tower alone is trained: the loss may ask for a gradient
         loss = loss_of(values)
-        if has_gradient:
-            (loss if more is None else loss + more.to(loss.dtype)).backward()
+        (loss if more is None else loss + more.to(loss.dtype)).backward()
         return loss.detach()
     values = _visited(walk, readers)
-    for reader, tensors in zip(readers, values, strict=True):
-        for name, tensor in tensors.items():
-            tensor.requires_grad_(name not in reader.without_gradient)
+    _set_leaves(values, readers)
     loss = loss_of(values)
     loss.backward()
     grads_of = [{name: tensor.grad for name, tensor in tensors.items()} for tensors in values]
     walk.train(_loss_with_gradients(readers, grads_of))
     return loss.detach()
+
+
+def _set_leaves(values: Sequence[Values], readers: Sequence[Reader]) -> None:
+    """Has a loss of values without a graph find its gradients by them."""
+    for reader, tensors in zip(readers, values, strict=True):
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name not in reader.without_gradient)
 
 
 def token_reader(

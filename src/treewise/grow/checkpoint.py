@@ -21,13 +21,12 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from treewise.base.own_files import read_own
+from treewise.base.durable import flush_file, flush_folder
+from treewise.base.weight_files import INDEX, check_saved, shard_names, write_checksums
 from treewise.errors import ConfigError
-from treewise.trainer.checkpoint.store import flush_file, flush_folder
 
 logger = logging.getLogger("treewise")
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 2 * 1024**3
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -46,10 +45,8 @@ class SmallCheckpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        files = [folder / SINGLE]
-        if (folder / INDEX).is_file():
-            names = read_own(folder / INDEX, _shard_names, "save the model again")
-            files = sorted({folder / name for name in names})
+        check_saved(folder)
+        files = [folder / name for name in shard_names(folder)] or [folder / SINGLE]
         self.folder, self.files = folder, files
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         self._file_of: dict[str, Path] = {}
@@ -89,10 +86,6 @@ class SmallCheckpoint:
         return digest.hexdigest()
 
 
-def _shard_names(index: bytes) -> set[str]:
-    return {Path(name).name for name in json.loads(index)["weight_map"].values()}
-
-
 @contextmanager
 def _readable(file: Path) -> Iterator[Any]:
     try:
@@ -119,6 +112,7 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
+        write_checksums(aside)
         for file in aside.iterdir():
             flush_file(file)
         aside.rename(output)

@@ -1,21 +1,31 @@
-"""`share_prefixes`: chooses the integration, TRL's or verl's, by its argument."""
+"""`share_prefixes`: for a model, or for an engine of verl."""
+
+from typing import Literal
 
 from torch import nn
 
 from treewise.errors import ConfigError
-from treewise.integrations import trl
-from treewise.integrations.trl import Sharing
+from treewise.integrations.sharing import Sharing, share_model
 from treewise.integrations.verl_engine import EngineSharing, share_engine
 
 
 def share_prefixes(
-    model: object, max_tokens: int | str | None = None, *, attention: str = "auto", min_ratio: float = 1.1
+    model: object,
+    max_tokens: int | str | None = None,
+    *,
+    attention: str = "auto",
+    min_ratio: float = 1.1,
+    window: Literal["auto"] | None = "auto",
 ) -> Sharing | EngineSharing:
-    """Makes a trainer of TRL, or an engine of verl, compute the shared prefixes of each batch once.
+    """Makes a model compute the shared prefixes of each batch once, in whatever loop it is trained.
 
-    Losses and gradients stay the same. Of TRL give a trainer's model, or its reference model, once for each trainer; of
+    Losses and gradients stay the same. Of a trainer give its model, once for each: `share_prefixes(trainer.model)`. Of
     a PEFT model, passes with and without the adapter are shared. Of verl give an engine or a worker that is
-    initialized. What is returned has `counts` and `remove()`.
+    initialized. What is returned has `counts`, `verify(batch)`, `paused()`, `window()` and `remove()`; printed, it says
+    where rows become trees and what was left to the model's own forward, and why.
+
+    The model is reached where it calls its decoder, which needs no trainer that is known; under TRL 1.16 and later at
+    its fused head, besides. Under a loop of accelerate that accumulates gradients, the calls of one step share, too.
 
     Parameters:
         model: a transformers causal language model, with PEFT, DDP, `torch.compile` and accelerate around it or not; or
@@ -25,19 +35,20 @@ def share_prefixes(
         attention: as in `TreeEngine`.
         min_ratio: batches with fewer tokens than this (padding included) for each tree token are left to the model's
             own forward, unless they would exceed `max_tokens`.
+        window: `auto`: calls between two optimizer steps share where accelerate's loop says which these are; None: each
+            call by itself.
 
     Raises:
-        UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, or has a head that is
-            not TRL's fused one.
-        ConfigError: TRL is not installed or older than 1.16, an invalid setting, a setting of verl that trees cannot
-            follow, not a model, or one that no trainer was built with yet.
+        UnsupportedModelError: the model cannot follow a tree (docs/models.md), learns a prompt, has no head, or is
+            wrapped or sharded in a way that trees cannot follow.
+        ConfigError: an invalid setting, a setting of verl that trees cannot follow, or not a model.
     """
     inner = getattr(model, "engine", model)
     if isinstance(model, nn.Module) or not any(each.__module__.startswith("verl.") for each in type(inner).__mro__):
-        return trl.share_prefixes(model, max_tokens, attention=attention, min_ratio=min_ratio)  # type: ignore[arg-type]
+        return share_model(model, max_tokens, attention=attention, min_ratio=min_ratio, window=window)  # type: ignore[arg-type]
     if max_tokens is not None:
         raise ConfigError(
-            f"max_tokens={max_tokens} belongs to trainers of TRL; verl cuts micro-batches itself: set "
+            f"max_tokens={max_tokens} belongs to other trainers; verl cuts micro-batches itself: set "
             "ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu."
         )
     return share_engine(model, attention=attention, min_ratio=min_ratio)

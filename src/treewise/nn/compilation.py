@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.errors import ConfigError, UnsupportedModelError
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.wrapped import base_model
@@ -76,7 +76,7 @@ def compile_layers(lm: DecoderAndHead, backend: str = DEFAULT_BACKEND, mode: str
     config.nested_graph_breaks = True
     for layer in layers:
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
-            feature("tensor_parallel").leave_out_of_graphs(layer)
+            features.tensor_parallel.leave_out_of_graphs(layer)
         layer.compile(dynamic=True, backend=backend, **_options(backend, mode))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import AttentionName, TreeContext, carry
 from treewise.nn.lm_head import AnyHead, Head
@@ -87,10 +87,10 @@ class DecoderAndHead:
 
     def head(self, temperature: float = 1.0) -> AnyHead:
         """The head with its present weights, adapters included; `temperature` divides the logits."""
-        adapted = feature("adapted_head") if type(self.output).__module__.startswith("peft.") else None
+        adapted = features.adapted_head if type(self.output).__module__.startswith("peft.") else None
         layer: Any = self.output if adapted is None else adapted.active_module(self.output)
         if isinstance(getattr(layer, "weight", None), DTensor):
-            shard = feature("tensor_parallel").vocabulary_shard(layer)
+            shard = features.tensor_parallel.vocabulary_shard(layer)
             if shard is not None:
                 local, bias = layer.weight.to_local(), None if layer.bias is None else layer.bias.to_local()
                 return Head(local, bias, self.scale, self.softcap, temperature, shard=shard)
@@ -99,7 +99,7 @@ class DecoderAndHead:
             plain = plain_weight(layer) if adapted is None else adapted.weight_with_adapters(layer)
         if plain is None:
             scaling = self.scale, self.softcap, temperature
-            head: AnyHead = feature("module_head").ModuleHead(self.output, self.num_logits, *scaling)
+            head: AnyHead = features.module_head.ModuleHead(self.output, self.num_logits, *scaling)
             return head
         return Head(*plain, self.scale, self.softcap, temperature)
 
@@ -136,7 +136,7 @@ def run_decoder(
         output = module(input_ids=input_ids, use_cache=False, **{**arguments, **further})
     context.is_done = True
     hidden = output.last_hidden_state[0]
-    return hidden, feature("router_loss").router_logits(lm, output, hidden) if with_router_logits else ()
+    return hidden, features.router_loss.router_logits(lm, output, hidden) if with_router_logits else ()
 
 
 @contextmanager

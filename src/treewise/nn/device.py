@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
@@ -68,6 +68,11 @@ def chosen_device(name: str | None) -> torch.device:
         if (device.index or 0) >= count:
             raise ConfigError(f"--device is {name!r}, and there are {count} GPUs here, numbered from 0.")
     return device
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
+    """Around what only looks at a model: random numbers that are drawn inside change no later ones."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def synchronized_clock(device: torch.device) -> float:

@@ -52,7 +52,7 @@ class FlopModel:
     linear, linear_backward: per token. head, head_backward: per projected row. pair_forward: per pair, for all layers
     of a reach together. gateway_values: keys and values per token, all layers. activation_values: an estimate of
     the values kept per token for the backward (`engine.step_memory` counts them). vocabulary: tokens that the model
-    has embeddings for. vision: of the tower and its projector; None without.
+    has embeddings for. vision: of the tower and its projector; None without. hidden_values: of a hidden row.
     """
 
     linear: float
@@ -66,6 +66,7 @@ class FlopModel:
     activation_values: int
     vision: "VisionCosts | None" = None
     vocabulary: int = 0
+    hidden_values: int = 0
 
     def flat(self, forest: Forest) -> float:
         """One forward and backward of every trajectory alone."""
@@ -76,11 +77,16 @@ class FlopModel:
 
     def leaf(self, forest: Forest) -> float:
         """The same without the trajectories contained in another, whose trained tokens count in the longer one."""
-        lengths = forest.path_lengths[forest.leaf_trajectories]
-        ends = np.sort(forest.ends[forest.leaf_trajectories])
-        start = forest.images.start
-        num_leaves = np.searchsorted(ends, forest.subtree_end[start]) - np.searchsorted(ends, start)
-        return self._step(int(lengths.sum()), leaf_head_rows(forest), lengths) + self._images(forest, num_leaves)
+        return self.rows(forest, forest.ends[forest.leaf_trajectories], leaf_head_rows(forest))
+
+    def rows(self, forest: Forest, ends: np.ndarray, num_trained: int) -> float:
+        """One forward and backward of rows that lead from a root to these tree positions ([R] int64), each alone.
+
+        num_trained: tokens that they train.
+        """
+        lengths, ordered, start = forest.depth[ends].astype(np.int64) + 1, np.sort(ends), forest.images.start
+        through = np.searchsorted(ordered, forest.subtree_end[start]) - np.searchsorted(ordered, start)
+        return self._step(int(lengths.sum()), num_trained, lengths) + self._images(forest, through)
 
     def native_flat(self, forest: Forest) -> float:
         """Every trajectory through the model's own forward: logits of all rows, kept for the backward."""
@@ -186,6 +192,12 @@ class FlopModel:
 def gateway_bytes(num_values: int, itemsize: int) -> int:
     """Bytes of so many keys and values of `itemsize` bytes each, and of their gradients in float32 or wider."""
     return num_values * (itemsize + max(itemsize, 4))
+
+
+def window_bytes(num_gateway_values: int, num_hidden_values: int, itemsize: int) -> int:
+    """Bytes that a window keeps of a token beside its graph: keys and values, a hidden row, gradients of all. Rows are
+    in memory that doubles."""
+    return gateway_bytes(num_gateway_values + 2 * num_hidden_values, itemsize)
 
 
 ADAMW_VALUES = 2  # moments kept per trained parameter

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from treewise.errors import ConfigError
-from treewise.nn.gradients import clear_gradients, have_hooks
+from treewise.nn.gradients import have_hooks, moved_out
 
 Hooks = dict[int, Callable[..., Any]]  # by number
 
@@ -64,18 +64,16 @@ def run_once(model: nn.Module, *, scale: float = 1.0) -> Iterator[None]:
 
     scale: of the gradients that come inside, which hooks see without it.
     """
-    with suspended(model) as hooked:
-        before = {each.name: each.parameter.grad for each in hooked}
-        clear_gradients(each.parameter for each in hooked)
+    with suspended(model) as hooked, moved_out(each.parameter for each in hooked) as before:
         try:
             yield
         except BaseException:
-            for each in hooked:
-                each.parameter.grad = before[each.name]
+            for parameter, grad in before:
+                parameter.grad = grad
             raise
     with torch.no_grad():
-        for each in reversed(hooked):
-            parameter, came, earlier = each.parameter, each.parameter.grad, before[each.name]
+        for each, (parameter, earlier) in reversed([*zip(hooked, before, strict=True)]):
+            came = parameter.grad
             if came is None:
                 parameter.grad = earlier
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
 
 
 def sum_in_float32(parameters: Iterable[nn.Parameter]) -> None:
@@ -61,34 +61,34 @@ def hooks_run_once(
     """
     if not have_hooks(model.parameters() if parameters is None else parameters):
         return nullcontext()
-    once: AbstractContextManager[None] = feature("gradient_hooks").run_once(model, scale=scale)
+    once: AbstractContextManager[None] = features.gradient_hooks.run_once(model, scale=scale)
     return once
 
 
 @contextmanager
 def gradients_set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, gradients start at None; afterwards the earlier ones are added, or kept alone if an error was raised."""
-    before = _moved_out(parameters)
-    try:
-        yield
-    except BaseException:
-        _put_back(before)
-        raise
-    for parameter, grad in before:
-        if grad is not None:
-            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+    with moved_out(parameters) as before:
+        try:
+            yield
+        except BaseException:
+            _put_back(before)
+            raise
+        for parameter, grad in before:
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
 
 @contextmanager
 def gradients_restored(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start at None and hooks on them do not run; afterwards they are the earlier ones, also if an
     error was raised."""
-    before = _moved_out([*model.parameters()])
-    try:
-        with feature("gradient_hooks").suspended(model) if have_hooks(model.parameters()) else nullcontext():
-            yield
-    finally:
-        _put_back(before)
+    with moved_out([*model.parameters()]) as before:
+        try:
+            with features.gradient_hooks.suspended(model) if have_hooks(model.parameters()) else nullcontext():
+                yield
+        finally:
+            _put_back(before)
 
 
 @contextmanager
@@ -97,27 +97,48 @@ def sparse_embedding_gradients(module: Any) -> Iterator[None]:
 
     `.grad` itself stays dense. Embeddings of another kind (adapters, shards) stay as they are.
     """
+    with embedding_rows_alone(module) as is_sparse:
+        if is_sparse and module.weight.grad is None:
+            module.weight.grad = zeros_of(module.weight)
+        yield
+
+
+@contextmanager
+def embedding_rows_alone(module: Any) -> Iterator[bool]:
+    """Inside, forwards of the input embedding have such gradients, if this yields True; `.grad` has to be there before
+    a backward, see `sparse_embedding_gradients`."""
     weight: Any = module.weight if isinstance(module, nn.Embedding) else None
     is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu"
     if not is_plain or module.sparse or not weight.requires_grad:
-        yield
+        yield is_plain and weight.requires_grad
         return
-    if weight.grad is None:
-        weight.grad = zeros_of(weight)
     module.sparse = True
     try:
-        yield
+        yield True
     finally:
         module.sparse = False
 
 
 _Kept = list[tuple[nn.Parameter, torch.Tensor | None]]
+_elsewhere: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients that are moved out, of the outermost context first
 
 
-def _moved_out(parameters: Sequence[nn.Parameter]) -> _Kept:
+@contextmanager
+def moved_out(parameters: Iterable[nn.Parameter]) -> Iterator[_Kept]:
+    """Inside, gradients start at None, and `gradient_of` has the earlier ones, which the caller puts back."""
     before: _Kept = [(parameter, parameter.grad) for parameter in parameters]
-    clear_gradients(parameters)
-    return before
+    clear_gradients(parameter for parameter, _ in before)
+    kept = {parameter: grad for parameter, grad in before if grad is not None}
+    _elsewhere.append(kept)
+    try:
+        yield before
+    finally:
+        _elsewhere[:] = [each for each in _elsewhere if each is not kept]
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that a parameter has, wherever it is at present."""
+    return next((each[parameter] for each in _elsewhere if parameter in each), parameter.grad)
 
 
 def _put_back(before: _Kept) -> None:

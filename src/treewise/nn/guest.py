@@ -54,7 +54,8 @@ class MicroBatchOutput:
 
     index: of the micro-batch in the plan. positions: [T] int64 tree positions of its tokens, ascending. hidden: [T, M]
     hidden rows in the model's dtype. router_logits: [T, E] of each layer with a router; empty unless they were asked
-    for. head: returns the model's head.
+    for. head: returns the model's head. scores: gives values of edges, [E] each by name, from own rows ([E] int64,
+    ascending), tokens ([E] int64) and names of outputs; None: the head does.
     """
 
     index: int
@@ -62,6 +63,7 @@ class MicroBatchOutput:
     hidden: Float[Tensor, "T M"]
     router_logits: tuple[Float[Tensor, "T _"], ...]
     head: Callable[[], AnyHead]
+    scores: Callable[[np.ndarray, np.ndarray, tuple[str, ...]], dict[str, Tensor]] | None = None
 
 
 class Guest:

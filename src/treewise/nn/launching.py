@@ -12,7 +12,7 @@ from treewise.nn.wrapped import is_compiled
 from treewise.tree.forest import Forest
 
 # FLOPs per second that a step in bfloat16 reaches, by a part of the card's name: 289e12 of Qwen3-1.7B on an H100
-# (docs/gpu.md), whose tensor cores H200 and GH200 share.
+# (docs/results.md), whose tensor cores H200 and GH200 share.
 RATES = {"H100": 289e12, "H200": 289e12, "GH200": 289e12}
 # Seconds that a host launches the kernels of one layer, forward and backward: of Qwen3-1.7B at a budget of 5,000
 # tokens, where an H100 waited for it, 9.5 ms on one tree (1.42 s, 5 passes and a forward), 7.9 ms on another (1.32 s, 5

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.shapes import Context, Float, Int
 from treewise.errors import ConfigError
 from treewise.nn.platform.tensors import autocast_dtype, to_device
@@ -99,7 +99,7 @@ class Head:
         self, hidden: torch.Tensor, edge_row: torch.Tensor, target: torch.Tensor, bounds: list[Bounds], *, entropy: bool
     ) -> dict[str, torch.Tensor]:
         """See `AnyHead`."""
-        apply = feature("edge_values").EdgeValues.apply
+        apply = features.edge_values.EdgeValues.apply
         log_probs_E, entropy_R = apply(hidden, self.weight, self.bias, edge_row, target, self, (bounds, entropy))
         return {"log_probs": log_probs_E} | ({"entropy": entropy_R[edge_row]} if entropy else {})
 

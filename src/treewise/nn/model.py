@@ -8,10 +8,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import install
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead, parameters_of
+from treewise.nn.support_table import later_release
 from treewise.nn.wrapped import base_model, unwrap_model
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -70,16 +71,20 @@ def split_model(model: nn.Module) -> DecoderAndHead:
             f"{name} has no language-model head (a classifier, a value head or a bare decoder?). {SUPPORTED_MODELS}"
         )
     decoder = _find_decoder(base)
-    _refuse_layers(decoder, name)
-    if not decoder._can_set_attn_implementation() and not feature("legacy_layers").install(decoder):
-        raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
+    try:
+        _refuse_layers(decoder, name)
+        if not decoder._can_set_attn_implementation() and not features.legacy_layers.install(decoder):
+            raise UnsupportedModelError(f"{name} does not use transformers' attention interface. {SUPPORTED_MODELS}")
+    except UnsupportedModelError as error:
+        later = later_release(base.config.model_type, is_recurrent=mixes_in_order(decoder))
+        raise UnsupportedModelError(f"{error}{later}") from None
     configs = _attention_configs(decoder)
     install(configs)
     is_recurrent = mixes_in_order(decoder)
     if is_recurrent:
-        feature("recurrent").install(decoder)
+        features.recurrent.install(decoder)
     if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
-        feature("tensor_parallel").repair_tensor_parallel(base)
+        features.tensor_parallel.repair_tensor_parallel(base)
     scale, softcap = _logit_scale(base.config), _softcap(base.config)
     parameters = parameters_of(type(decoder))
     return DecoderAndHead(model, base, decoder, output, scale, softcap, configs, is_recurrent, parameters)
@@ -111,7 +116,7 @@ def _find_decoder(base: PreTrainedModel) -> PreTrainedModel:
 
 def _refuse_layers(decoder: PreTrainedModel, name: str) -> None:
     config = decoder.config
-    recurrent = feature("recurrent") if mixes_in_order(decoder) else None
+    recurrent = features.recurrent if mixes_in_order(decoder) else None
     has_mixers = recurrent is not None and bool(recurrent.kinds_of(decoder))
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in ATTENTION_LAYERS | TOKENWISE_LAYERS and not (kind in RECURRENT_LAYERS and has_mixers):

@@ -1,20 +1,24 @@
-"""What a model and its tokens must satisfy before a step: no dropout, token ids in range, known placeholders.
+"""What a model and its tokens must satisfy before a step: no dropout, no weights kept between forwards, token ids in
+range, known placeholders.
 
 Each function raises an error that names the module, token or length; `nn.model.split_model` checks the architecture.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.nn.utils import parametrize
 
-from treewise.errors import DataError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError, UnsupportedModelError
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.recomputation import is_reentrant
 from treewise.nn.wrapped import base_model
 from treewise.tree.forest import Forest
 
-NOISE = ("pdrop", "layerdrop", "jitter_noise")  # ends of names
+NOISE = ("pdrop", "layerdrop", "jitter_noise", "neftune_noise_alpha")  # ends of names
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
@@ -62,8 +66,53 @@ def _noise(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name, module, "p", module.p
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and value > 0 and ("dropout" in attribute or attribute.endswith(NOISE)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and value > 0 and ("dropout" in attribute or attribute.endswith(NOISE)):
                 yield name, module, attribute, value
+
+
+def refuse_kept_weights(model: nn.Module) -> None:
+    """Raises where weights that a model computes are kept from one forward to the next.
+
+    A walk reads them without a graph and then with one, and a probe with noise on adapters: what the first of these
+    forwards left would be what the others compute with, and no gradient would pass.
+
+    Raises:
+        ConfigError: with what keeps them, and a module.
+    """
+    dora: Any = sys.modules.get("peft.tuners.lora.dora")
+    keepers: list[tuple[str, Callable[[Any], bool]]] = []
+    if parametrize._cache_enabled:
+        keepers.append(("torch.nn.utils.parametrize.cached()", parametrize.is_parametrized))
+    if getattr(dora, "ENABLE_DORA_CACHING", False):  # peft before 0.19 keeps none
+        keepers.append(("peft's DoraCaching", lambda module: hasattr(module, "_dora_cache") and not module.training))
+    for name, is_kept in keepers:
+        found = next((path for path, module in model.named_modules() if is_kept(module)), None)
+        if found is not None:
+            raise ConfigError(
+                f"{name} keeps computed weights ({found or 'of the model'}) between forwards, so some would have no "
+                "gradient; call treewise outside of it."
+            )
+
+
+def refuse_lost_gradients(model: nn.Module) -> None:
+    """Raises where layers that share keys and values are computed again by reentrant checkpoints.
+
+    Keys and values reach later layers beside their arguments, so gradients of these would be lost; in flat training,
+    too. What else may be lost so is found by the probe.
+
+    Raises:
+        UnsupportedModelError: with the first such layer.
+    """
+    if not any(map(is_reentrant, model.modules())):
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "is_kv_shared_layer", False) is True:
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}) reads keys and values of an earlier layer, which get no gradient "
+                "through reentrant gradient checkpoints, in transformers' own training either; set "
+                "use_reentrant=False (gradient_checkpointing_kwargs)."
+            )
 
 
 def refuse_tokens(lm: DecoderAndHead, forest: Forest) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.nn.flops import FlopModel, LayerReach
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -67,8 +67,9 @@ def flop_model(model: PreTrainedModel) -> FlopModel:
         num_trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
         gateway_values=gateway_values(config),
         activation_values=round(activations) + VALUES_PER_NORM * norms,
-        vision=None if config is model.config else feature("images").vision_costs(model, ACTIVATIONS_PER_LINEAR),
+        vision=None if config is model.config else features.images.vision_costs(model, ACTIVATIONS_PER_LINEAR),
         vocabulary=embedding.weight.shape[0],
+        hidden_values=getattr(config, "hidden_size", embedding.weight.shape[1]),
     )
 
 

@@ -3,10 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from treewise.nn.platform.releases import recomputation_name
+
+
+def is_reentrant(module: nn.Module) -> bool:
+    """Whether layers of this module, or it itself, are computed again by reentrant checkpoints while it trains.
+
+    Through these a gradient reaches what is given to a layer by position, and nothing else.
+    """
+    state = vars(module)
+    is_on = state.get("gradient_checkpointing") is True and module.training
+    return is_on and bool(getattr(state.get("_gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"))
+
 
 def set_recomputation(model: Any, wanted: bool, settings: Mapping[str, Any] | None = None) -> None:
     """Switches layers that are computed again on or off. settings: transformers' `activation_checkpointing_kwargs`."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # before transformers 5.23
+    name = recomputation_name()
     is_on = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     if wanted == is_on:
         return

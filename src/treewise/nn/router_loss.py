@@ -24,6 +24,7 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest, MicroBatchOutput
 from treewise.nn.platform.tensors import to_device
+from treewise.nn.recomputation import is_reentrant
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +239,17 @@ def router_logits(lm: DecoderAndHead, output: ModelOutput, hidden: torch.Tensor)
             "output_router_logits=False."
         )
     # transformers keeps router logits while a layer runs, which such a checkpoint does without a graph.
-    if hidden.requires_grad and not any(logit.requires_grad for logit in logits) and _has_reentrant_checkpoints(lm):
+    if (
+        hidden.requires_grad
+        and not any(logit.requires_grad for logit in logits)
+        and any(map(is_reentrant, lm.decoder.modules()))
+    ):
         raise UnsupportedModelError(
             f"{type(lm.decoder).__name__} returns router logits without gradients under reentrant gradient "
             "checkpointing, so a loss on them would train nothing; set use_reentrant=False "
             "(gradient_checkpointing_kwargs), or output_router_logits=False."
         )
     return logits
-
-
-def _has_reentrant_checkpoints(lm: DecoderAndHead) -> bool:
-    functions = (vars(module).get("_gradient_checkpointing_func") for module in lm.decoder.modules())
-    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
 def router_loss_rule(

@@ -7,8 +7,10 @@ from the live logits, so routers get their gradient.
 
 How a router computes weights differs by family: softmax before or after the choice, a sigmoid with a bias for the
 choice alone, groups of experts first. All choose by `topk`, of which the last is over the experts. So the router's own
-forward runs, and within it that `topk` returns the recorded experts with the values at them. Where groups are chosen
-before, those of the recorded experts are. A router that chooses in another way is refused by its class.
+forward runs, and within it a `topk` over as many as it has experts returns the recorded ones with the values at them.
+Where groups are chosen before, those of the recorded experts are. A router that chooses in another way is refused by
+its class. How it chooses is read in that forward, of which there is no other before: what a model keeps (adapters keep
+a weight, checkpoints count tensors) would be that of a forward without a graph.
 
 Letters: T tokens of a micro-batch, L layers with a router, E experts, k of them chosen, G groups.
 """
@@ -17,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +32,7 @@ from treewise.errors import DataError, UnsupportedModelError, num
 from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
+from treewise.nn.platform.releases import is_before
 from treewise.nn.platform.tensors import to_device
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -41,27 +45,38 @@ _WAY_OUT = f"so the experts of a sampler cannot be replayed; set routing_replay=
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router of a decoder. layer: of the decoder's layers, counted from 0. logits: where its output holds them."""
+    """A router of a decoder. layer: of the decoder's layers, counted from 0. num_experts: among which it chooses, the
+    rows of its projection; 0: it has none."""
 
     path: str
     module: nn.Module
     layer: int
-    logits: int
+    num_experts: int
 
 
 def routers_of(decoder: nn.Module) -> list[Router]:
     """The routers of a decoder, in the order of their layers; none in a dense model."""
-    kinds: dict[Any, int] = {}
+    kinds: set[Any] = set()
     for part in decoder.modules():
         recorded = (getattr(part, "_can_record_outputs", None) or {}) if isinstance(part, PreTrainedModel) else {}
         found = recorded.get("router_logits", ())
-        for each in found if isinstance(found, list | tuple) else [found]:
-            kinds[getattr(each, "target_class", each)] = getattr(each, "index", 0)
+        listed = found if isinstance(found, list | tuple) else [found]
+        kinds.update(getattr(each, "target_class", each) for each in listed)
     return [
-        Router(path, module, int(found.group(1)), kinds[type(module)])
+        Router(path, module, int(found.group(1)), _num_experts(module))
         for path, module in decoder.named_modules()
         if type(module) in kinds and (found := re.search(r"(?:^|\.)(\d+)\.", path))
     ]
+
+
+def _num_experts(router: nn.Module) -> int:
+    for part in router.modules():  # of an adapted projection the base is the first
+        if isinstance(part, nn.Linear):  # its weight may be packed
+            return part.out_features
+        for weight in part.parameters(recurse=False):
+            if weight.dim() == 2:
+                return weight.shape[0]
+    return 0
 
 
 def install(decoder: nn.Module) -> list[Router]:
@@ -72,7 +87,10 @@ def install(decoder: nn.Module) -> list[Router]:
     """
     routers = routers_of(decoder)
     if not routers:
-        raise UnsupportedModelError(f"{type(decoder).__name__} has no router that transformers names, {_WAY_OUT}")
+        later = " (5.19 names those of all mixtures)" if is_before("5.19") else ""
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has no router that transformers names{later}, {_WAY_OUT}"
+        )
     modules = dict(decoder.named_modules())
     for number, router in enumerate(routers):
         if any(name.rpartition(".")[2] == "experts" for name, _ in router.module.named_modules()):
@@ -107,22 +125,18 @@ def router_sizes(model: nn.Module, decoder: nn.Module) -> list[RouterSizes]:
     """
     if not routers_of(decoder):
         return []
-    with heard(decoder):
+    with heard(decoder) as routes:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(decoder.parameters()).device), use_cache=False)
-        for router in routers_of(decoder):
-            if "_treewise_choice" not in vars(router.module):
-                raise _not_called(router)
-    return [_sizes(router, vars(router.module)["_treewise_choice"]) for router in routers_of(decoder)]
-
-
-def _sizes(router: Router, choice: "Choice") -> RouterSizes:
-    return RouterSizes(router.layer, choice.num_experts, choice.num_chosen, choice.num_groups, choice.num_chosen_groups)
+        routes.taken(1)
+    return list(routes.sizes.values())
 
 
 def _not_called(router: Router) -> UnsupportedModelError:
+    why = "use_kernels=True, or another forward around it?"
+    if {"original_module", "modules_to_save"} & set(router.path.split(".")):
+        why = "modules_to_save has copies of it, of which one runs; target_parameters adapts a router"
     return UnsupportedModelError(
-        f"{router.path} ({type(router.module).__name__}) is not called by its layer (use_kernels=True, or another "
-        f"forward around it?), {_WAY_OUT}"
+        f"{router.path} ({type(router.module).__name__}) is not called by its layer ({why}), {_WAY_OUT}"
     )
 
 
@@ -147,84 +161,57 @@ def _on_routes(
     module: nn.Module, routes: Any, is_again: bool, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     number, router = vars(module)["_treewise_router"]
-    choice = _choice_of(router, args, kwargs)
-    with _InTopk(choice, lambda function, call: routes.choose(number, router, choice, function, call, is_again)):
-        return type(module).forward(module, *args, **kwargs)
+    with _InTopk(router, partial(routes.choose, number, router)) as choosing:
+        output = type(module).forward(module, *args, **kwargs)
+    if not is_again:
+        routes.end(number, router, choosing.sizes())
+    return output
 
 
 # -- the choice within a router's forward -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How a router chooses. num_calls: of `topk` in its forward; the last is over `num_experts`, of which it chooses
-    `num_chosen`. groups: the call that chooses `num_chosen_groups` of `num_groups` before; -1: none does."""
-
-    num_calls: int
-    num_experts: int
-    num_chosen: int
-    groups: int = -1
-    num_groups: int = 1
-    num_chosen_groups: int = 1
-
-
 class _InTopk(TorchFunctionMode):
-    """Within, the calls of `topk` by which a router chooses go through `choose`; without one all are listed."""
+    """Within a router's forward, the calls of `topk` by which it chooses go through `choose`."""
 
     FUNCTIONS: ClassVar = (torch.topk, torch.Tensor.topk)
 
-    def __init__(self, choice: Choice | None, choose: Any = None) -> None:
+    def __init__(self, router: Router, choose: Callable[..., Any]) -> None:
         super().__init__()
-        self._choice, self._choose = choice, choose
-        self.calls: list[tuple[tuple[int, ...], int]] = []  # shape and k
+        self._router, self._choose = router, choose
+        self._calls: list[tuple[tuple[int, ...], int]] = []  # shape and k
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function not in self.FUNCTIONS:
             return function(*args, **kwargs)
-        number = len(self.calls)
-        self.calls.append((tuple(args[0].shape), int(args[1] if len(args) > 1 else kwargs["k"])))
-        if self._choice is not None and number in (self._choice.groups, self._choice.num_calls - 1):
-            return self._choose(lambda scores: function(scores, *args[1:], **kwargs), (number, args[0]))
-        return function(*args, **kwargs)
+        self._calls.append((tuple(args[0].shape), int(args[1] if len(args) > 1 else kwargs["k"])))
+        return self._choose(args[0], lambda scores: function(scores, *args[1:], **kwargs), self)
+
+    def sizes(self) -> RouterSizes:
+        """How the router has chosen so far.
+
+        Raises:
+            UnsupportedModelError: not by a last `topk` over all experts.
+        """
+        router, num_experts = self._router, self._router.num_experts
+        if not self._calls or self._calls[-1][0][-1] != num_experts:
+            raise UnsupportedModelError(
+                f"{router.path} ({type(router.module).__name__}) chooses experts in another way than by a topk over "
+                f"its {num_experts} logits, {_WAY_OUT}"
+            )
+        (shape, num_chosen), before = self._calls[-1], self._calls[:-1]
+        groups = [(each[-1], k) for each, k in before if _are_groups(each, num_experts, _rows(shape))]
+        num_groups, num_chosen_groups = groups[-1] if groups else (1, 1)
+        return RouterSizes(router.layer, num_experts, num_chosen, num_groups, num_chosen_groups)
 
 
-def _choice_of(router: Router, args: tuple[object, ...], kwargs: dict[str, object]) -> Choice:
-    """How a router chooses, from a first forward that is only listened to.
-
-    Raises:
-        UnsupportedModelError: not by a last `topk` over as many as its logits are.
-    """
-    known: Choice | None = vars(router.module).get("_treewise_choice")
-    if known is not None:
-        return known
-    with torch.no_grad(), _InTopk(None) as heard:
-        output: Any = type(router.module).forward(router.module, *args, **kwargs)
-    logits = (output if isinstance(output, tuple) else (output,))[router.logits]
-    num_experts, num_tokens = logits.shape[-1], logits.numel() // logits.shape[-1]
-    if not heard.calls or heard.calls[-1][0][-1] != num_experts or _rows(heard.calls[-1][0]) != num_tokens:
-        raise UnsupportedModelError(
-            f"{router.path} ({type(router.module).__name__}) chooses experts in another way than by a topk over its "
-            f"{num_experts} logits, {_WAY_OUT}"
-        )
-    groups = [
-        index
-        for index, (shape, _) in enumerate(heard.calls[:-1])
-        if _rows(shape) == num_tokens and shape[-1] < num_experts and num_experts % shape[-1] == 0
-    ]
-    choice = Choice(
-        num_calls=len(heard.calls),
-        num_experts=num_experts,
-        num_chosen=heard.calls[-1][1],
-        groups=groups[-1] if groups else -1,
-        num_groups=heard.calls[groups[-1]][0][-1] if groups else 1,
-        num_chosen_groups=heard.calls[groups[-1]][1] if groups else 1,
-    )
-    router.module.__dict__["_treewise_choice"] = choice
-    return choice
+def _are_groups(shape: Sequence[int], num_experts: int, num_tokens: int) -> bool:
+    """Whether scores of a shape are those of a token's groups."""
+    return _rows(shape) == num_tokens and shape[-1] < num_experts and num_experts % shape[-1] == 0
 
 
-def _rows(shape: tuple[int, ...]) -> int:
+def _rows(shape: Sequence[int]) -> int:
     return int(np.prod(shape[:-1]))
 
 
@@ -237,14 +224,19 @@ class HeardRoutes:
     def __init__(self, routers: Sequence[Router]) -> None:
         self._routers = routers
         self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]
+        self._last: Any = None  # indices of the last topk of the router that runs
+        self.sizes: dict[int, RouterSizes] = {}  # by number of the router
 
-    def choose(self, number: int, _router: Router, choice: Choice, topk: Any, call: Any, _is_again: bool) -> Any:
-        """The router's own choice, which is kept."""
-        index, scores = call
+    def choose(self, _number: int, _router: Router, scores: torch.Tensor, topk: Any, _choosing: _InTopk) -> Any:
+        """The router's own choice, of which the last is kept."""
         found = topk(scores)
-        if index == choice.num_calls - 1:
-            self._chosen[number].append(found.indices.detach().reshape(-1, found.indices.shape[-1]).to(torch.int16))
+        self._last = found.indices.detach()
         return found
+
+    def end(self, number: int, _router: Router, sizes: RouterSizes) -> None:
+        """After the router's forward."""
+        self.sizes[number] = sizes
+        self._chosen[number].append(self._last.reshape(-1, sizes.num_chosen).to(torch.int16))
 
     def taken(self, num_rows: int) -> np.ndarray:
         """[R, tokens, L, k] int16, of a forward over `num_rows` rows since the last call.
@@ -313,33 +305,39 @@ class RecordedRoutes:
         self._replay, self._experts = replay, experts
         self._on_device: torch.Tensor | None = None
         self._otherwise: torch.Tensor | None = None  # [L, T] bool
-        self._has_other_groups: Any = None  # [T] bool, of the router that runs: it would have left out a recorded group
+        # Of the router that runs, [T] bool: it would have taken other experts, left out a recorded group.
+        self._is_other: Any = None
+        self._has_other_groups: Any = None
 
-    def choose(self, number: int, router: Router, choice: Choice, topk: Any, call: Any, is_again: bool) -> Any:
+    def choose(self, number: int, router: Router, scores: torch.Tensor, topk: Any, choosing: _InTopk) -> Any:
         """Recorded experts in place of a router's choice, with the values of its scores there."""
-        index, scores = call
         if self._on_device is None:
-            self._replay.check(number, router, choice)
             self._on_device = to_device(self._experts, scores.device, torch.long)
             self._otherwise = torch.zeros(self._experts.shape[1::-1], dtype=torch.bool, device=scores.device)
         experts_Tk = self._on_device[:, number]
-        is_known_T = experts_Tk[:, :1] >= 0
-        if index == choice.groups:
-            group_Tk = experts_Tk.clamp(min=0) // (choice.num_experts // choice.num_groups)
-            is_needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, group_Tk, value=True) & is_known_T
-            self._has_other_groups = is_needed.scatter(-1, topk(scores).indices, value=False).any(-1)
-            return topk(scores.masked_fill(is_needed, float("inf")))
+        is_known_T, num_experts = experts_Tk[:, :1] >= 0, router.num_experts
         found = topk(scores)
+        if _are_groups(scores.shape, num_experts, len(experts_Tk)):
+            group_Tk = experts_Tk.clamp(0, num_experts - 1) // (num_experts // scores.shape[-1])
+            is_needed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, group_Tk, value=True) & is_known_T
+            self._has_other_groups = is_needed.scatter(-1, found.indices, value=False).any(-1)
+            return topk(scores.masked_fill(is_needed, float("inf")))
+        if scores.shape[-1] != num_experts or found.indices.numel() != experts_Tk.numel():
+            return found
+        self._replay.check(number, choosing.sizes())
         own_Tk = found.indices.reshape(experts_Tk.shape)
-        if not is_again:
-            self._replay.check(number, router, choice)
-            is_other_T = (own_Tk.sort(-1).values != experts_Tk).any(-1) & is_known_T[:, 0]
-            if choice.groups >= 0:  # of which `found` is a choice within the recorded ones
-                is_other_T = is_other_T | self._has_other_groups
-            assert self._otherwise is not None
-            self._otherwise[number] = is_other_T
+        self._is_other = (own_Tk.sort(-1).values != experts_Tk).any(-1) & is_known_T[:, 0]
         chosen = torch.where(is_known_T, experts_Tk, own_Tk).reshape(found.indices.shape)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+    def end(self, number: int, _router: Router, sizes: RouterSizes) -> None:
+        """After the router's first forward."""
+        self._replay.check(number, sizes)
+        is_other_T = self._is_other
+        if sizes.num_groups > 1:  # of which the last choice is one within the recorded ones
+            is_other_T = is_other_T | self._has_other_groups
+        assert self._otherwise is not None
+        self._otherwise[number] = is_other_T
 
     def otherwise(self) -> torch.Tensor:
         """[2] int64: tokens that any router would have routed otherwise, and such choices."""
@@ -360,7 +358,7 @@ class Replay(Guest):
         self._experts = forest.routed_experts  # [tree tokens, layers of the record, k]
         self._columns = _columns([router.layer for router in self._routers], self._experts, forest.source_of(0))
         self._runs: dict[int, RecordedRoutes] = {}
-        self._is_checked: set[int] = set()
+        self._checked: dict[int, RouterSizes] = {}  # by number of the router
 
     def enter(self, run: RunningMicroBatch) -> None:
         """Before the first forward, for the layout that other guests have left."""
@@ -373,12 +371,11 @@ class Replay(Guest):
         """Those of some tree positions ([T] int64)."""
         return RecordedRoutes(self, self._experts[positions][:, self._columns].astype(np.int64))
 
-    def check(self, number: int, router: Router, choice: Choice) -> None:
-        """Raises `DataError` where a router cannot have chosen what was recorded for it."""
-        if number in self._is_checked:
-            return
-        self._is_checked.add(number)
-        _check_column(self._experts[:, self._columns[number]], _sizes(router, choice), self._location)
+    def check(self, number: int, sizes: RouterSizes) -> None:
+        """Raises `DataError` where a router of these sizes cannot have chosen what was recorded for it."""
+        if self._checked.get(number) != sizes:
+            _check_column(self._experts[:, self._columns[number]], sizes, self._location)
+            self._checked[number] = sizes
 
     def _location(self, token: int) -> str:
         sources = (self._forest.source_of(index) for index, path in enumerate(self._forest.paths) if token in path)
@@ -387,7 +384,7 @@ class Replay(Guest):
     def refuse_unused(self) -> None:
         """After a forward: raises `UnsupportedModelError` where a router was not called, so nothing was replayed."""
         for number, router in enumerate(self._routers):
-            if number not in self._is_checked:
+            if number not in self._checked:
                 raise _not_called(router)
 
     def replayed(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> ReplayReport:

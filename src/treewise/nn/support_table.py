@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 from treewise.base.own_files import CHECKSUM, read_own
+from treewise.errors import pip_install
+from treewise.nn.platform.releases import calls_by_name, is_before
 
 SUPPORTED, REFUSED, UNTRIED = "supported", "refused", "not tried"
 FILE = "capabilities.json"
@@ -99,3 +101,13 @@ class CapabilityTable:
 def own_table() -> CapabilityTable:
     """The table of this release of treewise, read once."""
     return CapabilityTable.load()
+
+
+def later_release(family: str, *, is_recurrent: bool) -> str:
+    """A sentence on a family whose layers are refused here, and follow a tree with a later transformers; else empty."""
+    table = own_table()
+    row = table.find(family)
+    if row is None or row.status != SUPPORTED or not is_before(table.transformers):
+        return ""
+    release = ".".join(table.transformers.split(".")[:2]) if calls_by_name() or not is_recurrent else "5.15"
+    return f" {family} follows a tree with transformers {release}: {pip_install(f'transformers>={release}')}."

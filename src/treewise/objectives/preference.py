@@ -280,11 +280,15 @@ def _pairs(forest: Forest, rewards_S: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """[Q] int64 each, the chosen and the rejected rollout of every pair.
 
     Raises:
-        DataError: a group without two rollouts of different rewards.
+        DataError: a rollout without a group, a group without two rollouts of different rewards.
     """
     assert forest.trajectories is not None
     members: dict[object, dict[int, None]] = {}
-    for item, rollout in zip(forest.trajectories, forest.rollout_of_trajectory.tolist(), strict=True):
+    for index, (item, rollout) in enumerate(
+        zip(forest.trajectories, forest.rollout_of_trajectory.tolist(), strict=True)
+    ):
+        if item.group is None:
+            raise DataError(f"{forest.source_of(index)}: no group; the rollouts of one group are compared in pairs.")
         members.setdefault(item.group, {})[rollout] = None
     chosen: list[int] = []
     rejected: list[int] = []

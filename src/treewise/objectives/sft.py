@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.shapes import Float
 from treewise.errors import ConfigError, DataError, check_choice
 from treewise.objectives.protocol import Objective, Streams, Terms, Values
@@ -188,7 +188,7 @@ def checked_objective(objective: object) -> Any:
     if objective is None:
         return SFT()
     if isinstance(objective, type | str):
-        feature("objectives").refuse_uncalled(objective)
+        features.objectives.refuse_uncalled(objective)
     if isinstance(objective, type) or not (isinstance(objective, Objective) or callable(objective)):
         raise ConfigError(f"objective is {described(objective)}; give tw.SFT(), another objective, or a function.")
     return objective

@@ -8,6 +8,7 @@ from treewise.report.analysis.facts import inspect_forests
 from treewise.report.analysis.plan_facts import BudgetMemory, fit_of, report_budgets, report_plan
 from treewise.report.analysis.run_log import RunReport, read_run
 from treewise.report.terminal import (
+    bill_view,
     budgets_view,
     fit_view,
     inspect_view,
@@ -21,6 +22,7 @@ from treewise.report.terminal import (
 __all__ = [
     "BudgetMemory",
     "RunReport",
+    "bill_view",
     "budgets_view",
     "fit_of",
     "fit_view",

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from treewise.errors import bytes_as_text, num
 from treewise.planning.plans import Plan
+from treewise.report.analysis.bill import EPISODES, Bill, cells, headline
 from treewise.report.analysis.facts import Finding, InspectReport, TreeFacts
 from treewise.report.analysis.plan_facts import USABLE, BudgetMemory, GpuFit, PlanReport
 from treewise.report.analysis.run_log import RunReport
@@ -27,11 +28,14 @@ MAX_NAME = 32  # characters of a tree's name
 NUM_COUNTS = 3  # columns of the best trees that are counts; ratios follow
 MIN_NAME = 12  # fewer of them beside numbers are not shown
 BEST_TREES = "best trees, by leaf ratio (ratios are flat / tree)"
+MIN_LOGGED = 20  # fewer for the name of a logged value beside five numbers are not shown
 MAX_PLACE = 300  # characters of an example of a finding: a group, or where a record stands and what is wrong with it
 
 
-def inspect_view(report: InspectReport, lines: Sequence[str] = (), note: str = "") -> RenderableType:
-    """The verdict, the ratios behind it, what the data holds, the best trees, and what looks wrong.
+def inspect_view(
+    report: InspectReport, lines: Sequence[str] = (), note: str = "", bill: Bill | None = None
+) -> RenderableType:
+    """The verdict, the ratios behind it, what the data holds, the best trees, what looks wrong, and the bill.
 
     lines: of the verdict. note: beside the counts.
     """
@@ -41,22 +45,64 @@ def inspect_view(report: InspectReport, lines: Sequence[str] = (), note: str = "
     parts.append(_BestTrees(report))
     if report.findings:
         parts.append(_findings_table(report.findings))
+    if bill is not None:
+        parts.append(bill_view(bill))
     return Group(*parts)
+
+
+def bill_view(bill: Bill) -> RenderableType:
+    """Three ways, for the data and for as many episodes as the bill is made out for; what was assumed."""
+    return Group(_Ways(bill), Text(" ".join(bill.assumptions)))
+
+
+class _Ways:
+    """The ways of a bill as a table; a list where the terminal has no room for their names beside the numbers."""
+
+    def __init__(self, bill: Bill) -> None:
+        self.title = f"the bill: {headline(bill)}"
+        self.parts = ((num(bill.num_episodes, "episode"), bill.ways), (f"{EPISODES:,} episodes", bill.per_episodes))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = list(cells(self.parts[0][1][0]))
+        table = _table(self.title, "training once", *names)
+        for heading, ways in self.parts:
+            table.add_row(heading, *("" for _ in names), style="dim")
+            for way in ways:
+                table.add_row(f" {way.name}", *cells(way).values())
+        unlimited = options.update(max_width=sys.maxsize)
+        if Measurement.get(console, unlimited, table).maximum <= options.max_width:
+            yield table
+            return
+        yield Text(self.title, style="italic")
+        for heading, ways in self.parts:
+            yield Text(f"\n{heading}", style="bold")
+            for way in ways:
+                numbers = ", ".join(f"{name} {cell}" for name, cell in cells(way).items())
+                yield Padding(Text(f"{way.name}: {numbers}"), (0, 0, 0, 2), expand=False)
+        yield Text()
 
 
 def _ratios_table(report: InspectReport) -> Table:
     total, ratios = report.total, _facts_table("how much less the trees are")
-    ratios.add_row("share ratio", f"{total.share_ratio:.2f}  tokens, one row per call / tree")
+    rows = flat_rows(total)
+    if total.holds_merged_turns:
+        ratios.add_row("of calls", f"{total.call_ratio:.2f}  tokens, one row per call / tree")
+    ratios.add_row("share ratio", f"{total.share_ratio:.2f}  tokens, {rows} / tree")
     ratios.add_row("leaf ratio", f"{total.leaf_ratio:.2f}  tokens, turns merged / tree")
     if total.flop_bound is None or total.leaf_flop_bound is None:
         ratios.add_row("FLOP bound", "name a --model")
     else:
-        ratios.add_row(
-            "FLOP bound", escape(f"{total.flop_bound:.2f}  FLOPs of {report.model}, one row per call / tree")
-        )
+        if total.call_flop_bound is not None and total.holds_merged_turns:
+            ratios.add_row("FLOP bound of calls", f"{total.call_flop_bound:.2f}  FLOPs, one row per call / tree")
+        ratios.add_row("FLOP bound", escape(f"{total.flop_bound:.2f}  FLOPs of {report.model}, {rows} / tree"))
         ratios.add_row("leaf FLOP bound", f"{total.leaf_flop_bound:.2f}  FLOPs, turns merged / tree")
-    ratios.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, one row per call / tree")
+    ratios.add_row("pair ratio", f"{total.pair_ratio:.2f}  attention pairs, {rows} / tree")
     return ratios
+
+
+def flat_rows(total: TreeFacts) -> str:
+    """What trajectories are without trees."""
+    return "rows as they are" if total.holds_merged_turns else "one row per call"
 
 
 def _counts_table(report: InspectReport) -> Table:
@@ -64,6 +110,8 @@ def _counts_table(report: InspectReport) -> Table:
     facts.add_row("files, records", f"{report.num_files:,}, {report.num_records:,}")
     facts.add_row("trees", f"{len(report.trees):,}")
     facts.add_row("trajectories", f"{total.num_trajectories:,} ({total.num_leaves:,} not contained in another)")
+    if total.holds_merged_turns:
+        facts.add_row("calls in them", f"{total.num_calls:,}, whose turns are merged")
     facts.add_row("flat tokens", f"{total.num_flat_tokens:,} ({total.num_leaf_tokens:,} of those not contained)")
     facts.add_row("tree tokens", f"{total.num_tree_tokens:,} ({total.num_trained_tokens:,} trained)")
     if total.num_images:
@@ -160,6 +208,8 @@ def plan_view(plan: Plan, report: PlanReport) -> RenderableType:
         table.add_row("peak memory", "--memory predicts it, in seconds")
     else:
         _add_memory(table, report, live, read)
+    window, graphs = bytes_as_text(report.bytes_window), bytes_as_text(report.bytes_window_graphs)
+    table.add_row("window, if rows come in calls", f"{window} kept, {graphs} of graphs and logits where these are held")
     table.add_row(
         "time / flat", f"{report.relative_time:.3f}  flat training needs {1 / report.relative_time:.2f} times the FLOPs"
     )
@@ -236,19 +286,40 @@ def mesh_view(report: "MeshReport", live_tokens: int, gateway_tokens: int) -> Re
 
 def run_view(report: RunReport) -> RenderableType:
     """What a run logged: first, best and last of each value."""
-    table = _table(escape(f"run {report.folder}"), "logged", "times", "first", "lowest", "highest", "last")
-    for each in report.series:
-        values = (each.values[0], min(each.values), max(each.values), each.values[-1])
-        label = f"{each.label}, {each.unit}" if each.unit else each.label
-        name = label if each.chart == each.label else f"{each.chart}: {label}"
-        table.add_row(escape(name), f"{len(each.values):,}", *(f"{value:,.5g}" for value in values))
     state = "finished" if report.is_finished else "not finished"
     of = f"{report.num_steps:,} of " if report.max_steps else ""
     steps = f"{of}{num(report.max_steps or report.num_steps, 'optimizer step')}"
     note = Text(f"{steps}, {state}; from {report.log}")
     if report.num_not_finite:
         note.append(f"\n{report.num_not_finite:,} logged values are not finite numbers", style="red")
-    return Group(table, note)
+    return Group(_Logged(report), note)
+
+
+class _Logged:
+    """What a run logged as a table; of each value the first and the last where there is no room for names beside
+    all."""
+
+    def __init__(self, report: RunReport) -> None:
+        self.title, self.rows = escape(f"run {report.folder}"), list[tuple[str, dict[str, str]]]()
+        for each in report.series:
+            values = {"first": each.values[0], "lowest": min(each.values), "highest": max(each.values)}
+            numbers = {name: f"{value:,.5g}" for name, value in (values | {"last": each.values[-1]}).items()}
+            label = f"{each.label}, {each.unit}" if each.unit else each.label
+            name = label if each.chart == each.label else f"{each.chart}: {label}"
+            self.rows.append((escape(name), {"times": f"{len(each.values):,}"} | numbers))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(max_width=sys.maxsize)
+        all_columns = ("times", "first", "lowest", "highest", "last")
+        needed = Measurement.get(console, unlimited, self._table(all_columns, with_names=False)).maximum
+        has_room = options.max_width - needed >= MIN_LOGGED
+        yield self._table(all_columns if has_room else ("first", "last"), with_names=True)
+
+    def _table(self, columns: Sequence[str], *, with_names: bool) -> Table:
+        table = _table(self.title if with_names else "", "logged" if with_names else "", *columns)
+        for name, numbers in self.rows:
+            table.add_row(name if with_names else "", *(numbers[column] for column in columns))
+        return table
 
 
 def verification_view(report: "VerificationReport") -> RenderableType:

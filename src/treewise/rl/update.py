@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from safetensors.numpy import save_file
 
 from treewise import advantages
 from treewise.advantages import AdvantageReport, Credited, with_rollout_weights
+from treewise.base.durable import moved_into_place
 from treewise.base.own_files import damage
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, ConfigError, DataError, check_choice, num
@@ -405,11 +405,10 @@ def save_scores(folder: Path, update: Update, facts: Sequence[object]) -> None:
         return
     items = [item for tree in update.trees for item in tree]
     arrays = {name: np.concatenate([getattr(item, name) for item in items]) for name in update.computed_streams}
-    part = folder / f".{SCORES}.part"
     try:
         metadata = _metadata(update, facts)
-        save_file(arrays, part, metadata={**metadata, _DIGEST: _digest(arrays, metadata)})
-        os.replace(part, folder / SCORES)
+        with moved_into_place(folder / SCORES) as part:
+            save_file(arrays, part, metadata={**metadata, _DIGEST: _digest(arrays, metadata)})
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / SCORES}: the log-probs cannot be written ({error}).") from error
 

@@ -142,7 +142,7 @@ def _slot_of(model: nn.Module, own: set[nn.Parameter]) -> _Slot:
 def _put(slot: _Slot, parameters: dict[str, nn.Parameter]) -> None:
     for name, places in slot.places.items():
         for module, key in places:
-            setattr(module, key, parameters[name])
+            module._parameters[key] = parameters[name]  # noqa: SLF001 - `setattr` looks elsewhere first
 
 
 def _layers(base: Any) -> dict[str, str]:

@@ -8,9 +8,7 @@ every refusal of a request that names a model and a number takes that number (`_
 """
 
 import asyncio
-import hmac
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -20,27 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from treewise.errors import DataError, TreewiseError
+from treewise.base.http.bodies import Bodies, BodyLimits, BodyRefusedError
+from treewise.base.http.server import host_guard, is_token, listening_socket, serve_on
+from treewise.errors import DataError, DiskError, TreewiseError
 from treewise.serve.adapter_slots import Shape
-from treewise.serve.bodies import Bodies, BodyRefusedError, named_in
 from treewise.serve.catalog import Catalog, json_of, lora_facts
-from treewise.serve.journal import FAILED, REFUSED, QueuedRequest, RequestJournal, digest_of
-from treewise.serve.settings import LOOPBACK, ServeSettings
+from treewise.serve.journal import ERRORS, QueuedRequest, RequestJournal, digest_of
+from treewise.serve.settings import ServeSettings
 from treewise.serve.store import KINDS, CheckpointName, Store
 from treewise.serve.weights import ServedModel
-from treewise.serve.wire import UNPUBLISHED, read_call
+from treewise.serve.wire import UNPUBLISHED, named_in, read_call
 from treewise.serve.worker import CALLS, JSON, PATIENCE_SECONDS, QueueFullError, Worker
 from treewise.trainer.run_context import RunLock
 
@@ -61,7 +57,8 @@ class Api(Catalog):
 
     def __init__(self, store: Store) -> None:
         self.settings = store.model.settings
-        self.bodies = Bodies(self.settings)
+        own = self.settings
+        self.bodies = Bodies(BodyLimits(own.max_request_mb, own.max_uploads_mb, own.max_request_seconds))
         super().__init__(Worker(store, self.on_answers, self.bodies.uploaded))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answered = asyncio.Event()  # a new one after each time that something was
@@ -86,19 +83,20 @@ class Api(Catalog):
             await run_in_threadpool(self.worker.stop)
             self.journal.close()
 
-        hosts = [*LOOPBACK, "[::1]"] if self.settings.host in LOOPBACK else ["*"]
-        guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
         answers: Any = dict.fromkeys(_ERRORS, _refused)
         every = [Route("/", _page), *self._routes()]
-        return Starlette(routes=every, lifespan=lifespan, middleware=[guard], exception_handlers=answers)
+        return Starlette(
+            routes=every, lifespan=lifespan, middleware=[host_guard(self.settings.host)], exception_handlers=answers
+        )
 
     # -- every request ------------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
-        # What the SDK leaves out or does otherwise with this server.
+        # What the SDK leaves out or does otherwise with this server; releases before 0.25 send protobuf where asked to.
         part = min(5_000_000, (self.settings.max_request_mb << 20) // 2)
         off = ("use_pyqwest_transport", "sample_enable_stuck_detection", "custom_loss_server_side")
-        flags = {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False)}
+        on = ("proto_write_fwdbwd", "fwd_via_fwdbwd")
+        flags = {"fwdbwd_max_chunk_bytes_count": part, **dict.fromkeys(off, False), **dict.fromkeys(on, True)}
         one = "training_runs/{run}/checkpoints/{kind}/{name}"
         posted: list[tuple[str, Any, Any]] = [  # a handler, or its one answer; the request's type, None: the handler's
             ("client/config", flags, None),
@@ -151,6 +149,8 @@ class Api(Catalog):
                     answer = await handler(request, asked) if callable(handler) else handler
                     return answer if isinstance(answer, Response) else _json(answer)
             except _ERRORS as error:
+                if isinstance(error, DiskError):
+                    self.worker.tell_full(error)
                 if (future := await self._occupied(request, error)) is not None:
                     return _json(future)
                 raise
@@ -180,11 +180,9 @@ class Api(Catalog):
         """
         key = request.headers.get("x-api-key", "")
         request.state.key = digest_of(key)
-        is_right = bool(key) and hmac.compare_digest(key.encode(), (self.settings.token or key).encode())
+        is_right = bool(key) and is_token(key, self.settings.token or key)
         if not is_right and not ("file" in request.path_params and "signature" in request.query_params):
             return HTTPException(401, "the X-API-Key header (TINKER_API_KEY) is missing or is not this server's token.")
-        if request.headers.get("content-encoding", "identity") != "identity":
-            return HTTPException(415, "compressed requests are not taken.")
         return None
 
     async def _submit(
@@ -221,6 +219,8 @@ class Api(Catalog):
     async def health(self, *_: object) -> object:
         if not self.worker.is_alive():
             raise HTTPException(503, "the worker has ended.")
+        if self.worker.full is not None:
+            raise self.worker.full
         return {"status": "ok"}
 
     async def capabilities(self, *_: object) -> object:
@@ -245,8 +245,8 @@ class Api(Catalog):
             if lora is None or not 1 <= lora.rank <= most:
                 raise DataError(f"lora_config with a rank of 1 to {most} (max_rank) is needed.")
             shape = Shape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
-        seed = secrets.randbits(48) if lora is None or lora.seed is None else lora.seed
-        return await self._new_run(request, asked, {"shape": asdict(shape), "seed": seed, "path": None})
+        given = None if lora is None else lora.seed
+        return await self._new_run(request, asked, {"shape": asdict(shape), "seed": given, "path": None})
 
     async def load_weights(self, request: Request, asked: Any) -> object:
         """Into a model, or into a new run."""
@@ -267,6 +267,7 @@ class Api(Catalog):
             raise DataError(f"model_seq_id must be 0 to {MAX_RUNS - 1}.")
         name = f"{asked.session_id}:train:{asked.model_seq_id}"
         if self.journal.get("model", name) is None:
+            facts["seed"] = self.settings.seed_of(name) if facts["seed"] is None else facts["seed"]
             facts |= {"user_metadata": asked.user_metadata, "created": time.time()}
             self.journal.put("model", name, asked.session_id, facts)
         return await self._submit(name, 0, "create", asked.model_dump_json().encode())
@@ -337,7 +338,7 @@ class Api(Catalog):
             if not self.is_own(request, name) or (found := self.journal.find(name)) is None:
                 raise HTTPException(410, f"request {name} is unknown or forgotten.")
             if found.answer is not None:
-                return Response(found.answer, media_type=JSON if found.media in (FAILED, REFUSED) else found.media)
+                return Response(found.answer, media_type=JSON if found.media in ERRORS else found.media)
             try:
                 await asyncio.wait_for(answered.wait(), ends - time.monotonic())
             except TimeoutError:
@@ -353,7 +354,7 @@ async def _page(_: Request) -> Response:
 async def _refused(_: Request, error: Exception) -> Response:
     """The answer to an error. Of its statuses the SDK sends 408, 409, 429 and 5xx again."""
     status, text = _said(error)
-    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    headers = {"Retry-After": "1"} if status in (429, 503, 507) else {}
     headers |= {"Connection": "close"} if status == 408 else {}  # the rest of a body may still come
     return _json({"error": text, "detail": text}, status, headers)
 
@@ -420,16 +421,8 @@ def serve(settings: ServeSettings) -> None:
     Raises:
         ConfigError: as `make_app`; or another server holds the folder.
     """
-    with RunLock(settings.folder):
+    with RunLock(settings.folder), listening_socket(settings.host, settings.port) as own:
         app = make_app(settings)
-        config = uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            access_log=False,
-            limit_concurrency=max(1024, 4 * settings.max_queue),
-            timeout_graceful_shutdown=5,
-            ws="none",
-            http="h11",  # whose limit ends headers that never do
-        )
-        uvicorn.Server(config).run()  # prints the address
+        # h11's limit ends headers that never do.
+        limits = {"limit_concurrency": max(1024, 4 * settings.max_queue), "timeout_graceful_shutdown": 5}
+        serve_on(own, settings.host, app, **limits)

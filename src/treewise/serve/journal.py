@@ -8,6 +8,8 @@ bits. SQLite's write-ahead log keeps what was committed when the process is kill
 Every session has an owner, the digest of the API key that made it, and all that its id begins is that owner's: models,
 samplers, requests, checkpoints. Every row has a checksum, which a start compares; SQLite compares those of its log, and
 what it leaves out there is kept and reported (`write_ahead_log.py`).
+
+Where the disk has no room, a write changes nothing and is a `DiskError`; within `waiting_for_room` it is tried again.
 """
 
 import hashlib
@@ -17,15 +19,18 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from treewise.errors import ConfigError
-from treewise.serve.write_ahead_log import keep_what_is_lost
+from treewise.base.own_files import disk_error, is_no_room
+from treewise.errors import ConfigError, DiskError
+from treewise.serve.write_ahead_log import OPEN, keep_what_is_lost
 
+T = TypeVar("T")
+Room = Callable[[DiskError], object]  # waits for room, or raises what it was given
 logger = logging.getLogger("treewise")
 _VERSION = 2  # of the schema
 _SUMMED = {  # the columns that each table's checksums are of
@@ -45,7 +50,12 @@ CREATE INDEX by_owner ON requests (owner, seq);
     for when in ("INSERT", f"UPDATE OF {columns}")
 )
 KEEP_ANSWERS_SECONDS = 3600.0
-FAILED, REFUSED = "failed", "refused"  # media of answers that are errors: of what ran, and of what never did
+ROOM_BYTES = 1 << 16  # that have to have room before a disk is no longer full
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # codes
+# Media of answers that are errors: of what ran, of what never did, and of a step whose gradients were lost, which drops
+# them again when it runs again.
+ERRORS = FAILED, REFUSED, LOST = "failed", "refused", "lost"
 GAP = "gap"  # kind of a row that stands for several numbers, which never came: from that in its id to its own
 
 
@@ -65,7 +75,7 @@ class QueuedRequest:
     begun: int = 0
 
 
-class Found(NamedTuple):
+class StoredRequest(NamedTuple):
     """A request: what was asked, and the media and content of its answer, None while there is none."""
 
     kind: str
@@ -77,11 +87,12 @@ class RequestJournal:
     """Opens or makes the file; any thread may call.
 
     Raises:
-        ConfigError: it cannot be read, is of another version, or a row is not what was written.
+        ConfigError: it cannot be read, is of another version, or a row is not what was written. DiskError: there is no
+            room for what SQLite writes when it opens it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
+        self._path, self._lock, self._own = path, threading.RLock(), threading.local()
         try:
             with ExitStack() as stack:
                 lost = keep_what_is_lost(path)
@@ -90,9 +101,11 @@ class RequestJournal:
                 self._check(path)
                 if lost:
                     logger.warning("%s", lost)
-                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what is damaged is not found again
+                self._mark(OPEN)  # and empties the log, so that what is damaged is not found again
                 stack.pop_all()
         except (sqlite3.Error, OSError, UnicodeError) as error:
+            if is_no_room(error) or getattr(error, "sqlite_errorcode", 0) in _NO_ROOM:
+                raise disk_error(path, error, 0) from None
             raise ConfigError(f"{path}: the journal cannot be read ({error}). {_INSTEAD}") from None
 
     def _check(self, path: Path) -> None:
@@ -109,21 +122,62 @@ class RequestJournal:
         if wrong:
             raise ConfigError(f"{path}: the journal is damaged: {'; '.join(wrong)}. {_INSTEAD}")
 
+    def _mark(self, application_id: int) -> None:
+        """Writes into the database itself whether a log belongs to it, unless there is no room."""
+        with suppress(sqlite3.OperationalError):
+            self._db.execute(f"PRAGMA application_id={application_id}")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def close(self) -> None:
-        """Gives the file back."""
+        """Gives the file back, and with it all that its log has."""
         with self._lock:
+            self._mark(0)
             self._db.close()
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting_for_room(self, room: Room) -> Iterator[None]:
+        """Within it, what this thread writes is tried again after each call of `room`, which may raise."""
+        self._own.room = room
+        try:
+            yield
+        finally:
+            del self._own.room
+
+    def _write(self, query: str, *values: Any) -> None:
+        """Raises `DiskError`."""
+        size = sum(len(value) for value in values if isinstance(value, str | bytes))
+        self._tried(lambda: self._all(query, *values), size)
+
+    def _tried(self, write: Callable[[], T], num_bytes: int = 0) -> T:
+        while True:
+            try:
+                return write()
+            except sqlite3.OperationalError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DISK:
+                    raise
+                found, room = disk_error(self._path, error, num_bytes), getattr(self._own, "room", None)
+                if room is None:
+                    raise found from error
+            room(found)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            yield
+
     # -- facts of sessions, models, samplers, checkpoints -------------------------------------------------------------
 
     def put(self, kind: str, name: str, owner: str, content: Any) -> None:
         """Writes what is known of something, in place of what was."""
         row = (kind, name, owner, -1, json.dumps(content), time.time())
-        self._all("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, 0)", *row)
+        self._write("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, 0)", *row)
 
     def get(self, kind: str, name: str) -> Any:
         """The content; None where there is none of this name."""
@@ -132,7 +186,12 @@ class RequestJournal:
 
     def remove(self, kind: str, name: str) -> None:
         """Forgets what is written of this kind under this name."""
-        self._all("DELETE FROM facts WHERE kind = ? AND id = ?", kind, name)
+        self._write("DELETE FROM facts WHERE kind = ? AND id = ?", kind, name)
+
+    def try_room(self) -> None:
+        """Writes something of the size of a small request, and forgets it. Raises `DiskError`."""
+        self.put("room", "", "", "x" * ROOM_BYTES)
+        self.remove("room", "")
 
     def names(self, kind: str, owner: str | None = None) -> list[str]:
         """Names of a kind, the newest first; of one owner."""
@@ -158,7 +217,7 @@ class RequestJournal:
 
     def add(self, work: QueuedRequest, body: bytes) -> None:
         """Writes a request, once."""
-        self._all(
+        self._write(
             "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, created) VALUES (?, ?, ?, ?, ?, ?)",
             *(work.id, work.owner, work.seq, work.kind, body, time.time()),
         )
@@ -166,16 +225,20 @@ class RequestJournal:
     def refuse(self, work: QueuedRequest, content: bytes) -> None:
         """Writes a request that is not to run together with its answer; one that is there stays as it is."""
         now = time.time()
-        self._all(
+        self._write(
             "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body, answer, media, created, answered) "
             "VALUES (?, ?, ?, ?, x'', ?, ?, ?, ?)",
             *(work.id, work.owner, work.seq, work.kind, content, REFUSED, now, now),
         )
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> StoredRequest | None:
         """A request; None where there is none of this id."""
         found = self._all("SELECT kind, media, answer FROM requests WHERE id = ?", name)
-        return Found(*found[0]) if found else None
+        return StoredRequest(*found[0]) if found else None
+
+    def is_lost(self, name: str) -> bool:
+        """Whether a request was answered with `LOST`."""
+        return self._all("SELECT media FROM requests WHERE id = ?", name) == [(LOST,)]
 
     def body(self, name: str) -> bytes:
         """Of a request that has not run."""
@@ -183,18 +246,21 @@ class RequestJournal:
 
     def answer(self, name: str, media: str, content: bytes) -> None:
         """Writes an answer, once."""
-        self._all(
-            "UPDATE requests SET answer = ?, media = ?, answered = ? WHERE id = ? AND answer IS NULL",
-            *(content, media, time.time(), name),
-        )
+        self._write(_ANSWER, content, media, time.time(), name)
 
     def begin(self, works: Sequence[QueuedRequest]) -> None:
-        """Marks requests as one group, and counts that those without an answer begin: one that ends the process does so
-        again at each start."""
-        query = "UPDATE requests SET batch = IFNULL(batch, ?), begun = begun + (answer IS NULL) WHERE id = ?"
-        with self._lock, self._db:
-            self._db.execute("BEGIN")
-            self._db.executemany(query, [(works[0].seq, work.id) for work in works])
+        """Marks requests as one group, and counts that those without an answer begin in this process: one that ends the
+        process does so again at each start."""
+        query = (
+            "UPDATE requests SET batch = IFNULL(batch, ?), "
+            "begun = CASE WHEN answer IS NULL THEN MAX(begun, ?) ELSE begun END WHERE id = ?"
+        )
+
+        def write() -> None:  # it may come again after it was committed, where SQLite's checkpoint had no room
+            with self._transaction():
+                self._db.executemany(query, [(works[0].seq, work.begun + 1, work.id) for work in works])
+
+        self._tried(write)
 
     def works(self, owner: str | None = None) -> list[QueuedRequest]:
         """Every request (of one owner) that has no answer, or whose effect is in no snapshot yet, as they arrived."""
@@ -210,14 +276,17 @@ class RequestJournal:
     def snapshot(self, model: str, seq: int, answer: tuple[str, str, bytes] | None = None) -> None:
         """The effects of a model's requests up to `seq` are on the disk. answer: of request `seq`, where it is one that
         must not run again."""
-        with self._lock, self._db:
-            self._db.execute("BEGIN")
-            if answer is not None:
-                self.answer(*answer)
-            self._db.execute("UPDATE facts SET number = ? WHERE kind = 'model' AND id = ?", (seq, model))
-            self._db.execute(
-                "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND answer IS NOT NULL", (model, seq)
-            )
+
+        def write() -> None:
+            with self._transaction():
+                if answer is not None:
+                    name, media, content = answer
+                    self._all(_ANSWER, content, media, time.time(), name)
+                self._all("UPDATE facts SET number = ? WHERE kind = 'model' AND id = ?", seq, model)
+                query = "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND answer IS NOT NULL"
+                self._all(query, model, seq)
+
+        self._tried(write)
 
     def last_seq(self, model: str) -> int:
         """The highest number that a model's requests have here; -1: none."""
@@ -228,8 +297,8 @@ class RequestJournal:
         """Removes old answers, of samples and of what a snapshot holds; clients fetch theirs within seconds. And
         empties the log, of which one wrong bit loses all that follows it."""
         old = time.time() - KEEP_ANSWERS_SECONDS
-        self._all("DELETE FROM requests WHERE (body IS NULL OR kind = 'sample') AND answered < ?", old)
-        self._all("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._write("DELETE FROM requests WHERE (body IS NULL OR kind = 'sample') AND answered < ?", old)
+        self._write("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def snapshot_seq(self, model: str) -> int:
         """Up to which request the newest snapshot goes; -1: none was made."""
@@ -237,6 +306,7 @@ class RequestJournal:
         return int(found[0][0]) if found else -1
 
 
+_ANSWER = "UPDATE requests SET answer = ?, media = ?, answered = ? WHERE id = ? AND answer IS NULL"
 _INSTEAD = (
     "Put back a copy that is whole, or move it and its -wal file away to begin anew: checkpoints stay in runs/, as "
     "folders of PEFT, but belong to no run then."

@@ -2,11 +2,11 @@
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from pathlib import Path
 
+from treewise.base.durable import moved_into_place
 from treewise.errors import ConfigError
 
 LIFE_SECONDS = 3600
@@ -23,11 +23,8 @@ class Links:
     def __init__(self, secret: Path) -> None:
         try:
             if not secret.exists():
-                aside = secret.with_name(f"{secret.name}.new")
-                aside.unlink(missing_ok=True)
-                with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(secrets.token_bytes(_SIZE))
-                os.replace(aside, secret)
+                with moved_into_place(secret, permissions=0o600) as part:
+                    part.write_bytes(secrets.token_bytes(_SIZE))
             if secret.stat().st_mode & 0o077:
                 secret.chmod(0o600)
             self._secret = secret.read_bytes()

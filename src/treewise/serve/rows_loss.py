@@ -120,7 +120,7 @@ class RowsLoss:
         self.logprobs, self.losses = np.zeros(self.bounds[-1]), np.zeros(self.bounds[-1])
         self.num_new = np.zeros(len(self.rows), dtype=np.int64)
         self.replay: dict[str, float] = {}
-        self._order = self._start = self._count = np.zeros(0, dtype=np.int64)
+        self._first = self._order = self._start = self._count = np.zeros(0, dtype=np.int64)
 
     def is_separable(self, forest: Forest) -> bool:
         """Not with a ratio of whole sequences."""
@@ -136,10 +136,10 @@ class RowsLoss:
         positions = np.concatenate(
             [np.repeat(path[1:], row.targets.shape[1]) for path, row in zip(forest.paths, self.rows, strict=True)]
         ).astype(np.int64)
-        first = np.full(forest.num_tokens, len(self.rows), dtype=np.int64)
+        self._first = np.full(forest.num_tokens, len(self.rows), dtype=np.int64)
         for index, path in reversed(list(enumerate(forest.paths))):
-            first[path] = index
-        self.num_new = np.bincount(first, minlength=len(self.rows))[: len(self.rows)]
+            self._first[path] = index
+        self.count_new(np.ones(forest.num_tokens, dtype=bool))
         flat = np.flatnonzero(targets >= 0)
         width = int(targets.max(initial=0)) + 1
         pairs, pair = np.unique(positions[flat] * width + targets[flat], return_inverse=True)
@@ -149,6 +149,10 @@ class RowsLoss:
         self._count = np.bincount(pair, minlength=len(pairs))
         self._start = np.cumsum(self._count) - self._count
         return Terms(pairs // width, {"pair": np.arange(len(pairs))}, pairs % width, weight=1.0)
+
+    def count_new(self, is_new: np.ndarray) -> None:
+        """is_new: [T] bool, the tree tokens that no earlier call of the step had."""
+        self.num_new = np.bincount(self._first[is_new], minlength=len(self.rows))[: len(self.rows)]
 
     def token_losses(self, values: Values, streams: Streams) -> Float[Tensor, " P"]:
         """[P] the losses of each pair, summed over the targets that are this pair."""

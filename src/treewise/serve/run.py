@@ -9,6 +9,7 @@ from tinker import types
 
 from treewise.errors import DataError, NonFiniteError
 from treewise.serve.adapter_slots import OwnedWeights
+from treewise.serve.step_window import StepWindow
 from treewise.serve.weights import ServedModel, WeightsError
 
 _MOST = 1e37  # settings of an optimizer, and what is made of them, fit into float32
@@ -16,11 +17,13 @@ _MOST = 1e37  # settings of an optimizer, and what is made of them, fit into flo
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """sums: loss, flat, tree and computed tokens, seconds since its last optimizer step. moved: which step changed the
+    """window: what its calls share until the next step. sums: loss, flat, tree and computed tokens, seconds since its
+    last optimizer step. moved: which step changed the
     weights last, and with which settings; empty: none did."""
 
     weights: OwnedWeights
     facts: dict[str, Any]
+    window: StepWindow
     steps: int = 0
     moved: str = ""
     used: float = 0.0
@@ -29,7 +32,14 @@ class Run:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for an optimizer step."""
-        return any(parameter.grad is not None for parameter in self.weights.parameters.values())
+        return self.window.has_gradients or any(
+            parameter.grad is not None for parameter in self.weights.parameters.values()
+        )
+
+    def forget_gradients(self, *, with_moments: bool = False) -> None:
+        """Drops those that the parameters have, and those of the window; and what the optimizer remembers, too."""
+        self.window.forget()
+        self.weights.forget(with_moments=with_moments)
 
     @property
     def largest(self) -> float:

@@ -1,6 +1,5 @@
 """Continuations and log-probs of prompts, as a client asks for them."""
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ def read_request(asked: Any, name: str, model: ServedModel, is_cancelled: Callab
     tables = asked.topk_prompt_logprobs + asked.prompt_alt_tokens_k
     check_cells([len(prompt) * tables, asked.num_samples * wanted * asked.topk_sample_logprobs])
     stop_ids, texts = _stops(params.stop, model)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") if params.seed is None else params.seed
+    seed = model.settings.seed_of(name) if params.seed is None else params.seed
     rules = TextStops(
         prefix_ids=tuple(prompt.tolist()),
         num_continuations=asked.num_samples,

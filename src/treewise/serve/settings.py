@@ -1,14 +1,15 @@
 """What `treewise serve` can be set to; its flags are made from these declarations."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from typing_extensions import Doc
 
+from treewise.base.http.server import check_host
 from treewise.errors import ConfigError, check_fields
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from treewise.rl.samplers.by_name import check_sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,16 @@ class ServeSettings:
     token: Annotated[str | None, Doc("the API key that clients must send (TINKER_API_KEY, begins with tml-)")] = None
     max_tokens: Annotated[str, Doc("budget of a micro-batch in tokens, auto, or none")] = "auto"
     share: Annotated[Literal["all", "none"], Doc("none: every row alone, to compare with")] = "all"
+    window: Annotated[
+        str, Doc("calls between two optimizer steps share: auto, none, or how many tokens a run keeps for it")
+    ] = "auto"
     train: Annotated[Literal["lora", "full"], Doc("full: all weights, whatever adapters a client asks for")] = "lora"
     dtype: Annotated[str, Doc("of the base model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
     attention: Annotated[str, Doc("auto, reference, cascade, flex, flash, cudnn")] = "auto"
-    sampler: Annotated[
-        Literal["transformers", "vllm", "openai"], Doc("what continues prompts: this process, or a server")
-    ] = "transformers"
+    sampler: Annotated[str, Doc("what continues prompts: transformers (this process), vllm, openai, module:Class")] = (
+        "transformers"
+    )
     sampler_settings: Annotated[
         dict[str, Any] | None,
         Doc("of a server (docs/servers.md), as in --sampler_settings.base_url http://host:8001/v1"),
@@ -40,6 +44,11 @@ class ServeSettings:
         Literal["refused", "importance_sampling", "ppo", "cispo"],
         Doc("the loss that stands in for stable_reinforce, whose formula is not published"),
     ] = "refused"
+    seed: Annotated[
+        int | None,
+        Ge(0),
+        Doc("new adapters and samples without a seed of the client's follow from it: two servers then draw alike"),
+    ] = None
     max_models: Annotated[int, Ge(1), Doc("training runs in memory at a time; others wait on the disk")] = 16
     max_rank: Annotated[int, Ge(1), Doc("the largest rank of an adapter")] = 256
     max_queue: Annotated[int, Ge(1), Doc("requests that may wait; further ones are answered with 429")] = 1024
@@ -59,16 +68,18 @@ class ServeSettings:
         check_fields(self)
         if self.token is not None and not self.token.startswith("tml-"):
             raise ConfigError("token must begin with tml-, because the SDK sends no other.")
-        if self.host not in LOOPBACK and self.token is None:
-            raise ConfigError(
-                f"host={self.host} can be reached from other machines: give --token tml-..., or leave --host out."
-            )
-        if self.sampler != "transformers" and not (self.sampler_settings or {}).get("base_url"):
-            raise ConfigError(
-                f"sampler={self.sampler} needs --sampler_settings.base_url, which is not this server's own."
-            )
+        check_host(self.host, self.token, "tml-...")
+        check_sampler(self.sampler, self.sampler_settings)
         if self.max_tokens not in ("auto", "none") and not (self.max_tokens.isdecimal() and int(self.max_tokens)):
             raise ConfigError(f"max_tokens={self.max_tokens!r} must be a positive integer, auto or none.")
+        if self.window not in ("auto", "none") and not (self.window.isdecimal() and int(self.window)):
+            raise ConfigError(f"window={self.window!r} must be a positive integer, auto or none.")
+
+    def seed_of(self, name: str) -> int:
+        """For a run or a request that brings none: from its id; with `seed`, from that and what follows the session,
+        which is another on each server."""
+        text = name if self.seed is None else f"{self.seed}:{name.partition(':')[2]}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     @property
     def names(self) -> list[str]:

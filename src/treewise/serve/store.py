@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from treewise.base.weight_files import MANIFEST
 from treewise.errors import DataError
 from treewise.rl.samplers.server_weights import save_adapter
 from treewise.serve.adapter_slots import OwnedWeights, Shape
@@ -27,11 +28,15 @@ from treewise.serve.weights import ServedModel
 from treewise.trainer.checkpoint import store
 from treewise.trainer.checkpoint.load_optimizer import load_optimizer
 from treewise.trainer.checkpoint.optimizer_state import optimizer_state, save_optimizer
-from treewise.trainer.checkpoint.store import MANIFEST, listed_files, read_manifest
+from treewise.trainer.checkpoint.store import listed_files, read_manifest
 from treewise.trainer.checkpoint.weights import load_weights
 
 logger = logging.getLogger("treewise")
-TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+TYPES: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 KINDS = {  # what each request saves
     "save_weights": "weights",
     "save_weights_external": "external_weights",

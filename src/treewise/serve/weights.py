@@ -4,8 +4,9 @@ Every client has parameters, gradients and an optimizer of its own, which stand 
 """
 
 import math
+import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,9 @@ import numpy as np
 from tinker import types
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.data.render.piece_tokenizer import Encoder
+from treewise.data.render.template import Template
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError
 from treewise.models.load_model import load_processor, load_weights
@@ -25,10 +28,13 @@ from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import num_positions
 from treewise.nn.vision import image_token_of
-from treewise.rl.samplers import Sampler, TransformersSampler, sampler_named
+from treewise.rl.replies import end_ids
+from treewise.rl.samplers import Sampler, sampler_named
+from treewise.rl.samplers.by_name import entry_of
 from treewise.serve.adapter_slots import OwnedWeights, Shape, Slots
 from treewise.serve.rows_loss import LossRow, RowsLoss
 from treewise.serve.settings import ServeSettings
+from treewise.serve.step_window import GradientsLostError, StepWindow
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -63,18 +69,19 @@ class ServedModel:
         self.image_token = image_token_of(self.base.config)
         self.max_length = num_positions(self.base.config)
         self._routers = self._new_routers()
+        self._windows: weakref.WeakSet[StepWindow] = weakref.WeakSet()
         self._engine: TreeEngine | None = None
         self._handed: tuple[Any, ...] = ()  # the model and the weights that the sampler holds
-        self._sampler: Sampler = TransformersSampler(self.base, processor=self.processor)
-        self._gives_adapters = False
-        if settings.sampler != "transformers":
-            ways = {"weights": "adapter" if settings.train == "lora" else "reload"}
-            ways["weights_folder"] = str(Path(settings.folder) / "server_weights")
-            ways |= settings.sampler_settings or {}
-            if ways["weights"] == "fixed":
-                raise ConfigError("sampler_settings.weights=fixed: clients sample from weights of their own.")
-            self._sampler = sampler_named(settings.sampler, ways, self.base)
-            self._gives_adapters = ways["weights"] == "adapter"
+        given = settings.sampler_settings or {}
+        ways = {"weights": "adapter" if settings.train == "lora" else "reload"} | given
+        is_on_servers = entry_of(settings.sampler).is_on_servers
+        if is_on_servers and ways["weights"] == "fixed":
+            raise ConfigError("sampler_settings.weights=fixed: clients sample from weights of their own.")
+        ways["weights_folder"] = str(Path(settings.folder) / "server_weights")
+        self._sampler: Sampler = sampler_named(
+            settings.sampler, given, self.base, of_servers=ways, processor=self.processor
+        )
+        self._gives_adapters = is_on_servers and ways["weights"] == "adapter"
 
     @property
     def model(self) -> Any:
@@ -99,7 +106,7 @@ class ServedModel:
     def _new_routers(self) -> Sequence[Any] | UnsupportedModelError:
         """Sizes of the routers (`nn.routing.RouterSizes`), or why no experts can be replayed."""
         try:
-            found: Sequence[Any] = feature("routing").router_sizes(self.base, split_model(self.base).decoder)
+            found: Sequence[Any] = features.routing.router_sizes(self.base, split_model(self.base).decoder)
         except UnsupportedModelError as error:
             return error
         return found
@@ -110,7 +117,7 @@ class ServedModel:
             raise DataError(f"routed_experts: {self._routers}")
         if not self._routers:
             raise DataError("routed_experts are given, but the model is no mixture of experts; leave them out.")
-        feature("routing").check_record(experts, self._routers, "loss_fn_inputs")
+        features.routing.check_record(experts, self._routers, "loss_fn_inputs")
 
     def sampler_of(self, weights: OwnedWeights | None) -> Sampler:
         """What continues prompts with the weights that the model is `using`: this process, or servers, which are given
@@ -129,19 +136,17 @@ class ServedModel:
         """Gives servers' connections back, and removes what was written for them."""
         self._sampler.close()
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a continuation where a client names none."""
-        ids = getattr(getattr(self.base, "generation_config", None), "eos_token_id", None)
-        if ids is None:
-            ids = getattr(self.tokenizer, "eos_token_id", None)
-        return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
+        template = None if self.tokenizer is None else Template(Encoder(self.tokenizer), None, {})
+        return end_ids(template, getattr(self.base, "generation_config", None))
 
     def compute(
-        self, weights: OwnedWeights | None, rows: Sequence[LossRow], *, gradients: bool
-    ) -> tuple[RowsLoss, dict[str, int]]:
-        """The losses of rows as one forest; gradients are added to those that the weights have. A call that raises adds
-        none.
+        self, weights: OwnedWeights, rows: Sequence[LossRow], window: StepWindow | None = None, *, gradients: bool
+    ) -> tuple[RowsLoss, dict[str, float]]:
+        """The losses of rows as one forest, and its counts; gradients are added to those that the weights have, or come
+        when their window ends. A call that raises adds none.
 
         Raises:
             WeightsError: the model's log-probs are not numbers. NonFiniteError: a loss alone is not; names the first
@@ -151,7 +156,15 @@ class ServedModel:
         groups = [items] if self.settings.share == "all" else [[item] for item in items]
         forests = [Forest.from_trajectories(group) for group in groups]
         loss = RowsLoss(rows)
-        with self.using(weights), gradients_set_aside([*self.model.parameters()]) if gradients else nullcontext():
+        with ExitStack() as around:
+            around.enter_context(self.using(weights))
+            used = None
+            if window is not None and len(forests) == 1:
+                if gradients:
+                    self._make_room(window, forests[0].num_tokens)
+                used = around.enter_context(window.around(self.engine, forests[0], gradients=gradients))
+            if gradients:
+                around.enter_context(gradients_set_aside([*weights.parameters.values()]))  # no other has any
             try:
                 out = self.engine.step(forests, loss) if gradients else self.engine.evaluate(forests, loss)
             except UnsupportedModelError as error:  # of the probe, if they are the first weights of this process
@@ -164,7 +177,39 @@ class ServedModel:
             if out.replay is not None and out.replay.num_recorded:
                 loss.replay["routed_otherwise"] = out.replay.num_otherwise / out.replay.num_recorded
                 loss.replay |= self._gaps(loss, items) if gradients else {}
-        return loss, {name: getattr(out, f"num_{name}") for name in COUNTS}
+            counts: dict[str, float] = {name: getattr(out, f"num_{name}") for name in COUNTS}
+            counts["share_ratio"] = out.num_flat_tokens / out.num_tree_tokens
+            if used is not None and used.is_new is not None:  # tokens of earlier calls count where they were new
+                loss.count_new(used.is_new)
+                counts["tree_tokens"], counts["share_ratio"] = int(used.is_new.sum()), used.share_ratio
+        return loss, counts
+
+    def new_window(self) -> StepWindow:
+        """Of a run, whose calls between two steps share."""
+        window = StepWindow("none" if self.settings.share == "none" else self.settings.window)
+        self._windows.add(window)
+        return window
+
+    def _make_room(self, window: StepWindow, num_tokens: int) -> None:
+        """Graphs of all runs' windows hold at most the budget, with a call that comes; the others' go first."""
+        others = [each for each in self._windows if each is not window]
+        held = sum(each.num_held for each in self._windows) + num_tokens
+        if self.engine.max_tokens is not None and held > self.engine.max_tokens:
+            for each in others:
+                each.let_go()
+
+    def end_window(self, weights: OwnedWeights, window: StepWindow) -> int:
+        """The weights get the gradients of their calls; returns how many tokens were computed again for it.
+
+        Raises:
+            GradientsLostError: see `StepWindow.end`; the weights then have none at all.
+        """
+        try:
+            with self.using(weights):
+                return window.end()
+        except GradientsLostError:
+            weights.forget(with_moments=False)
+            raise
 
     def _gaps(self, loss: RowsLoss, items: Sequence[Trajectory]) -> dict[str, float]:
         """The gap to the sampler of one row, with the experts that it recorded and with those that routers choose now;

@@ -1,9 +1,10 @@
 """Messages of the API to arrays and back. Requests and answers are those of the SDK's own schema (`tinker.proto`)."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -11,7 +12,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.base.http.bodies import KEPT_ENDS
 from treewise.errors import DataError
 from treewise.rl.samplers.protocol import Completion
 from treewise.serve.rows_loss import LossRow, RowsLoss, make_row
@@ -25,8 +27,27 @@ UNPUBLISHED = {
     "custom": "a loss that was sent as a graph is not run here; the SDK then computes custom losses at the client",
 }
 _MASK_LOGPROB = -99999.0  # of a place in a table of top log-probs that holds none
-_DTYPES = {pb.DTYPE_FLOAT32: ("float32", np.float32), pb.DTYPE_INT64: ("int64", np.int64)}
+_DTYPES: dict[int, tuple[Literal["int64", "float32"], type[np.generic]]] = {
+    pb.DTYPE_FLOAT32: ("float32", np.float32),
+    pb.DTYPE_INT64: ("int64", np.int64),
+}
+_MODEL = re.compile(rb'(?<!\\)"model_id"\s*:\s*"([\w:-]{1,120})"')
+_SEQ = re.compile(rb'(?<!\\)"seq_id"\s*:\s*(\d{1,17})\b')
 _MAX_CELLS = 1 << 24  # of what a request makes the server lay out beyond its own size
+
+
+def named_in(body: bytes) -> tuple[str, int] | None:
+    """The model and the sequence number that a request is about, as far as its body can be read: also if it is cut,
+    is no JSON, or has values that are refused."""
+    body = body if len(body) <= 2 * KEPT_ENDS else body[:KEPT_ENDS] + body[-KEPT_ENDS:]
+    if body[:1] == b"\n" and body[1:2] and body[2 + body[1] : 3 + body[1]] == b"\x10":  # a call: its first two fields
+        number = shift = 0
+        for byte in body[3 + body[1] : 13 + body[1]]:
+            number, shift = number | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return body[2 : 2 + body[1]].decode("utf-8", "replace"), number
+    model, seq = _MODEL.search(body), _SEQ.search(body)
+    return (model[1].decode(), int(seq[1])) if model and seq else None
 
 
 def read_call(body: bytes) -> Any:
@@ -67,7 +88,7 @@ def read_rows(body: bytes, model: ServedModel) -> list[LossRow]:
             check_ids(row.token_ids, model.vocabulary, "target_tokens")
             check_ids(row.targets[row.targets >= 0], model.vocabulary, "target_tokens")
             if experts is not None:
-                experts = feature("routes").checked_experts(experts, "routed_experts", len(ids) + 1, "the datum")
+                experts = features.routes.checked_experts(experts, "routed_experts", len(ids) + 1, "the datum")
                 model.check_experts(experts)
                 row = replace(row, routed_experts=experts)
         except ValueError as error:
@@ -142,16 +163,16 @@ def call_answer(loss: RowsLoss, low: int, high: int, facts: Mapping[str, float])
     """Of a forward or forward_backward with the rows low..high. Clients add up the metrics that end in `:sum` over the
     parts of a call.
 
-    facts: `tree_tokens`, `computed_tokens` and `flat_tokens` of the forest that the rows were computed in; metrics
-    of recorded experts are of this forest, too.
+    facts: `tree_tokens`, `computed_tokens` and `share_ratio` of the forest that the rows were computed in, or of what a
+    window had not computed of it; metrics of recorded experts are of this forest, too.
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     new = int(loss.num_new[low:high].sum())
     message.metrics["loss:sum"] = float(loss.losses[loss.bounds[low] : loss.bounds[high]].sum())
     message.metrics["flat_tokens:sum"] = sum(len(row.token_ids) for row in loss.rows[low:high])
     message.metrics["tree_tokens:sum"] = new
-    message.metrics["computed_tokens:sum"] = facts["computed_tokens"] * new / facts["tree_tokens"]
-    message.metrics["share_ratio:mean"] = facts["flat_tokens"] / facts["tree_tokens"]
+    message.metrics["computed_tokens:sum"] = facts["computed_tokens"] * new / max(1, facts["tree_tokens"])
+    message.metrics["share_ratio:mean"] = facts["share_ratio"]
     for name, value in loss.replay.items():
         message.metrics[f"{name}:mean"] = value
     for index in range(low, high):

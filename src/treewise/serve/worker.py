@@ -3,6 +3,9 @@
 Requests of one model run in the order of their sequence numbers. All forward_backward requests of a model that are
 there when the first of them runs are one forest; so are the prompts of all sampling requests of the same weights.
 
+Where the disk is full, the request at hand waits until its answer can be written, with all that it computed; what comes
+meanwhile is refused (`DiskError`), and nothing that was taken is lost.
+
 A client counts each request, whatever becomes of it; so does the server. A number that was refused is passed over, and
 so is one that does not come (`GAP`): a client had its error then, and goes on with the next.
 """
@@ -18,12 +21,21 @@ from typing import Any
 
 from tinker import types
 
-from treewise.errors import ConfigError, DataError, NonFiniteError, SamplerError, TreewiseError, UnsupportedModelError
-from treewise.serve.adapter_slots import Shape
-from treewise.serve.journal import FAILED, GAP, REFUSED, QueuedRequest
+from treewise.errors import (
+    ConfigError,
+    DataError,
+    DiskError,
+    NonFiniteError,
+    SamplerError,
+    TreewiseError,
+    UnsupportedModelError,
+)
+from treewise.serve.held_runs import HeldRuns
+from treewise.serve.journal import FAILED, GAP, LOST, REFUSED, QueuedRequest
 from treewise.serve.request_queue import RequestQueue
 from treewise.serve.run import Run, read_adam
 from treewise.serve.sampling import Sampling, answers, read_request
+from treewise.serve.step_window import GradientsLostError
 from treewise.serve.store import KINDS, CheckpointName, Store, size_of
 from treewise.serve.weights import COUNTS, WeightsError
 from treewise.serve.wire import PROTOBUF, call_answer, read_rows
@@ -52,7 +64,8 @@ class RefusedBeforeError(DataError):
 
 class Worker(threading.Thread):
     """on_answers: called when requests were answered. uploaded: until when a key's large bodies are under way, as
-    `time.monotonic` counts. seconds: of work, by kind of request. now: the kind and the owner of what runs.
+    `time.monotonic` counts. seconds: of work, by kind of request. now: the kind and the owner of what runs. full: why
+    nothing can be written now.
     """
 
     def __init__(
@@ -62,10 +75,11 @@ class Worker(threading.Thread):
         self.store, self.journal, self.model, self.settings = store, store.journal, store.model, store.model.settings
         self.on_answers, self.uploaded = on_answers, uploaded
         self.started, self.seconds, self.now = time.time(), dict[str, float](), ("", "")
+        self.full: DiskError | None = None
         self._counts: dict[str, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._turns = RequestQueue(self.journal)
-        self._runs: dict[str, Run] = {}
+        self.held = HeldRuns(store, self._turns, self._changed)
         self._drawn: set[str] = set()  # samples that have begun and were not cancelled
         self._patience: dict[str, float] = {}  # until when a model waits for lower numbers, once its client sent one
         self._doubtful: set[str] = set()  # models with a gap where this process first heard of them
@@ -143,14 +157,14 @@ class Worker(threading.Thread):
                 self._changed.notify()
 
     def _refuse(self, work: QueuedRequest, error: str, status: int | None = None) -> None:
-        content = {"error": error, "category": types.RequestErrorCategory.User}
+        content: dict[str, object] = {"error": error, "category": types.RequestErrorCategory.User}
         content |= {} if status is None else {"status": status}
         self.journal.refuse(work, json.dumps(content).encode())
         self._turns.add([replace(work, is_answered=True, is_done=True)])
 
     def _hear(self, work: QueuedRequest, patience: float) -> None:
         """Notes that a model's client sends something. Where the first that this process hears leaves a gap, it cannot
-        be known whether requests did not come or were forgotten with the machine's power.
+        be known whether requests did not come or were lost in a power failure.
         """
         if work.kind != "sample":
             if work.owner not in self._patience and work.seq > self.journal.last_seq(work.owner) + 1:
@@ -158,22 +172,24 @@ class Worker(threading.Thread):
             self._patience[work.owner] = time.monotonic() + patience
 
     def _pass_over(self, owner: str, below: int) -> None:
-        """Lets a model go on without those of its requests below a number that have not come."""
+        """Lets a model go on without those of its requests below a number that have not come. Where a write has no
+        room, all of it is done again later."""
         gaps = self._turns.gaps(owner, below)
-        for first, last in gaps:
-            text = f"requests {first} to {last} of the model never came, or came after those that followed them."
-            self._refuse(QueuedRequest(f"{owner}:{first}", owner, last, GAP), text)
         if gaps and owner in self._doubtful:
-            self._doubtful.discard(owner)
             error = DataError(
                 f"requests {gaps[0][0]} to {gaps[-1][1]} of {owner}, before this one, are not in the server's journal. "
                 "If they had answers, the server lost them when its machine lost its power, and the weights are those "
                 "before them: go on from a checkpoint (create_training_client_from_state_with_optimizer)."
             )
-            for work in self._turns.asked_of(owner):
+            asked = self._turns.asked_of(owner)
+            for work in asked:
                 self._fail(work, error, REFUSED)
-                self._turns.add([replace(work, is_answered=True, is_done=True)])
+            self._turns.add([replace(work, is_answered=True, is_done=True) for work in asked])
+            self._doubtful.discard(owner)
             self.on_answers()
+        for first, last in gaps:
+            text = f"requests {first} to {last} of the model never came, or came after those that followed them."
+            self._refuse(QueuedRequest(f"{owner}:{first}", owner, last, GAP), text)
 
     def _close_gaps(self, now: float) -> None:
         """For models whose requests wait for one that does not come."""
@@ -191,9 +207,15 @@ class Worker(threading.Thread):
             self._drawn.discard(name)
             is_waiting = name in self._turns.waiting and self._turns.waiting[name].kind == "sample"
             work = self._turns.waiting.pop(name) if is_waiting else None
-        if work is not None:
+        if work is None:
+            return
+        try:
             self._fail(work, CANCELLED)
-            self.on_answers()
+        except DiskError:
+            with self._changed:  # it is drawn, unless it is cancelled again
+                self._turns.add([work])
+            raise
+        self.on_answers()
 
     def stop(self) -> None:
         """Lets the request at hand end, and saves what can be."""
@@ -206,15 +228,21 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Runs requests in turn until `stop` is called."""
-        tidied = looked = 0.0
+        tidied = looked = -math.inf
         while True:
-            if time.monotonic() - tidied > TIDY_SECONDS:
-                self.journal.forget()
-                self.store.forget()
-                tidied = time.monotonic()
-            if time.monotonic() - looked > LOOK_SECONDS:
-                self._close_gaps(time.monotonic())
-                looked = time.monotonic()
+            try:
+                if self.full is not None:
+                    self.journal.try_room()
+                    self.full = None
+                if time.monotonic() - tidied > TIDY_SECONDS:
+                    self.journal.forget()
+                    self.store.forget()
+                    tidied = time.monotonic()
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    self._close_gaps(time.monotonic())
+                    looked = time.monotonic()
+            except DiskError as error:  # it is done again at the next turn
+                self.tell_full(error)
             with self._changed:
                 if not (works := self._take()) and not self._is_stopping:
                     self.now = ("", "")
@@ -224,17 +252,37 @@ class Worker(threading.Thread):
             if works:
                 begun = time.monotonic()
                 self.now = (works[0].kind, works[0].owner)
-                self._begin(works)
+                try:
+                    with self.journal.waiting_for_room(self._wait_for_room):
+                        self._begin(works)
+                    self.full = None
+                except DiskError:  # the server ends meanwhile: they run again after its next start
+                    self.held.drop(works[0].owner)  # no snapshot may have what has no answer
                 spent = self.seconds.get(works[0].kind, 0.0) + time.monotonic() - begun
                 self.seconds = {**self.seconds, works[0].kind: spent}
                 self.on_answers()
-        for name, run in self._runs.items():
-            self._save_snapshot(name, run)
+        self.held.save_all()
         self.model.close()
 
+    def _wait_for_room(self, error: DiskError) -> None:
+        """Between two tries of a write. Raises the error once the server ends."""
+        self.tell_full(error)
+        with self._changed:
+            if not self._is_stopping:
+                self._changed.wait(LOOK_SECONDS)
+            if self._is_stopping:
+                raise error
+
+    def tell_full(self, error: DiskError) -> None:
+        """Something could not be written; from any thread. One line tells it, until something can be."""
+        if self.full is None:
+            logger.warning("%s Requests are answered with 507 until then.", error)
+        self.full = error
+
     def _begin(self, works: Sequence[QueuedRequest]) -> None:
-        """One client's failure is no other's: samples that fail together, or ended the process, run one by one. A
-        request that ended the process at too many starts is refused; others run.
+        """One request's failure is no other's: samples and calls that fail together, or ended the process (calls, which
+        run again as they ran before, at half of the starts), run one by one. A request that ended the process at too
+        many starts is refused; others run.
         """
         spent = [work for work in works if work.begun >= self.settings.max_starts and not work.is_answered]
         for work in spent:
@@ -244,19 +292,25 @@ class Worker(threading.Thread):
         if not works:
             return
         kind = works[0].kind
-        apart = kind == "sample" and len(works) > 1 and any(work.begun for work in works)
+        is_group = len(works) > 1 and kind in ("sample", *CALLS)
+        most = 0 if kind == "sample" else self.settings.max_starts // 2
+        apart = is_group and any(work.begun > most and not work.is_answered for work in works)
         try:
             if not apart:
                 self.journal.begin(works)
                 self._run(works)
+        except DiskError:
+            raise
         except Exception as error:
-            apart = kind == "sample" and len(works) > 1 and not (isinstance(error, SamplerError) and error.is_away)
+            is_of_all = isinstance(error, WeightsError) or (isinstance(error, SamplerError) and error.is_away)
+            apart = is_group and not is_of_all
             if not apart and not isinstance(error, TreewiseError):
                 logger.exception("%s %s failed", kind, works[0].id)
             for work in works if not apart else ():
-                self._fail(work, error)
+                is_lost = kind == "optim_step" and isinstance(error, GradientsLostError)
+                self._fail(work, error, LOST if is_lost else FAILED)
             if kind in ("load_weights", "create") and not isinstance(error, DataError):
-                self._run_again(works[0].owner)  # it may be half loaded
+                self.held.run_again(works[0].owner)  # it may be half loaded
         for work in works if apart else ():  # which of them it was
             self._begin([work])
 
@@ -285,7 +339,7 @@ class Worker(threading.Thread):
 
     def _precedence(self, work: QueuedRequest) -> tuple[bool, float]:
         """Models in memory that hold gradients first, for which others would have to go; then who waited longest."""
-        run = self._runs.get(work.owner)
+        run = self.held.get(work.owner)
         return (True, 0.0) if run is None else (not run.has_gradients, run.used)
 
     def _path_of(self, sampler: str) -> str | None:
@@ -296,7 +350,7 @@ class Worker(threading.Thread):
         if (work := works[0]).kind == "sample":
             self._sample(works)
             return
-        run = self._run_of(work.owner)
+        run = self.held.of(work.owner)
         if work.kind in CALLS:
             self._call(run, works)
             return
@@ -304,10 +358,10 @@ class Worker(threading.Thread):
         found = getattr(self, f"_{work.kind}")(run, work, json.loads(body))
         answer = json.dumps({"type": work.kind, **found}).encode()
         if work.kind == "load_weights" or (work.kind == "create" and run.facts["path"]):
-            self._save_snapshot(work.owner, run, (work.id, JSON, answer))  # the checkpoint may be deleted one day
+            self.held.save(work.owner, run, (work.id, JSON, answer))  # the checkpoint may be deleted one day
         self.journal.answer(work.id, JSON, answer)
         if work.kind == "optim_step" and run.steps % self.settings.snapshot_every == 0:
-            self._save_snapshot(work.owner, run)
+            self.held.try_save(work.owner, run)
 
     def _fail(self, work: QueuedRequest, error: Exception, media: str = FAILED) -> None:
         is_users = isinstance(error, DataError | ConfigError | UnsupportedModelError | NonFiniteError)
@@ -315,52 +369,6 @@ class Worker(threading.Thread):
         text = str(error) or type(error).__name__
         content = {"error": text, "category": types.RequestErrorCategory.User if is_users else "server"}
         self.journal.answer(work.id, media, json.dumps(content).encode())
-
-    # -- models -------------------------------------------------------------------------------------------------------
-
-    def _run_of(self, name: str) -> Run:
-        if name not in self._runs:
-            facts = self.journal.get("model", name)
-            if facts is None:
-                raise DataError(f"{name}: no such model.")
-            while len(self._runs) >= self.settings.max_models:
-                self._evict()
-            weights = self.model.new_weights(Shape(**facts["shape"]), facts["seed"])
-            run, seq = Run(weights, facts), self.journal.snapshot_seq(name)
-            if seq >= 0:
-                saved = self.store.restore(name, seq, weights)
-                run.steps, run.moved = int(saved["steps"]), saved.get("moved", "")
-            elif facts["path"]:
-                self.store.load(CheckpointName.parsed(facts["path"]), weights, with_optimizer=facts["optimizer"])
-            self._runs[name] = run
-        self._runs[name].used = time.monotonic()
-        return self._runs[name]
-
-    def _evict(self) -> None:
-        """Puts the model that waited longest on the disk; where all hold gradients, it is forgotten, and its requests
-        since the last snapshot run again when it has its turn."""
-        name = min(self._runs, key=lambda held: (self._runs[held].has_gradients, self._runs[held].used))
-        run = self._runs.pop(name)
-        if run.has_gradients:
-            self._run_again(name)
-        else:
-            self._save_snapshot(name, run)
-
-    def _run_again(self, name: str) -> None:
-        """Forgets a model, and runs its requests since the newest snapshot again when it has its turn."""
-        with self._changed:
-            self._runs.pop(name, None)
-            self._turns.go_to(name, self.journal.snapshot_seq(name) + 1)
-            self._turns.add(self.journal.works(name))
-
-    def _save_snapshot(self, name: str, run: Run, answer: tuple[str, str, bytes] | None = None) -> None:
-        """answer: of the newest request, which is written with the snapshot or not at all."""
-        with self._changed:
-            seq = self._turns.next_of(name) - 1
-        if run.has_gradients or seq <= self.journal.snapshot_seq(name):
-            return
-        self.store.snapshot(name, seq, run.weights, {"steps": run.steps, "moved": run.moved})
-        self.journal.snapshot(name, seq, answer)
 
     def _read(
         self, works: Sequence[QueuedRequest], read: Callable[[QueuedRequest, bytes], Any]
@@ -382,14 +390,14 @@ class Worker(threading.Thread):
         begun, trains = time.monotonic(), works[0].kind == "forward_backward"
         rows = [row for own in calls.values() for row in own]
         try:
-            loss, counted = self.model.compute(run.weights, rows, gradients=trains)
+            loss, counted = self.model.compute(run.weights, rows, run.window, gradients=trains)
         except WeightsError:
             raise run.blame(works[0].owner) from None
         counts = self._counts_of(works[0])
-        for name, value in counted.items():
-            counts[name] += value
+        for name in COUNTS:
+            counts[name] += counted[name]
         if trains:
-            new = float(loss.losses.sum()), *counted.values(), time.monotonic() - begun
+            new = float(loss.losses.sum()), *(counted[name] for name in COUNTS), time.monotonic() - begun
             run.sums = [before + added for before, added in zip(run.sums, new, strict=True)]
         low = 0
         for work, own in calls.items():
@@ -402,8 +410,13 @@ class Worker(threading.Thread):
         return {"type": asked.get("type"), "path": asked.get("path"), "model_id": work.owner}
 
     def _optim_step(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
-        adam = read_adam(asked)
-        sums, run.sums = run.sums, [0.0] * 5
+        adam, begun, num_apart = read_adam(asked), time.monotonic(), run.window.num_apart
+        (*sums, num_computed, seconds), run.sums = run.sums, [0.0] * 5
+        if work.is_answered and self.journal.is_lost(work.id):
+            run.forget_gradients()
+            raise GradientsLostError("the gradients of this step were lost before the server was killed.")
+        num_computed += self.model.end_window(run.weights, run.window)
+        sums += num_computed, seconds + time.monotonic() - begun
         norm = run.optimize(self.model, adam)
         before = self.journal.get("curve", work.owner) or []
         curve = [point for point in before if point[0] < run.steps]  # the others ran before the server was killed
@@ -411,7 +424,8 @@ class Worker(threading.Thread):
         if not math.isfinite(run.largest):
             raise run.blame(work.owner)
         share = {"share_ratio:mean": sums[1] / sums[2]} if sums[2] else {}
-        return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share}}
+        apart = {"apart_calls:sum": float(num_apart)} if num_apart else {}
+        return {"metrics": {"grad_norm:mean": norm, "step:max": float(run.steps), **share, **apart}}
 
     def _save(self, run: Run, work: QueuedRequest, asked: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint by its name; one for a sampler without a name, which a sampling session then has."""
@@ -447,7 +461,7 @@ class Worker(threading.Thread):
         place = CheckpointName.parsed(asked["path"])
         key = self.journal.key_of(work.owner)
         self.store.load(place, run.weights, with_optimizer=asked["optimizer"], key=key)
-        run.weights.forget(with_moments=not asked["optimizer"])
+        run.forget_gradients(with_moments=not asked["optimizer"])
         run.moved = ""
         return {"path": str(place), "model_id": work.owner}
 

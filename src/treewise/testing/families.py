@@ -5,7 +5,6 @@ one of `attribute_map`). What a family needs beyond the rules is in FAMILIES. Wi
 small enough to matter on short trees.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
+
+from treewise.nn.platform.releases import configuration_fields
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -244,8 +245,7 @@ def _tiny_fields(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
     common_names = {own: common for common, own in getattr(kind, "attribute_map", {}).items()}
     fields: dict[str, Any] = {}
     parts = _parts(kind)
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        name = field.name
+    for name in configuration_fields(kind):
         part = parts.get(name)
         if part is not None:
             fields[name] = {"model_type": part.model_type, **_tiny_fields(part, FAMILIES.get(part.model_type, {}))}
@@ -267,4 +267,4 @@ def _parts(kind: Any) -> dict[str, Any]:
     if AutoConfig in parts.values():
         default = kind()
         parts = {name: type(getattr(default, name)) for name in parts if getattr(default, name, None) is not None}
-    return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
+    return {name: part for name, part in parts.items() if configuration_fields(part)}

@@ -12,11 +12,12 @@ from accelerate.utils import DynamoBackend
 from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.paths import path_of
 from treewise.engine.prepared import AUTO, Budget
-from treewise.errors import ConfigError, check_fields, did_you_mean
+from treewise.errors import ConfigError, check_fields, did_you_mean, pip_install
 from treewise.nn.attention import choose
+from treewise.nn.platform.releases import clips_by_accelerator
 from treewise.objectives.protocol import may_merge_trees
 from treewise.objectives.sft import SFT
 
@@ -53,8 +54,8 @@ class TreeTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the settings of tree training.
 
     `per_device_train_batch_size` and `per_device_eval_batch_size` count trees. Memory follows `max_tokens`, not the
-    number of trees, so prefer a large batch with `gradient_accumulation_steps=1`: trees of one batch share their
-    prefixes and fill one another's micro-batches.
+    number of trees: trees of one batch share their prefixes and fill one another's micro-batches. So do all batches of
+    a step (`gradient_accumulation_steps`) in one process with `max_tokens`; elsewhere prefer a large batch.
 
     `torch_compile` (`torch_compile_backend`, `torch_compile_mode`) compiles the decoder's layers, one by one, in place,
     as `compile_layers: always` does. `use_liger_kernel` takes norms, rotary positions and MLPs of the installed
@@ -101,6 +102,9 @@ class TreeTrainingArguments(TrainingArguments):
         spike_factor: log a warning with the trees when the gradient norm exceeds this many medians of the last 50
             steps; 0: off.
         on_save_failure: `stop`, or `continue` without the checkpoint, when it cannot be written.
+        verify_saves: read a saved model or adapters back by transformers and compare log-probs of rows of the data with
+            the model in memory; a difference beyond rounding is an error. It takes the model once more in host memory,
+            and is left out, with a line, where that is not free.
         prepare_ahead: load, merge, place and plan the trees of the next step in a thread while this one computes.
             False: when the step begins, for data whose items cannot be read in another thread. Changes no loss.
 
@@ -124,6 +128,7 @@ class TreeTrainingArguments(TrainingArguments):
     max_skipped_steps: int = 5
     spike_factor: Annotated[float, Ge(0), Lt(math.inf)] = 10.0
     on_save_failure: Literal["stop", "continue"] = "stop"
+    verify_saves: bool = True
     prepare_ahead: bool = True
     sharded: bool = False
     shard_config: dict[str, Any] | None = None
@@ -183,6 +188,8 @@ class TreeTrainingArguments(TrainingArguments):
             raise ConfigError(f"{name}={getattr(self, name)!r} cannot be used: {_UNSUPPORTED[name]}")
         if unread := [name for name in _WITHOUT_EFFECT if self._is_set(name)]:
             logger.warning("without effect on trees: %s; leave them out", ", ".join(unread))
+        if self.include_num_input_tokens_seen not in ("no", False) and clips_by_accelerator():
+            raise ConfigError(f"include_num_input_tokens_seen needs {pip_install('transformers>=5.3')}.")
         if getattr(self, "train_sampling_strategy", "random") not in _SAMPLING:
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: choose {' or '.join(_SAMPLING)}."
@@ -220,9 +227,9 @@ class TreeTrainingArguments(TrainingArguments):
             )
         launched = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
         if self.tp_size * self.ep_size != 1:
-            feature("mesh").check_mesh_sizes(self.tp_size, self.ep_size, launched)
+            features.mesh.check_mesh_sizes(self.tp_size, self.ep_size, launched)
         if self.context_size != 1:
-            feature("context").check_context_size(self.context_size, launched, self.tp_size, self.ep_size)
+            features.context.check_context_size(self.context_size, launched, self.tp_size, self.ep_size)
 
     # -- processes and the device: asked for when a run begins, not by the settings -----------------------------------
 
@@ -238,14 +245,14 @@ class TreeTrainingArguments(TrainingArguments):
         if self._own_device is None:
             is_launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
             if is_launched:
-                feature("watchdog").join(self)
+                features.watchdog.join(self)
             backend = getattr(self, "ddp_backend", None)
             if "RANK" not in os.environ:  # one process, in which accelerate would look for the group of that backend
                 self.ddp_backend = None
             self._own_device = super().device
             self.ddp_backend = backend
             if is_launched:
-                feature("watchdog").begin(self.ddp_timeout)
+                features.watchdog.begin(self.ddp_timeout)
         return self._own_device
 
     @property
@@ -287,7 +294,7 @@ class TreeTrainingArguments(TrainingArguments):
         fsdp: Any = getattr(self, "fsdp", None)
         if fsdp:
             config: Any = getattr(self, "fsdp_config", None)
-            settings = feature("fsdp").shard_settings(fsdp, config)
+            settings = features.fsdp.shard_settings(fsdp, config)
             if settings is not None:
                 self.sharded, self.shard_config = True, settings.as_config()
             self.fsdp, self.fsdp_config = None, None
@@ -322,7 +329,7 @@ class TreeTrainingArguments(TrainingArguments):
         if not is_compiled:
             return
         own.torch_compile, own.torch_compile_mode = True, mode
-        compilation = feature("compilation")
+        compilation = features.compilation
         own.torch_compile_backend = backend or compilation.DEFAULT_BACKEND
         known = {each.value.lower() for each in DynamoBackend}
         compilation.check_compilation(own.torch_compile_backend, mode, known=known)
@@ -340,7 +347,7 @@ class TreeTrainingArguments(TrainingArguments):
 
     def _take_over_liger(self, *, is_compiled: bool) -> None:
         """Of what transformers would apply, without losses."""
-        liger = feature("liger")
+        liger = features.liger
         liger.require_liger()
         if is_compiled:
             raise ConfigError("use_liger_kernel and compiled layers fuse the same; leave one of them out.")
@@ -356,7 +363,7 @@ class TreeTrainingArguments(TrainingArguments):
 
     def shard_settings(self) -> Any:
         """How parameters are sharded (`distributed.fsdp.ShardSettings`); None where they are not."""
-        return feature("fsdp").shard_settings(self.sharded, self.shard_config) if self.sharded else None
+        return features.fsdp.shard_settings(self.sharded, self.shard_config) if self.sharded else None
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -395,6 +402,12 @@ class TreeTrainingArguments(TrainingArguments):
     def merges_trees(self, objective: object) -> bool:
         """Whether trees of one batch are merged under an objective."""
         return self.merge_across_trees and may_merge_trees(objective)
+
+    @property
+    def joins_batches(self) -> bool:
+        """Whether the batches of a step are computed as one: by a lone process, and under a budget, not the batch size,
+        for its memory."""
+        return self.world_size == 1 and not self.sharded and self.max_tokens is not None
 
     @property
     def places_trees(self) -> bool:

@@ -122,14 +122,26 @@ class TreeLoader(DataLoader):
 def collate(items: Sequence[Any], merges: bool) -> list[Forest]:
     """The forests of a batch; a single one if `merges` and their trajectories can be merged. May be empty."""
     if merges and len(items) > 1:
-        trajectories = [_trajectories(item) for item in items]
+        trajectories = [trajectories_of_item(item) for item in items]
         if all(own is not None for own in trajectories):
-            tree_of = [tree for tree, own in enumerate(trajectories) for _ in own or ()]
+            tree_of = [tree for tree, own in enumerate(trajectories) for _ in own or ()]  # that experts are taken in
             return [Forest.from_trajectories([item for own in trajectories for item in own or ()], tree_of=tree_of)]
     return [forest_of(item) for item in items]
 
 
-def _trajectories(item: object) -> Sequence[Trajectory] | None:
+def joined_batches(
+    batches: Sequence[list[Forest]], args: TreeTrainingArguments, objective: object
+) -> list[list[Forest]]:
+    """The batches of a step; the first of them with the trees of all, and the others empty, where they are computed as
+    one. Recorded experts stay in the batches that they came in, whose trees say what a missing one may be.
+    """
+    forests = [forest for batch in batches for forest in batch]
+    if len(batches) < 2 or not args.joins_batches or any(forest.has_routes for forest in forests):
+        return list(batches)
+    return [collate(forests, args.merges_trees(objective)), *([] for _ in batches[1:])]
+
+
+def trajectories_of_item(item: object) -> Sequence[Trajectory] | None:
     """The trajectories of an item that may be merged with those of others; None for a tree that must stay as it is."""
     if isinstance(item, Trajectory):
         return [item]
@@ -164,12 +176,12 @@ Batches = Iterator[list[Forest]]
 class PreparedBatch:
     """This rank's trees of a batch, with what its step needs of them.
 
-    denominators: of each tree, by the objective. ready: all trees with a trained token as one, planned; None without
-    any. flops: of tree and flat training; None where they are not counted or not known.
+    denominator: of all of them together, by the objective. ready: all as one, planned; None without a trained token.
+    flops: of tree and flat training; None where they are not counted or not known.
     """
 
     forests: tuple[Forest, ...]
-    denominators: tuple[float, ...]
+    denominator: float
     ready: PreparedForest | None
     flops: tuple[float, float] | None = None
 
@@ -178,7 +190,7 @@ class PreparedSteps:
     """This rank's batches of each optimizer step, the next step's prepared in a thread while the caller computes.
 
     Parameters:
-        prepare: maps the trees of a batch to this rank's prepared batch.
+        prepare: maps the trees of each batch of a step to this rank's prepared batches.
         args: `gradient_accumulation_steps` batches make a step (the last of an epoch may have fewer); without
             `prepare_ahead` each step is prepared when it is asked for, in the caller's thread.
         epoch_from: begins the epoch whose first step has an index, and returns the iterator that the caller will give
@@ -187,7 +199,7 @@ class PreparedSteps:
 
     def __init__(
         self,
-        prepare: Callable[[list[Forest]], PreparedBatch],
+        prepare: Callable[[list[list[Forest]]], list[PreparedBatch]],
         args: TreeTrainingArguments,
         epoch_from: Callable[[int], Batches | None] | None = None,
     ) -> None:
@@ -197,6 +209,7 @@ class PreparedSteps:
         self._waiting: Future[list[PreparedBatch]] | None = None  # the step that comes next
         self._epoch: Batches | None = None  # that it is taken from
         self._end: int | None = None  # the step after that epoch's last one; None: unknown
+        self._over: Batches | None = None  # the epoch whose last step was taken
 
     def next_step(self, epoch: Batches, step: int) -> list[PreparedBatch]:
         """The batches of the next step; none at the end of an epoch. An error of theirs is raised here.
@@ -205,6 +218,8 @@ class PreparedSteps:
         """
         if not self._is_ahead:
             return self._batches_of(epoch)
+        if self._over is epoch:
+            return []
         if self._waiting is None or self._epoch is not epoch:
             self._close()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="treewise-prefetch")
@@ -214,7 +229,9 @@ class PreparedSteps:
         batches = waiting.result()
         if step + 1 != self._end:
             self._submit()
-        elif self._epoch_from is not None and (following := self._epoch_from(step + 1)) is not None:
+            return batches
+        self._over = epoch
+        if self._epoch_from is not None and (following := self._epoch_from(step + 1)) is not None:
             self._begin(following, step + 1)
         return batches
 
@@ -229,7 +246,7 @@ class PreparedSteps:
         self._waiting = self._thread.submit(self._batches_of, self._epoch)
 
     def _batches_of(self, epoch: Batches) -> list[PreparedBatch]:
-        return [self._prepare(batch) for batch in islice(epoch, self._batches_per_step)]
+        return self._prepare([*islice(epoch, self._batches_per_step)])
 
     @contextmanager
     def ended(self) -> Iterator[None]:

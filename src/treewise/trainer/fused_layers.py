@@ -8,7 +8,7 @@ import logging
 
 from transformers import PreTrainedModel
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import UnsupportedModelError
@@ -23,10 +23,10 @@ logger = logging.getLogger("treewise")
 def fuse_layers(model: PreTrainedModel, lm: DecoderAndHead, args: TreeTrainingArguments) -> None:
     """Compiles the layers, or takes Liger's kernels for them, as the settings say."""
     if args.use_liger_kernel:
-        parts = feature("liger").use_liger(model, args.device)
+        parts = features.liger.use_liger(model, args.device)
         logger.info("liger-kernel computes %s", ", ".join(parts))
         return
-    compilation = feature("compilation")
+    compilation = features.compilation
     backend = args.torch_compile_backend or compilation.DEFAULT_BACKEND
     if args.torch_compile:
         compilation.compile_layers(lm, backend, args.torch_compile_mode)
@@ -49,7 +49,7 @@ def try_compiled(engine: TreeEngine, first: Forest) -> None:
         reason = str(error)
     reason = next(filter(None, ranks.gather_texts(reason)), "")
     if reason:
-        feature("compilation").uncompile_layers(engine.lm)
+        features.compilation.uncompile_layers(engine.lm)
         engine.check(first)  # raises again where compilation is not why
         if ranks.own() == 0:
             logger.warning("compile_layers=auto: layers run uncompiled: %s", reason)

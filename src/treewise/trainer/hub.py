@@ -9,7 +9,8 @@ import logging
 from typing import Any
 
 from huggingface_hub import CommitInfo
-from transformers.utils.hub import hf_api
+
+from treewise.nn.platform.releases import hub_api
 
 logger = logging.getLogger("treewise")
 
@@ -35,7 +36,7 @@ def upload(trainer: Any, message: str, **card: object) -> CommitInfo | None:
         return None
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     trainer.create_model_card(**{"model_name": str(trainer.hub_model_id).split("/")[-1], **card})
-    commit: CommitInfo = hf_api().upload_folder(
+    commit: CommitInfo = hub_api().upload_folder(
         repo_id=trainer.hub_model_id,
         folder_path=trainer.args.output_dir,
         commit_message=message,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.raw import is_raw_data
 from treewise.distributed.parts import mesh_of, take_over
 from treewise.errors import ConfigError, num
@@ -20,7 +20,7 @@ _ELSEWHERE = {
     "tokenizer": "it is processing_class",
     "ref_model": "it is reference",
     "data_collator": "trees are made of records and never padded; leave it out",
-    "formatting_func": "give records in a form of docs/data.md",
+    "formatting_func": "give records in a form of docs/forms.md",
     "compute_metrics": "an evaluation measures eval_loss alone",
     "compute_loss_func": "give objective=, a loss of docs/objectives.md",
     "reward_funcs": "give rewards in the rows; tw.OnlineTrainer calls reward functions",
@@ -82,19 +82,19 @@ def check_given(model: object, model_init: object, dataset: object, objective: o
 def loaded(model: object, processor: object, dataset: object, peft_config: object, seed: int) -> tuple[Any, Any]:
     """Model and tokenizer, loaded where they are given by name, and the model with new adapters where asked for."""
     if isinstance(processor, str | Path):
-        processor = feature("load_model").load_processor(str(processor))
+        processor = features.load_model.load_processor(str(processor))
     is_named = isinstance(model, str | Path)
     name = str(model) if is_named else getattr(getattr(model, "config", None), "_name_or_path", "")
-    model = feature("load_model").load_weights(name) if is_named else model
+    model = features.load_model.load_weights(name) if is_named else model
     if processor is None and (is_named or (is_raw_data(dataset) and Path(name or "absent").is_dir())):
-        processor = feature("load_model").load_processor(name, required=False)
+        processor = features.load_model.load_processor(name, required=False)
     if peft_config is not None:
         if not isinstance(peft_config, Mapping) and not hasattr(peft_config, "peft_type"):
             raise ConfigError(f"peft_config is a {type(peft_config).__name__}; give a peft.LoraConfig or a mapping.")
         if model is None:
             raise ConfigError("peft_config needs a model; with model_init let it return one with adapters.")
         set_seed(seed)  # adapters start from random numbers
-        model = feature("adapters").adapted(model, peft_config, name or None)
+        model = features.adapters.adapted(model, peft_config, name or None)
     return model, processor
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed import ranks
 from treewise.distributed.divided_tensors import sum_gradients
 from treewise.distributed.ends import Ends
@@ -37,7 +37,7 @@ class ManyRanks:
         self.mesh = mesh_of(model)
         self.context: Any = None
         if args.context_size > 1:
-            self.context = feature("context").context_group(args.context_size, args.device.type)
+            self.context = features.context.context_group(args.context_size, args.device.type)
         self.is_in_lockstep = False
 
     @property
@@ -129,7 +129,7 @@ class ManyRanks:
 
 def make_placer(args: TreeTrainingArguments, model: nn.Module, objective: Objective) -> Any:
     """Places trees on the ranks of a run by predicted time (`OnlinePlacer`)."""
-    placement = feature("online_placement")
+    placement = features.online_placement
     return placement.OnlinePlacer(
         placement.costs_of_flops(flop_model(model)),
         args.max_tokens if isinstance(args.max_tokens, int) else None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from treewise.trainer.checkpoint.store import own_file
+from treewise.base.durable import own_file
 from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")

@@ -55,10 +55,7 @@ def with_references(
         own = (objective, model, reference, args, processor)
         return {name: with_references(each, *own) for name, each in dataset.items()}
     items = [dataset[index] for index in range(len(dataset))]
-    trees = [
-        list(tree.labelled_trajectories() if hasattr(tree, "labelled_trajectories") else forest_of(tree).trajectories)
-        for tree in items
-    ]
+    trees = [list(forest_of(tree).trajectories) for tree in items]
     scorer = model if reference is None else reference
 
     def engine() -> TreeEngine:

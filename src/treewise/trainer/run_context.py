@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, StoppedError
 from treewise.trainer.arguments import TreeTrainingArguments
@@ -43,15 +43,18 @@ def entered_run(args: TreeTrainingArguments, signals: StopSignals, *folders: str
 
     def enter_folder() -> None:
         stack.enter_context(RunLock(args.output_dir))
+        store.check_places(args.output_dir)
         for path in (Path(args.output_dir, name) for name in folders):
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link, and a run writes into folders of its own; remove it.")
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"{path} is a file, and a run writes a folder of this name; move it away.")
         for line in store.recover(args.output_dir):
             logger.warning("%s", line)
 
     with ExitStack() as stack:
         if ranks.count() > 1:
-            stack.enter_context(feature("watchdog").watching(args.ddp_timeout))
+            stack.enter_context(features.watchdog.watching(args.ddp_timeout))
         ranks.on_first_rank(enter_folder)
         stack.enter_context(signals)
         yield
@@ -82,7 +85,10 @@ class RunLock:
     _held: dict[Path, tuple[int, int]] = {}  # noqa: RUF012 - of all locks: folder -> (open file, times taken)
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).resolve()
+        try:
+            self.folder = Path(folder).resolve()
+        except (OSError, RuntimeError):
+            raise ConfigError(f"output_dir {folder} is a link that leads to itself; remove it.") from None
         self._is_new = False
 
     def __enter__(self) -> "RunLock":
@@ -97,7 +103,11 @@ class RunLock:
         if self.folder in self._held:
             return
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # said by what takes or uses it
-            descriptor = os.open(self.folder / NAME, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                descriptor = os.open(self.folder / NAME, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            except OSError as error:
+                self._refuse(error)
+                raise
             try:
                 self._lock(descriptor)
             finally:
@@ -114,10 +124,15 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = self._open()
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise ConfigError(f"{self.folder / NAME} is a link; a run locks a plain file. Remove it.") from None
+            self._refuse(error)
             raise ConfigError(f"output_dir {self.folder} cannot be written ({error.strerror}).") from error
         self._held[self.folder] = descriptor, 1
+
+    def _refuse(self, error: OSError) -> None:
+        """Raises `ConfigError` where something else than a file stands in the lock's place."""
+        kind = {errno.ELOOP: "a link", errno.EISDIR: "a folder"}.get(error.errno or 0)
+        if kind is not None and (self.folder / NAME).is_symlink() == (kind == "a link"):
+            raise ConfigError(f"{self.folder / NAME} is {kind}; a run locks a plain file of this name. Remove it.")
 
     def release(self) -> None:
         """Releases the folder after as many calls as `take` had; no effect in a forked process."""

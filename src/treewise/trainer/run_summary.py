@@ -13,7 +13,7 @@ from treewise.errors import num
 from treewise.nn.model_checks import num_positions
 from treewise.planning.planner import plan
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.batches import collate, make_sampler
+from treewise.trainer.batches import collate, joined_batches, make_sampler
 from treewise.trainer.survey import DataFacts
 
 logger = logging.getLogger("treewise")
@@ -53,11 +53,10 @@ def summarize_run(args: TreeTrainingArguments, dataset: Sequence[Any], facts: Da
     budget = num(limit, "token") if limit else "none (each batch is one micro-batch)"
     if args.max_tokens == AUTO:
         budget = "auto (measured at the first step)"
-    first = [
-        plan(collate([dataset[index] for index in batch], args.merges_trees(objective)), limit)
-        for batch in islice(sampler, args.gradient_accumulation_steps)
-        if batch
-    ]
+    merges = args.merges_trees(objective)
+    batches = islice(sampler, args.gradient_accumulation_steps)
+    parts = joined_batches([collate([dataset[index] for index in batch], merges) for batch in batches], args, objective)
+    first = [plan(part, limit) for part in parts if part]
     tree_tokens = sum(each.forest.num_tokens for each in first)
     flat_tokens = sum(each.forest.num_flat_tokens for each in first)
     num_micro_batches = sum(each.num_micro_batches for each in first)

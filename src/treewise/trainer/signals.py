@@ -1,9 +1,10 @@
 """SIGTERM, SIGINT, SIGHUP and SIGUSR1: a run is saved before it ends; only the step in progress is lost.
 
-With one process the first signal abandons the current step. Several processes finish theirs, because all must end at
-the same step. A second SIGTERM or SIGINT ends the process at once; published checkpoints stay. SIGHUP (a terminal that
-is closed) often comes twice, from the kernel and from the shell, and SIGUSR1 (a batch system shortly before a limit)
-may; repeated, they change nothing. Where SIGHUP is ignored, as under nohup, it stays ignored.
+With one process the first signal abandons the current step, or the start, of which nothing is saved. Several processes
+finish theirs, because all must end at the same step. A second SIGTERM or SIGINT ends the process at once; published
+checkpoints stay. SIGHUP (a terminal that is closed) often comes twice, from the kernel and from the shell, and SIGUSR1
+(a batch system shortly before a limit) may; repeated, they change nothing. Where SIGHUP is ignored, as under nohup, it
+stays ignored.
 """
 
 import os
@@ -16,7 +17,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.base.progress import ERASE
 from treewise.distributed import ranks
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
@@ -39,7 +41,7 @@ class StopSignals:
     def __init__(self, *, may_abandon: bool) -> None:
         self.may_abandon = may_abandon
         self.received: int | None = None
-        self._is_computing = False
+        self._is_computing = self._is_starting = False
         self._launcher = ExitStack()
         self._previous_handlers: dict[int, Any] = {}
 
@@ -49,7 +51,7 @@ class StopSignals:
             taken = [each for each in SIGNALS if each != _HANGUP or signal.getsignal(each) is not signal.SIG_IGN]
             self._previous_handlers = {each: signal.signal(each, self._handle) for each in taken}
         if "TORCHELASTIC_RUN_ID" in os.environ:  # which torchrun sets
-            watch = feature("launcher").WATCH
+            watch = features.launcher.WATCH
             self._launcher.enter_context(watch.answered(os.getppid(), self._end_without_launcher))
         return self
 
@@ -57,7 +59,13 @@ class StopSignals:
         self._launcher.close()
         for each, handler in self._previous_handlers.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
-        self._previous_handlers = {}
+        self._previous_handlers, self._is_starting = {}, False
+
+    def start(self) -> None:
+        """Until the first work that can be abandoned is over, nothing has to be saved: a signal raises `StepAbandoned`
+        wherever it comes, where steps may be abandoned.
+        """
+        self._is_starting = self.may_abandon
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -72,7 +80,7 @@ class StopSignals:
                 raise StepAbandoned
             yield
         finally:
-            self._is_computing = False
+            self._is_computing = self._is_starting = False
 
     def _handle(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
@@ -82,10 +90,10 @@ class StopSignals:
             _print(f"{name} again: ending at once, without saving")
             os._exit(128 + number)
         self.received = number
-        how = "abandoning the step" if self.may_abandon else "finishing the step"
-        _print(f"{name}: {how} and saving; again to end at once")
-        if self._is_computing and self.may_abandon:
-            self._is_computing = False
+        how = "abandoning the step and saving" if self.may_abandon else "finishing the step and saving"
+        _print(f"{name}: {'ending' if self._is_starting else how}; again to end at once")
+        if self._is_starting or (self._is_computing and self.may_abandon):
+            self._is_computing = self._is_starting = False
             raise StepAbandoned
 
     def _end_without_launcher(self) -> None:
@@ -103,10 +111,17 @@ def stop_of_all(signals: StopSignals) -> bool:
 
 
 class StepEnd(TrainerCallback):
-    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal."""
+    """After each step: calls `end_step`, and stops all ranks if any of them has received a signal. A resumed run logs,
+    evaluates and saves by its own settings and not by those in the checkpoint."""
 
     def __init__(self, signals: StopSignals, end_step: Callable[[], None]) -> None:
         self._signals, self._end_step = signals, end_step
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
 
     @override
     def on_step_end(
@@ -120,4 +135,5 @@ class StepEnd(TrainerCallback):
 
 def _print(line: str) -> None:
     with suppress(OSError):  # the terminal is gone
-        os.write(2, f"treewise: {line}\n".encode())  # a signal handler may run inside a print
+        erased = ERASE if os.isatty(2) else ""  # a line of progress
+        os.write(2, f"{erased}treewise: {line}\n".encode())  # a signal handler may run inside a print

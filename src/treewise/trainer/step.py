@@ -11,8 +11,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from treewise.base.features import feature
-from treewise.base.progress import begin_work, listeners
+from treewise.base import features
+from treewise.base.progress import busy_with, listeners
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
@@ -33,6 +33,7 @@ from treewise.errors import ConfigError, DataError, NonFiniteError, bytes_as_tex
 from treewise.nn.flops import state_bytes
 from treewise.nn.gradients import clear_gradients, end_sum_in_float32, have_hooks, sum_in_float32
 from treewise.objectives.protocol import Objective
+from treewise.objectives.rollouts import step_forest
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import PreparedBatch
@@ -87,6 +88,7 @@ class StepRunner:
         self._step_objective = objective
         self._forests: list[Forest] = []
         self._router_counts: Any = None
+        self._telling = ExitStack()  # how far it is, until it ends
         self._is_untried = args.compiles_by_itself  # of compiled layers
         self._is_chosen = args.recomputation is False  # whether layers are computed again in the backward
         if args.float32_gradients:
@@ -101,11 +103,11 @@ class StepRunner:
             logger.info("float32_gradients: %s more, of %s", bytes_as_text(more), num(len(sums), "parameter"))
         self.ranks: Any = None
         if args.world_size > 1 or args.sharded or mesh_of(model) is not None:
-            self.ranks = feature("many_ranks").ManyRanks(model, args)
+            self.ranks = features.many_ranks.ManyRanks(model, args)
         self._is_alone = self.ranks is None or ranks.count() == 1
         self.engine = self._new_engine()
         if args.torch_compile or args.use_liger_kernel or self._is_untried:
-            feature("fused_layers").fuse_layers(model, self.engine.lm, args)
+            features.fused_layers.fuse_layers(model, self.engine.lm, args)
 
     def _new_engine(self) -> TreeEngine:
         is_in_lockstep = self.ranks is not None and self.ranks.is_in_lockstep
@@ -169,7 +171,7 @@ class StepRunner:
         """Before the first step, runs what nobody asked to compile (`fused_layers.try_compiled`)."""
         self._is_untried = False
         with self._autocast():
-            feature("fused_layers").try_compiled(self.engine, self._first_tree())
+            features.fused_layers.try_compiled(self.engine, self._first_tree())
 
     def _choose_recomputation(self, ready: PreparedForest | None) -> None:
         """Before the first batch that has trained tokens: switches layers that are computed again in the backward on,
@@ -180,7 +182,7 @@ class StepRunner:
         self._is_chosen = True
         first = self._first_tree if ready is None or not self._is_alone else lambda: ready.joined
         with self._autocast():
-            feature("recomputation").recompute_as_set(
+            features.recomputation.recompute_as_set(
                 self.engine, first, self.objective, self.args, reserve_bytes=self._reserve_bytes
             )
         if not self._is_alone and self.engine.budget.setting == AUTO and self.engine.budget.is_measured:
@@ -197,10 +199,12 @@ class StepRunner:
             DataError: a stream that the objective needs is missing.
             PlanError: see `treewise.plan`.
         """
-        denominators = [self.objective.denominator(forest) for forest in forests]
-        trained = [forest for forest, own in zip(forests, denominators, strict=True) if own > 0]
-        ready = self.engine.prepare(trained, self.objective) if trained else None
-        return PreparedBatch(tuple(forests), tuple(denominators), ready, flops)
+        if not forests:
+            return PreparedBatch((), 0.0, None, flops)
+        joined = step_forest(forests, self.objective)
+        denominator = self.objective.denominator(joined)
+        ready = self.engine.prepare(joined, self.objective) if denominator > 0 else None
+        return PreparedBatch(tuple(forests), denominator, ready, flops)
 
     def begin_step(self, batches: Sequence[PreparedBatch], step: int) -> float:
         """Begins step number `step`, of which `batches` are this rank's: what its sum of token losses is divided by on
@@ -214,7 +218,7 @@ class StepRunner:
         """
         is_in_parts = self.args.gradient_accumulation_steps > 1 or not self._is_alone
         if is_in_parts and have_hooks(self.model.parameters()):
-            feature("gradient_hooks").refuse_hooks(
+            features.gradient_hooks.refuse_hooks(
                 self.model,
                 "which is whole only when all batches and processes of a step are added up. Use one process and "
                 "gradient_accumulation_steps=1, or an optimizer that is not layer-wise.",
@@ -230,29 +234,24 @@ class StepRunner:
         self._step, self._is_finite = step, True
         if listeners:
             num_tokens = sum(batch.ready.joined.num_tokens for batch in batches if batch.ready is not None)
-            begin_work(f"step {step:,}", num_tokens)
+            self._telling.close()  # of a step that was left
+            self._telling.enter_context(busy_with(f"step {step:,}", num_tokens))
         self._forests = [forest for batch in batches for forest in batch.forests]
         fixed = fixed_denominator(self.objective)
         if fixed is None:
-            (fixed,) = self.sum_over_batches(math.fsum(own for batch in batches for own in batch.denominators))
+            (fixed,) = self.sum_over_batches(math.fsum(batch.denominator for batch in batches))
             if not fixed > 0:
-                names = ", ".join(feature("nonfinite").sources(self._forests)) or "unnamed"
+                names = ", ".join(features.nonfinite.sources(self._forests)) or "unnamed"
                 raise DataError(f"step {self._step} has no trained token; leave these trees out: {names}.")
         self._denominator = fixed
         self._step_objective, self._router_counts = self.objective, None
-        if self._is_alone and len(batches) == 1:  # the batch's own walks count, and find the baseline
-            return self._denominator
+        if self._is_alone and sum(batch.ready is not None for batch in batches) == 1:
+            return self._denominator  # the batch's own walks count, and find the baseline
         if self.engine.router_loss_rule is not None:
-            parts = self._of_each(batches, self.engine.count_experts)
+            parts = self._of_each((batch.ready for batch in batches), self.engine.count_experts)
             parts = parts if self.ranks is None else self.ranks.all_of_batches(parts)
             self._router_counts = reduce(add, parts) if parts else None
-        if getattr(self.objective, "baseline", None) == "mismatched":  # KTO
-            scores = feature("preference").MismatchedScores()
-            outs = self._of_each(batches, lambda ready: self.engine.evaluate(ready, scores))
-            sums = (sum(out.metrics[name] * out.weight for out in outs) for name in ("score", "count"))
-            total, count = self.sum_over_batches(*sums)
-            objective: Any = self.objective
-            self._step_objective = replace(objective, baseline=max(0.0, total / count))
+        self._step_objective = self.with_baseline(self.objective, (batch.ready for batch in batches))
         return self._denominator
 
     def train_batch(self, batch: PreparedBatch) -> StepOutput | None:
@@ -293,14 +292,18 @@ class StepRunner:
             clear_gradients(parameters)
         if self.args.float32_gradients:
             end_sum_in_float32(parameters)
+        self._telling.close()
         return norm
 
     # -- without a graph ----------------------------------------------------------------------------------------------
 
-    def evaluate_batch(self, forests: Sequence[Forest], objective: Objective) -> float:
-        """The sum of the token losses of this rank's part of a batch."""
+    def evaluate_batch(self, forests: Sequence[Forest], objective: Objective) -> tuple[float, float]:
+        """The sum of the token losses of this rank's part of a batch, and what the objective divides it by."""
         with self._batch(trains=False), self._autocast():
-            return self.engine.evaluate(forests, objective, denominator=1.0).loss if forests else 0.0
+            if not forests:
+                return 0.0, 0.0
+            joined = step_forest(forests, objective)
+            return self.engine.evaluate(joined, objective, denominator=1.0).loss, objective.denominator(joined)
 
     def scoring(self) -> AbstractContextManager[None]:
         """Around forwards of this rank's choice, without a graph; every rank enters and leaves it."""
@@ -313,16 +316,28 @@ class StepRunner:
         if not self._is_alone or (self.ranks is not None and self.ranks.is_sharded):
             return []
         with torch.no_grad(), self._autocast():
-            of_forest = feature("nonfinite").nonfinite_trajectories
+            of_forest = features.nonfinite.nonfinite_trajectories
             return [name for forest in forests for name in of_forest(forest, self.engine.logprobs)]
 
-    def _of_each(self, batches: Sequence[PreparedBatch], measure: Callable[[PreparedForest], T]) -> list[T]:
-        """What is measured of each batch with trained tokens, without a graph."""
+    def with_baseline(self, objective: Any, batches: Iterable[Any]) -> Any:
+        """The objective; of KTO that with the mean score of all mismatched completions of these batches and all ranks,
+        which a part of them would give otherwise. batches: of this rank, as `TreeEngine.evaluate` takes them, or None.
+        """
+        if getattr(objective, "baseline", None) != "mismatched":
+            return objective
+        scores = features.preference.MismatchedScores()
+        outs = self._of_each(batches, lambda each: self.engine.evaluate(each, scores))
+        sums = (sum(out.metrics[name] * out.weight for out in outs) for name in ("score", "count"))
+        total, count = self.sum_over_batches(*sums)
+        return replace(objective, baseline=max(0.0, total / count))
+
+    def _of_each(self, batches: Iterable[Any], measure: Callable[[Any], T]) -> list[T]:
+        """What is measured of each batch with trained tokens, without a graph. batches: some may be None."""
         found = []
         for batch in batches:
             with self._batch(trains=False), self._autocast():
-                if batch.ready is not None:
-                    found.append(measure(batch.ready))
+                if batch is not None:
+                    found.append(measure(batch))
         return found
 
     def sum_over_batches(self, *values: float) -> list[float]:
@@ -362,11 +377,11 @@ class NonFiniteGuard:
             self._num_consecutive = 0
             median = statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else 0.0
             if self.spike_factor and norm > self.spike_factor * median > 0:
-                trees = ", ".join(feature("nonfinite").sources(forests)) or "unnamed trees"
+                trees = ", ".join(features.nonfinite.sources(forests)) or "unnamed trees"
                 logger.warning("step %d: gradient norm %.3g, the median before is %.3g: %s", step, norm, median, trees)
             self._norms.append(norm)
             return True
-        files = feature("nonfinite")
+        files = features.nonfinite
         files.write_rows(self.path, forests, {"step": step})
         what = "gradient" if not math.isfinite(norm) else "loss"
         named = list(nonfinite) or files.sources(forests)

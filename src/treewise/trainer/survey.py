@@ -17,7 +17,7 @@ class DataFacts:
     """Sizes and identity of a data set. `fingerprint` changes whenever the trained content or its order does.
 
     num_longest_tokens, longest_source: length of the longest trajectory, and its source. num_images: image
-    spans of all trees.
+    spans of all trees. dates: that chat templates wrote in it as today's.
     """
 
     fingerprint: str
@@ -29,6 +29,7 @@ class DataFacts:
     num_longest_tokens: int = 0
     longest_source: str = ""
     num_images: int = 0
+    dates: tuple[str, ...] = ()
 
 
 @busy_with("merging trees")
@@ -60,6 +61,6 @@ def survey(dataset: Sequence[Any]) -> DataFacts:
         update_with_content(digest, () if forest.tree_streams else forest.trajectories)
     fingerprint = known if isinstance(known, str) else digest.hexdigest()
     trajectories, tree_tokens, flat_tokens, leaf_tokens, images = map(int, counts)
-    return DataFacts(
-        fingerprint, len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens, num_longest, source, images
-    )
+    dates = tuple(getattr(getattr(dataset, "report", None), "dates", ()))
+    sizes = len(dataset), trajectories, tree_tokens, flat_tokens, leaf_tokens
+    return DataFacts(fingerprint, *sizes, num_longest, source, images, dates)

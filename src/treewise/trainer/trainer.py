@@ -7,8 +7,8 @@ of saved models are transformers' own.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,15 +27,17 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from typing_extensions import override
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.progress import busy_with
 from treewise.distributed import ranks
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError
 from treewise.nn.device import without_accelerates_fsdp
 from treewise.nn.gradients import clear_gradients
+from treewise.nn.platform.releases import clips_by_accelerator
 from treewise.nn.wrapped import is_peft
 from treewise.objectives import Objective
+from treewise.objectives.rollouts import counts_rollouts
 from treewise.objectives.sft import fixed_denominator
 from treewise.trainer.arguments import TreeTrainingArguments
 from treewise.trainer.batches import (
@@ -43,6 +45,7 @@ from treewise.trainer.batches import (
     PreparedSteps,
     TreeLoader,
     TreeSampler,
+    joined_batches,
     make_sampler,
 )
 from treewise.trainer.checkpoint import contents
@@ -121,9 +124,11 @@ class TreeTrainer(Trainer):
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective = objective
         is_named = isinstance(reference, str | Path)
-        self._reference = feature("load_model").load_weights(str(reference)) if is_named else reference
-        check_preferences(train_dataset, objective or args.sft_objective())
-        if getattr(objective or args.sft_objective(), "needs_whole_groups", False):
+        self._reference = features.load_model.load_weights(str(reference)) if is_named else reference
+        loss = objective or args.sft_objective()
+        check_preferences(train_dataset, loss)
+        train_dataset, eval_dataset = (_with_whole_rollouts(each, loss) for each in (train_dataset, eval_dataset))
+        if getattr(loss, "needs_whole_groups", False):
             args.balance_ranks = False  # trees stay whole on a rank, and so do the pairs in them
         self._signals = StopSignals(may_abandon=args.world_size == 1)
         self._throughput, self._norm = Throughput(), 0.0  # of the gradient of the present step
@@ -146,11 +151,11 @@ class TreeTrainer(Trainer):
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # transformers turns it off, also in what is saved
         if is_peft(self.model):
-            feature("saved_weights").refuse_unsaved(self.model)
-            feature("adapters").warn_of_parted_tables(self.model)
+            features.saved_weights.refuse_unsaved(self.model)
+            features.adapters.warn_of_parted_tables(self.model)
         self.placer: Any = None  # ranks take trees in turn
         if args.places_trees:
-            self.placer = feature("many_ranks").make_placer(args, self.model, self.loss_objective)
+            self.placer = features.many_ranks.make_placer(args, self.model, self.loss_objective)
         self._steps = PreparedSteps(self._prepare, args, self._epoch_from)
         self._fingerprint = contents.fingerprint(self.model)
         self._checkpoints = CheckpointManager(args, self._run_facts)
@@ -202,7 +207,7 @@ class TreeTrainer(Trainer):
             return
         own = (self.loss_objective, self.model, self._reference, self.args, self.processing_class)
         for name in ("train_dataset", "eval_dataset"):
-            setattr(self, name, feature("references").with_references(getattr(self, name), *own))
+            setattr(self, name, features.references.with_references(getattr(self, name), *own))
 
     @override
     def get_train_dataloader(self) -> TreeLoader:
@@ -219,6 +224,7 @@ class TreeTrainer(Trainer):
         dataset, args = self.eval_dataset if dataset is None else dataset, self.args
         if dataset is None:
             raise ConfigError("evaluation needs an eval_dataset.")
+        dataset = _with_whole_rollouts(dataset, self.loss_objective)
         own = (len(dataset), args.per_device_eval_batch_size, None, args.data_index, args.data_size)
         return TreeLoader(args, dataset, TreeSampler(*own), self.loss_objective)
 
@@ -232,13 +238,16 @@ class TreeTrainer(Trainer):
         step = self.state.global_step
         with self._throughput.waiting_for_batches():
             batches = self._steps.next_step(epoch_iterator, step)
+        if not batches:  # asked for beyond the epoch, as loops before 5.3 do in one that is resumed in its middle
+            return batches, 0.0
         with self._signals.computing():
             return batches, self.runner.begin_step(batches, step + 1)
 
-    def _prepare(self, batch: list[Forest]) -> PreparedBatch:
-        """This rank's part of a batch, with all that the host computes for it."""
-        own = batch if self.placer is None else self.placer.own_part(batch)
-        return self.runner.prepare(own, self._throughput.flops_of(self.model, own))
+    def _prepare(self, batches: list[list[Forest]]) -> list[PreparedBatch]:
+        """This rank's part of the batches of a step, with all that the host computes for it."""
+        joined = joined_batches(batches, self.args, self.loss_objective)
+        parts = joined if self.placer is None else [self.placer.own_part(batch) for batch in joined]
+        return [self.runner.prepare(own, self._throughput.flops_of(self.model, own)) for own in parts]
 
     def _epoch_from(self, step: int) -> Iterator[list[Forest]] | None:
         """The epoch that begins with a step; None where the run ends before."""
@@ -270,7 +279,7 @@ class TreeTrainer(Trainer):
         spread = self.runner.ranks
         if spread is None or not spread.is_spread:
             return super()._wrap_model(model, training, dataloader)
-        sharded_model = feature("fsdp").ShardedModel
+        sharded_model = features.fsdp.ShardedModel
         return model if isinstance(model, sharded_model) else sharded_model(model)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -296,6 +305,18 @@ class TreeTrainer(Trainer):
         return self._norm
 
     _clip_grad_norm = _get_grad_norm
+
+    @override
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if clips_by_accelerator():
+            self.accelerator.clip_grad_norm_ = lambda *_, **__: self._norm
+
+    @override
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: object, *args: object, **kwargs: object
+    ) -> None:
+        super()._maybe_log_save_evaluate(tr_loss, self._norm, *args, **kwargs)
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -324,11 +345,12 @@ class TreeTrainer(Trainer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
+        objective = self.runner.with_baseline(objective, (forests or None for forests in dataloader))
         loss = denominator = 0.0
         for forests in dataloader:
             with self._signals.computing():
-                loss += self.runner.evaluate_batch(forests, objective)
-            denominator += math.fsum(objective.denominator(forest) for forest in forests)
+                own_loss, own_denominator = self.runner.evaluate_batch(forests, objective)
+            loss, denominator = loss + own_loss, denominator + own_denominator
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss, denominator = self.runner.sum_over_batches(loss, denominator)
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss / denominator}, dataloader.num_trees)
@@ -353,7 +375,8 @@ class TreeTrainer(Trainer):
     def _run_facts(self) -> dict[str, Any]:
         """What a run that is resumed must agree on."""
         data = {"data": self.data_facts.fingerprint, "num_trees": self.data_facts.num_trees}
-        return {**data, "model": self._fingerprint, **self.args.order_facts()}
+        dates = {contents.TEMPLATE_DATES: ", ".join(self.data_facts.dates)} if self.data_facts.dates else {}
+        return {**dates, **data, "model": self._fingerprint, **self.args.order_facts()}
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -365,9 +388,22 @@ class TreeTrainer(Trainer):
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model, and with `push_to_hub` uploads it; an upload that fails is a warning."""
-        super().save_model(output_dir, _internal_call=True)
+        with busy_with("saving the model"):
+            super().save_model(output_dir, _internal_call=True)
+            if self.args.verify_saves and features.is_there("verified_saves"):
+                self._verify_saved(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
-            self.uploaded = feature("hub").upload_at_the_end(self)
+            self.uploaded = features.hub.upload_at_the_end(self)
+
+    def _verify_saved(self, folder: Path) -> None:
+        others, engine = self.runner.ranks, self.runner.engine
+        needs_others = others is not None and (others.is_spread or others.context is not None)
+        if not needs_others:  # an engine of its own: a budget that was measured on this tree would stay
+            temperature = self.args.temperature
+            engine = TreeEngine(self.model, None, self.args.attention, temperature=temperature, check=False)
+        rows = [] if self.train_dataset is None else forest_of(self.train_dataset[0]).trajectories
+        with self.runner.scoring(), self.accelerator.autocast() if needs_others else nullcontext():
+            logger.info("%s", features.verified_saves.verify_saved(folder, self.model, rows, engine))
 
     @override
     def push_to_hub(self, commit_message: str | None = None, **card: object) -> Any:
@@ -375,39 +411,36 @@ class TreeTrainer(Trainer):
         if self.hub_model_id is None:
             self.init_hf_repo()
         self.save_model(_internal_call=True)
-        self.uploaded = feature("hub").upload(self, commit_message or "End of training", **card)
+        self.uploaded = features.hub.upload(self, commit_message or "End of training", **card)
         return self.uploaded
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        feature("saved_weights").load_weights(self.model, Path(resume_from_checkpoint))
+        features.saved_weights.load_weights(self.model, Path(resume_from_checkpoint))
 
     @override
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         ranks.on_first_rank(lambda: read_manifest(best))
-        feature("saved_weights").load_weights(self.model, best)
+        features.saved_weights.load_weights(self.model, best)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            feature("resume").load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
+            features.resume.load_states(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            feature("resume").load_random_state(Path(checkpoint))
+            features.resume.load_random_state(Path(checkpoint))
 
     @override
     def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> object:
-        """A resumed run logs, evaluates and saves by its own settings and not by those in the checkpoint."""
         logging.getLogger("transformers.trainer_utils").disabled = True  # would warn where intervals differ
         try:
-            begun = super()._init_training_state(max_steps, *args, **kwargs)
+            return super()._init_training_state(max_steps, *args, **kwargs)
         finally:
             logging.getLogger("transformers.trainer_utils").disabled = False
-        self.state.compute_steps(self.args, max_steps)
-        return begun
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -431,35 +464,42 @@ class TreeTrainer(Trainer):
             self.model = self.call_model_init(trial)
         self._score_references()
         with entered_run(self.args, self._signals):
-            self._resumed = self._checkpoints.find(resume_from_checkpoint)
-            self.runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
-            if self.args.ranks_per_batch * self.args.ep_size > 1 and self.data_facts.num_images:
-                self.engine.images.refuse()
-            if self.is_world_process_zero():
-                resumed = self._resumed.folder if self._resumed else None
-                own = (self.args, self.train_dataset, self.data_facts, self.loss_objective)
-                print_summary(*own, self.model.config, resumed)
-            if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
-                end = self._resumed.folder  # its last weights, or the best ones, and its log
-                self._load_from_checkpoint(str(end))
-                self.state = TrainerState.load_from_json(str(end / contents.STATE))
-                if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-                    self._load_best_model()
-                logger.warning("%s is the end of the run: no step is left to train", end)
-                return TrainOutput(self.state.global_step, float("nan"), {})
-            dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-            width = getattr(self.model.config.get_text_config(), "hidden_size", None)
-            self._throughput.begin_run(self.args.device, dtype, width)
-            with self._steps.ended():
-                try:
-                    result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
-                except StepAbandoned:
-                    clear_gradients(self.model.parameters())
-                    if self.state.global_step > self._checkpoints.last_step:
-                        self._save_checkpoint(self.model_wrapped, trial)
-                else:
-                    if self._signals.received is None or self.state.global_step >= self.state.max_steps:
-                        return result
+            with suppress(StepAbandoned):  # before a step
+                self._signals.start()
+                self._resumed = self._checkpoints.find(resume_from_checkpoint)
+                self.runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
+                if self.args.ranks_per_batch * self.args.ep_size > 1 and self.data_facts.num_images:
+                    self.engine.images.refuse()
+                if self.is_world_process_zero():
+                    resumed = self._resumed.folder if self._resumed else None
+                    own = (self.args, self.train_dataset, self.data_facts, self.loss_objective)
+                    print_summary(*own, self.model.config, resumed)
+                if self._resumed and self._resumed.step >= num_optimizer_steps(self.args, len(self.train_dataset)):
+                    end = self._resumed.folder  # its last weights, or the best ones, and its log
+                    self._load_from_checkpoint(str(end))
+                    self.state = TrainerState.load_from_json(str(end / contents.STATE))
+                    if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                        self._load_best_model()
+                    logger.warning("%s is the end of the run: no step is left to train", end)
+                    return TrainOutput(self.state.global_step, float("nan"), {})
+                dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
+                width = getattr(self.model.config.get_text_config(), "hidden_size", None)
+                self._throughput.begin_run(self.args.device, dtype, width)
+                with self._steps.ended():
+                    try:
+                        result = super().train(self._resumed and str(self._resumed.folder), trial, ignore_keys_for_eval)
+                    except StepAbandoned:
+                        clear_gradients(self.model.parameters())
+                        if self.state.global_step > self._checkpoints.last_step:
+                            self._save_checkpoint(self.model_wrapped, trial)
+                    else:
+                        if self._signals.received is None or self.state.global_step >= self.state.max_steps:
+                            return result
             step = self._checkpoints.last_step
             saved = f"saved in {Path(self.args.output_dir) / f'checkpoint-{step}'}" if step else "nothing to save yet"
-            raise stopped_error(self._signals, f"stopped after step {self.state.global_step}; {saved}.")
+            raise stopped_error(self._signals, f"stopped after step {max(self.state.global_step, step)}; {saved}.")
+
+
+def _with_whole_rollouts(dataset: Any, objective: Objective) -> Any:
+    """The data set, with all rows of a rollout in one item where the loss counts rollouts."""
+    return features.whole_rollouts.with_whole_rollouts(dataset, objective) if counts_rollouts(objective) else dataset

@@ -28,7 +28,7 @@ def as_array(values: object, name: str, location: str) -> np.ndarray:
         raise DataError(f"{location}: {name} is not a flat sequence of numbers, found {found}.") from None
 
 
-def token_ids(values: object, location: str, if_empty: str = "a trajectory needs at least two tokens") -> np.ndarray:
+def checked_ids(values: object, location: str, if_empty: str = "a trajectory needs at least two tokens") -> np.ndarray:
     """[n] int32, at least one token id; `if_empty` is the advice for none at all.
 
     Raises:

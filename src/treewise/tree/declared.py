@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import ConfigError, DataError
 from treewise.tree import checks, forest
@@ -118,7 +118,7 @@ def streams_side_by_side(forests: Sequence[Forest]) -> dict[str, np.ndarray]:
         if not stream.is_routes and all(each.has_stream(name) for each in forests)
     }
     if any(each.has_routes for each in forests):
-        streams["routed_experts"] = feature("routes").side_by_side(
+        streams["routed_experts"] = features.routes.side_by_side(
             [each.routed_experts if each.has_routes else each.num_tokens for each in forests]
         )
     return streams
@@ -152,7 +152,7 @@ def lay_out_nodes(
     is_bad = (lengths == 0).any() or flat_ids.dtype.kind not in "iu" or flat_ids.min() < 0
     if is_bad or flat_ids.max() > checks.MAX_TOKEN_ID:
         for node, ids in enumerate(token_ids):  # one of these raises
-            checks.token_ids(ids, f"{location}: node {node}", "merge it into its parent")
+            checks.checked_ids(ids, f"{location}: node {node}", "merge it into its parent")
     values = {name: _stream(items, name, lengths, location) for name, items in streams.items()}
     spans = _checked_images(images, lengths, location)
     end_nodes = declared_ends = _end_nodes(parent, ends, location)
@@ -269,7 +269,7 @@ def _routes(items: Sequence[Any], name: str, lengths: np.ndarray, location: str)
     if len(items) != len(lengths):
         raise DataError(f"{location}: {len(items)} {name} for {len(lengths)} nodes.")
     parts = [
-        None if item is None else feature("routes").checked_experts(item, name, int(length), f"{location}: node {node}")
+        None if item is None else features.routes.checked_experts(item, name, int(length), f"{location}: node {node}")
         for node, (item, length) in enumerate(zip(items, lengths, strict=True))
     ]
     shapes = {part.shape[1:]: node for node, part in enumerate(parts) if part is not None}

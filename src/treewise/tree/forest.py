@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.lazy_sequence import LazySequence
 from treewise.errors import DataError, check_choice, num
 from treewise.tree import prefix_merge
@@ -55,9 +55,7 @@ class Forest:
         self.token_ids = token_ids
         self.tree_streams = tree_streams or {}
         if trajectories is None:
-            trajectories = feature("nodes").DeclaredTrajectories(
-                segments, {"token_ids": token_ids, **self.tree_streams}
-            )
+            trajectories = features.nodes.DeclaredTrajectories(segments, {"token_ids": token_ids, **self.tree_streams})
         self.trajectories: Sequence[Trajectory] = trajectories
         self.is_flat = isinstance(trajectories, tuple)
 
@@ -66,7 +64,7 @@ class Forest:
         """Merges shared prefixes exactly, token by token; any order, duplicates and contained prefixes included.
 
         Tokens that stand for an image are equal only where the image is, and tokens whose experts were recorded only
-        where these are; one without a record takes those of the token that it shares (`treewise.tree.routes`).
+        where these are; one without a record takes those of its group's (`treewise.tree.routes`).
 
         Time is linear in the flat tokens, but for a logarithmic factor in the number of trajectories that is spent
         in memory comparison.
@@ -90,7 +88,7 @@ class Forest:
         if any(item.images for item in items):
             keys = merge_keys([item.images for item in items], flat_ids, offsets)
         if any(item.routed_experts is not None for item in items):
-            filled, keys = feature("routes").merged(items, keys, offsets, tree_of)
+            filled, keys = features.routes.merged(items, keys, offsets, tree_of)
             items = tuple(filled)
         segments = prefix_merge.merge_sequences(keys, offsets)
         return cls(segments, flat_ids[segments.token_source], items)
@@ -122,7 +120,7 @@ class Forest:
             ConfigError: an unknown stream, or one with several values per token.
             DataError: see `lay_out_nodes`; images in a tree of more than `MAX_FLAT_TOKENS`.
         """
-        laid_out: Forest = feature("nodes").forest_of_nodes(
+        laid_out: Forest = features.nodes.forest_of_nodes(
             parents, token_ids, streams, ends, images, merge_siblings=merge_siblings, group=group, source=source
         )
         return laid_out
@@ -148,7 +146,7 @@ class Forest:
         token_ids = np.concatenate([forest.token_ids for forest in forests])
         if not any(forest.tree_streams for forest in forests):
             return cls(segments, token_ids, tuple(item for forest in forests for item in forest.trajectories))
-        return cls(segments, token_ids, None, feature("nodes").streams_side_by_side(forests))
+        return cls(segments, token_ids, None, features.nodes.streams_side_by_side(forests))
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +308,7 @@ class Forest:
         if "routed_experts" in self.tree_streams:
             return self.tree_streams["routed_experts"]
         known = [(item.routed_experts, path) for item, path in zip(self.trajectories, self.paths, strict=True)]
-        experts = np.full((self.num_tokens, *feature("routes").one_shape(self.trajectories)), -1, dtype=np.int16)
+        experts = np.full((self.num_tokens, *features.routes.one_shape(self.trajectories)), -1, dtype=np.int16)
         for routes, path in known:
             if routes is not None:
                 experts[path] = routes  # of what is shared, all are equal or have none: see `routes.merged`

@@ -1,10 +1,12 @@
 """Routes of trajectories: which experts of a mixture a token went through, and where rollouts part for them.
 
 A token that took other experts is another one, although its id is the same: its hidden row differs, and all below it.
-So prefixes are merged by token and route. What was not recorded (-1) merges with anything, and takes the experts of the
-token that it shares; that is no equivalence, so a rule decides. Where trajectories that have all in common so far go
-on with one token and several routes, those without a record go with the route that most of the others take, of equals
-with the least. Trajectories in another order are the same forest.
+So prefixes are merged by token and route. Between the trajectories of one `group`, which were sampled from one prompt,
+what was not recorded (-1) merges with anything, and takes the experts of the token that it shares: a sampler that has
+the prompt in its cache records it once. That is no equivalence, so a rule decides. Where trajectories that have all in
+common so far go on with one token and several routes, those without a record go with the route that most of the others
+take, of equals with the least. Trajectories in another order are the same forest. Elsewhere what was not recorded is
+routed as the model does: no number of a trajectory depends on what else is in the forest.
 
 `by_tokens` gives all trajectories through a token the experts of the first: fewer tokens to compute, and other
 log-probs than those of the rollouts that took others.
@@ -13,8 +15,9 @@ Letters: F flat tokens, N trajectories, L layers, k experts of a token in a laye
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -99,16 +102,20 @@ def merged(
     """The trajectories with the experts that they take from one another, and keys that are equal where routes are, too.
 
     keys: [F] int32, equal where tokens are. offsets: [N + 1] where each trajectory begins. tree_of: [N] the tree that
-    each is of; none takes experts from another tree. None: all are of one.
+    each is of; experts are taken within a group of one tree. None: all are of one.
 
     Raises:
         DataError: routes of several shapes.
     """
     routes, rows = _numbered(trajectories, offsets)
     known = routes.copy()
-    trees = np.zeros(len(trajectories), dtype=np.int64) if tree_of is None else np.asarray(tree_of)
-    for tree in np.unique(trees):
-        _resolve(np.flatnonzero(trees == tree), keys, offsets, routes, rows)
+    together: dict[Hashable, list[int]] = {}
+    for index, (item, tree) in enumerate(zip(trajectories, repeat(0) if tree_of is None else tree_of, strict=False)):
+        if item.group is not None:
+            together.setdefault((tree, item.group), []).append(index)
+    for members in together.values():
+        if len(members) > 1:
+            _resolve(np.array(members), keys, offsets, routes, rows)
     filled = list(trajectories)
     for index in np.unique(np.searchsorted(offsets, np.flatnonzero(routes != known), side="right") - 1).tolist():
         own = slice(offsets[index], offsets[index + 1])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.errors import DataError, num
 from treewise.tree import checks
 from treewise.tree.images import ImageSpan, check_spans
@@ -50,10 +50,10 @@ class Stream:
     def checked(self, values: ArrayLike, length: int, location: str) -> np.ndarray:
         """[length], [length, k] or [length, L, k] values of `dtype`. Raises `DataError`."""
         if self.is_routes:
-            experts: np.ndarray = feature("routes").checked_experts(values, self.name, length, location)
+            experts: np.ndarray = features.routes.checked_experts(values, self.name, length, location)
             return experts
         if self.has_candidates:
-            found: np.ndarray = feature("teachers").checked_candidates(values, self.name, length, self.dtype, location)
+            found: np.ndarray = features.teachers.checked_candidates(values, self.name, length, self.dtype, location)
             return found
         numbers = checks.numbers(values, self.name, length, location, is_scalar_allowed=self.is_scalar_allowed)
         if self.is_integer:
@@ -128,9 +128,9 @@ class Trajectory:
             part is a mean over draws. Where not given, every rollout was drawn on its own. Taken by credit on trees.
         policy_versions: how many iterations the policy that sampled each token had been trained for, as integers;
             negative where none did. No loss reads them: `sampler_logprobs` are what that policy gave.
-        routed_experts: [n, L, k], the experts that the sampler's mixture chose for each token, k of them in each of its
-            L layers with a router (or in all of its layers, where those without one hold -1); -1 for a token whose
-            experts were not recorded. Row `t` is of the forward that token `t` was an input of. The last token had none
+        routed_experts: [n, L, k], the k experts that the sampler's mixture chose for each token in each of its L layers
+            with a router. All layers may be given, where those without one hold -1. A token whose experts were not
+            recorded holds -1, too. Row `t` is of the forward that token `t` was an input of. The last token had none
             while it was sampled, so n - 1 rows will do. Replayed when it is trained (`treewise.nn.routing`).
         token_rewards: rewards of parts of the trajectory, beside `reward`: each at a token of its part, as a call or a
             turn; 0 elsewhere. Taken by `advantages="turns"`.
@@ -140,9 +140,9 @@ class Trajectory:
             tokens have weight 0.
 
     Raises:
-        DataError: an empty or non-integer sequence, a negative id, a stream of another length, a value that is not
-            finite, a negative weight, a weight on the first token, no trained token at all, teacher streams that
-            do not fit one another, experts that no router can have chosen, or images that overlap.
+        DataError: an empty or non-integer sequence, a negative id, no trained token at all, or images that overlap. A
+            stream of another length, or with a value that is not finite. A negative weight, or one on the first token.
+            Teacher streams that do not fit one another, or experts that no router can have chosen.
     """
 
     token_ids: _TokenIds = _TokenIds()
@@ -181,7 +181,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         location = self.source or "trajectory"
         values = vars(self)
-        ids = values["token_ids"] = checks.token_ids(self.token_ids, location)
+        ids = values["token_ids"] = checks.checked_ids(self.token_ids, location)
         if len(ids) == 1:
             raise DataError(f"{location}: one token only, so no token is predicted; a trajectory needs at least two.")
         if self.images:
@@ -199,7 +199,7 @@ class Trajectory:
                 f"{location}: no trained token (all {len(ids)} loss weights are 0); drop it or weight its answers."
             )
         if self.teacher_ids is not None or self.teacher_logprobs is not None:
-            feature("teachers").check_teacher(self.teacher_ids, self.teacher_logprobs, location)
+            features.teachers.check_teacher(self.teacher_ids, self.teacher_logprobs, location)
         for name in ("reward", "rollout_weight"):
             if values[name] is not None:
                 values[name] = checks.finite_number(values[name], name, location)

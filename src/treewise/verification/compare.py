@@ -4,12 +4,8 @@ The flat side is plain code without trees: the model's own forward on one trajec
 sum (or the objective's own formulas) and the losses on routers, `backward`; see `engine.flat`. The tree side is
 `TreeEngine`, as training uses it: a step, and a backward through `engine.logprobs` from the gradients of the same loss.
 
-Tolerances. float32: 1e-5 for the whole gradient; rounding alone gives 3e-7 on tiny models and 3e-6 on SmolLM2-135M,
-whose flat gradient is as far from float64. float64: 1e-6, because transformers computes norms in float32 in most
-models whatever the dtype, so gradients are rounded there (5e-8 on a small Llama whose log-probs agree to 1e-15).
-bfloat16 and float16, of parameters or under autocast: rounding is larger than any fixed tolerance that still detects
-faults, so both sides are compared with flat training in float32, and the tree may deviate 1.5 times as much as flat
-training itself does.
+Tolerances: `nn.whole_gradients`. In bfloat16 and float16, of parameters or under autocast, both sides are compared with
+flat training in float32.
 
 Letters: L tokens of one trajectory.
 """
@@ -25,16 +21,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.base.progress import begin_work
+from treewise.base.progress import busy_with
 from treewise.engine.engine import TreeEngine
 from treewise.engine.flat import FlatLoss, Loss
 from treewise.errors import ConfigError, bytes_as_text, num
-from treewise.nn.device import synchronized_clock
+from treewise.nn.device import random_state_kept, synchronized_clock
 from treewise.nn.gradients import gradients_restored
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.router_loss import RouterLossRule
-from treewise.nn.whole_gradients import Gradients, take_gradients, zero_gradients
+from treewise.nn.whole_gradients import (
+    LOW_PRECISION,
+    MAX_TIMES_FLAT,
+    TOLERANCE,
+    Gradients,
+    take_gradients,
+    zero_gradients,
+)
 from treewise.objectives import SFT, Objective
 from treewise.planning.plans import Plan
 from treewise.tree.forest import Forest, one_forest
@@ -42,10 +45,6 @@ from treewise.tree.trajectory import Trajectory
 from treewise.verification.report import ParameterError, VerificationReport
 from treewise.verification.rows import PlanFacts, small_plans, trees_of
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-# What a low-precision tree may deviate from float32, in units of what low-precision flat training deviates.
-MAX_TIMES_FLAT = 1.5
 # A parameter's error is relative to its own gradient, but at least to this part of the whole gradient's norm: some
 # gradients are zero but for rounding (biases of keys, which a softmax cancels).
 SMALLEST_NORM_RATIO = 1e-3
@@ -158,7 +157,8 @@ def _compared(
 @dataclass(slots=True)
 class _Side:
     """One side: loss, the sum of the sizes of its terms, log-probs ([L - 1] per trajectory, float64 on the host), and
-    gradients by name: of the loss, and through the log-probs (None: they are the same)."""
+    gradients by name: of the loss, and through the log-probs (None: they are the same). reaches: whether anything that
+    is trained is reached."""
 
     loss: float
     size: float
@@ -166,6 +166,7 @@ class _Side:
     gradients: Gradients
     seconds: float
     of_values: Gradients | None = None
+    reaches: bool = True
 
     @property
     def through_values(self) -> Gradients:
@@ -198,18 +199,23 @@ class _Sides:
         with self._as_run():
             engine.check(forest)
             flat, slopes = self._run_flat(self.model, loss, flat_sft)
+        if not flat.reaches and not is_cut:
+            raise ConfigError(
+                f"{num(forest.num_trajectories, 'row')}: none reaches a parameter of {type(self.model).__name__} that "
+                "is trained, so there is no gradient to compare (a tower of images needs rows with images)."
+            )
         wide = self._run_wide(loss, flat_sft) if self.dtype in LOW_PRECISION and self.tolerance is None else None
         flat_errors = None if wide is None else _flat_errors(wide, flat)
         limits = _limits(self.dtype, self.tolerance, flat_errors, (wide or flat).size)
         reports = []
         for engine in engines:
-            with self._as_run():
-                plan = engine.plan(forest)
-                begin_work(f"comparing {_where(plan, is_cut=is_cut)}")
-                through_values = self._through_values(engine, plan, wide or flat, slopes)
-                tree = self._run_tree(engine, plan, objective, through_values)
-            sides = _Compared(engine, plan, is_cut, flat, wide, tree)
-            reports.append(_report(sides, self.dtype, through_values.errors, flat_errors, limits))
+            plan = engine.plan(forest)
+            with busy_with(f"comparing {_where(plan, is_cut=is_cut)}"):
+                with self._as_run():
+                    through_values = self._through_values(engine, plan, wide or flat, slopes)
+                    tree = self._run_tree(engine, plan, objective, through_values)
+                sides = _Compared(engine, plan, is_cut, flat, wide, tree)
+                reports.append(_report(sides, self.dtype, through_values.errors, flat_errors, limits))
         return reports
 
     def _engine(self, budget: int | None) -> TreeEngine:
@@ -224,16 +230,16 @@ class _Sides:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             yield
 
+    @busy_with("flat training")
     def _run_flat(self, model: nn.Module, loss: FlatLoss, sft: FlatLoss) -> tuple[_Side, list[torch.Tensor]]:
         """Every trajectory alone, by the model's own forward; and the factors of its log-probs in the values that are
         compared: the gradients of the loss, or where it depends on more than log-probs, those of SFT's."""
-        begin_work("flat training")
         loss.warm_up(model, self.device)
         zero_gradients(model)
         started = synchronized_clock(self.device)
         flat = loss.run(model, self.device)
         seconds = synchronized_clock(self.device) - started
-        run = _Side(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds)
+        run = _Side(flat.loss, flat.size, flat.logprobs, take_gradients(model), seconds, reaches=flat.reaches)
         if flat.slopes is not None:
             return run, flat.slopes
         zero_gradients(model)
@@ -263,7 +269,10 @@ class _Sides:
         engine.check(plan.forest)  # its probe is no part of the seconds of a step
         zero_gradients(self.model)
         logprobs = engine.logprobs(plan.forest)
-        torch.autograd.backward(logprobs, [each.to(own.dtype) for each, own in zip(slopes, logprobs, strict=True)])
+        reached = [(own, each.to(own.dtype)) for own, each in zip(logprobs, slopes, strict=True) if own.requires_grad]
+        if reached:  # not by rows cut short before their image, where the tower alone is trained
+            values, grads = zip(*reached, strict=True)
+            torch.autograd.backward(values, grads)
         errors = _gradient_errors(reference.through_values, take_gradients(self.model))
         return _ThroughValues([logprob.detach().double().cpu() for logprob in logprobs], errors)
 
@@ -472,8 +481,7 @@ def _ratio(error: float, norm: float) -> float:
 def _state_restored(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, gradients and random generators as they were afterwards."""
     modes = {module: module.training for module in model.modules()}
-    devices = [_device(model)] if _device(model).type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), gradients_restored(model):
+    with random_state_kept(_device(model)), torch.enable_grad(), gradients_restored(model):
         try:
             model.eval()
             yield

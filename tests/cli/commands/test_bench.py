@@ -1,11 +1,14 @@
 """`treewise bench` as it is called."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.cli.helpers import save_tiny_model, write_rows
+from treewise.bench.results import row_view
 from treewise.cli.main import main
 from treewise.testing import tiny_model
 
@@ -39,6 +42,23 @@ def test_own_trees_on_an_own_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (row["workload"], row["num_trajectories"], row["tree_tokens"]) == ("b", 3, 25)
     assert main([*words, "--trees", "c"]) == 2
     assert "no tree 'c'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [200, 80, 60, 40])
+def test_a_narrow_terminal_cuts_no_column(columns: int) -> None:
+    results = Path(__file__).parents[3] / "benchmarks" / "results" / "real-cpu-x86_64-2-threads.json"
+    row = json.loads(results.read_text())["rows"][0]
+    console = Console(width=columns, file=io.StringIO())
+    console.print(row_view(row))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    tables = "\n".join(lines)
+    assert "…" not in tables
+    for name in ("seconds", "over flat", "efficiency", "of tree (bound)", "peak MiB", "key rows/token", "host s"):
+        assert tables.count(name) == 1, name
+    for contestant in ("flat", "trl", "tree", "tree@724"):
+        seconds = row["contestants"][contestant]["seconds"]
+        assert sum(f"{seconds['median']:.3f} ({seconds['min']:.3f}" in line for line in lines) == 1
 
 
 def test_dropout_is_set_to_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,9 @@ def test_json_agrees_with_the_shapes_of_the_model(
     # 2 layers, 2 key-value heads of 8, keys and values, float32 for them and for their gradients.
     assert facts["bytes_per_gateway_token"] == 2 * 2 * 8 * 2 * 8
     assert facts["bytes_gateways"] == 16 * facts["bytes_per_gateway_token"]  # at the fullest pass; 20 at most
+    # A window keeps these of every token, and hidden rows of 32 with gradients, in memory that doubles.
+    assert facts["bytes_window"] == 64 * (facts["bytes_per_gateway_token"] + 2 * 32 * 8)
+    assert facts["bytes_window_graphs"] > 64 * 64 * 4  # logits are a part of it
     assert facts["budgets"] == []
     assert 64 / 124 < facts["relative_time"] < 84 / 124
     # 20 of 64 tokens have a second forward, at most a third of what they cost.

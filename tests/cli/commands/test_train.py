@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from tests.cli.helpers import files_of, save_tiny_model, write_rows
+from tests.dates import TEMPLATE, set_today
+from tests.rl.tasks.test_episode import byte_tokenizer
 from tests.trainer.helpers import in_child
 from treewise.cli.main import main
 from treewise.errors import ConfigError
@@ -185,6 +187,46 @@ def test_changes_since_the_checkpoint_are_printed(folder, capsys):
     assert "changed since checkpoint-2: learning_rate: 0.001 -> 0.0005" in capsys.readouterr().err
 
 
+@pytest.fixture
+def chats(folder):
+    """The folder with chats for data, and a tokenizer whose template writes the date."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    save_tiny_model(folder / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder / "model")
+    talks = [[{"role": "user", "content": f"n{n}"}, {"role": "assistant", "content": "Yes."}] for n in range(5)]
+    write_rows(folder / "rows.jsonl", [{"messages": talk} for talk in talks])
+    return folder
+
+
+def test_a_run_that_is_resumed_on_another_day_keeps_its_date(chats, monkeypatch, capsys):
+    set_today(monkeypatch, "2026-11-27")
+    assert main(["train", "run.yaml"]) == 0
+    whole = losses(chats)
+    assert "writes today's date, which is 2026-11-27 here (template_date)" in capsys.readouterr().err
+    resolved = yaml.safe_load((chats / "run" / "resolved_config.yaml").read_text())
+    assert resolved["template_date"] == "2026-11-27"
+    set_today(monkeypatch, "2026-11-28")
+    assert main(["train", "run.yaml", "--resume", "run/checkpoint-2"]) == 0
+    assert losses(chats) == whole
+    assert main(["train", "run.yaml", "--resume", "--max_steps", "6", "--template_date", "2026-11-28"]) == 2
+    assert (
+        "chat template writes today's date, then 2026-11-27, now 2026-11-28: set template_date."
+        in capsys.readouterr().err
+    )
+    assert main(["train", "run.yaml", "--output_dir", "new", "--max_steps", "1"]) == 0
+    resolved = yaml.safe_load((chats / "new" / "resolved_config.yaml").read_text())
+    assert resolved["template_date"] == "2026-11-28"
+
+
+def test_a_date_in_a_file_needs_no_quotes(chats):
+    with (chats / "run.yaml").open("a") as stream:
+        stream.write("template_date: 2024-07-26\n")
+    assert main(["train", "run.yaml", "--max_steps", "1"]) == 0
+    resolved = yaml.safe_load((chats / "run" / "resolved_config.yaml").read_text())
+    assert resolved["template_date"] == "2024-07-26"
+
+
 def test_resume_without_a_checkpoint_starts_and_says_so(folder, capsys):
     assert main(["train", "run.yaml", "--resume", "--max_steps", "1"]) == 0
     assert "no complete checkpoint in run: starting from step 0" in capsys.readouterr().out
@@ -234,6 +276,20 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_to_its_end_a
     assert "passed over" in captured.err
     assert captured.out.endswith("model saved to run\n")
     assert (folder / "run" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("name", ["run", "run/checkpoint-4"])
+def test_a_flipped_bit_in_a_finished_model_is_named_before_it_is_used(folder, capsys, name):
+    assert main(["train", "run.yaml"]) == 0
+    data = yaml.safe_load((folder / "run.yaml").read_text())["data"]
+    assert main(["verify", data, "--model", name]) == 0
+    weights = folder / name / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-7] ^= 1
+    weights.write_bytes(content)
+    capsys.readouterr()
+    assert main(["verify", data, "--model", name]) == 2
+    assert f"error: {name}/model.safetensors: not what was saved (damaged or changed)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["--seed 5", "--optim sgd", "--data other.jsonl"])

@@ -75,6 +75,18 @@ def test_each_call_is_what_the_processor_makes_of_it(processor, shots):
     assert tree.forest().num_tokens == len(second)  # the first call is a prefix of the second
 
 
+@pytest.mark.parametrize("glyph", ["\ue0b8", "\ue0b8\ue0b8", "\ue000"])
+def test_a_glyph_of_private_use_is_no_image(processor, shots, glyph):
+    image = {"type": "image", "image": str(shots / "1.png")}
+    messages = [user(f"w1 {glyph} w2", image, f"{glyph} w3"), answer(f"w4 {glyph} w5")]
+    (tree,) = load_trees([{"messages": messages}], processor)
+    [item] = tree.trajectories
+    assert item.token_ids.tolist() == list(own_ids(processor, messages, [png(1)]))
+    assert [each.read() for each in item.images] == [png(1)]
+    (tree,) = load_trees([{"messages": [user(f"w1 {glyph}"), answer(glyph)]}], processor)
+    assert not tree.trajectories[0].images
+
+
 def test_forms_of_images_are_one_image(processor, shots, write):
     path = str(shots / "1.png")
     address = "data:image/png;base64," + base64.b64encode(png(1)).decode()

@@ -197,15 +197,23 @@ def test_what_an_agent_did_is_no_reply_unless_it_repeats_the_call(write):
         assert f"{len(output)} messages, of which one alone is no reply" in reason
 
 
-def test_blocks_of_content_are_one_message_and_items_of_responses_are_named(write):
+def test_blocks_of_content_are_one_message_and_items_of_responses_are_read(write):
     blocks = [{"type": "text", "text": "Ye"}, {"type": "text", "text": "s."}]
     [row] = import_rollouts(write(logged(blocks)))
     assert row["messages"][1]["content"] == blocks
     items = [{"type": "reasoning", "summary": []}, {"type": "message", "role": "assistant", "content": blocks}]
     for output in (items, {"object": "response", "output": items}):
-        rows = import_rollouts(write(logged(output), logged("Yes.", traceId="other")))
-        assert len(list(rows)) == 1
-        assert "Responses interface" in rows.report.left_out[0][1]
+        [row] = import_rollouts(write(logged(output)))
+        assert talks(row) == [(["Hi"], "Yes.")]
+    asked = {"instructions": "Short.", "input": "Hi"}
+    for given, first in (
+        (asked, ["Short."]),
+        ({"input": [USER]}, []),
+        ({"input": "Hi"}, []),
+        ([*items, USER], ["Yes."]),
+    ):
+        [row] = import_rollouts(write({**logged(items), "input": given}))
+        assert talks(row) == [([*first, "Hi"], "Yes.")]
 
 
 def test_messages_of_opentelemetry_are_read_in_parts(write):

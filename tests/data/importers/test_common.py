@@ -180,7 +180,8 @@ def test_a_message_without_logprobs_beside_others_leaves_its_branch_out(write):
 
 def test_rewards_that_are_null_are_none(write):
     scores = {"right": {"score": 1.0, "weight": 1.0}, "short": {"score": None, "weight": 0.5}}
-    rows = import_rollouts(write({**TRACE, "rewards": scores}, {**TRACE, "rewards": {"right": None}}, TRACE))
+    unknown = ({**TRACE, "id": "a", "rewards": scores}, {**TRACE, "id": "b", "rewards": {"right": None}})
+    rows = import_rollouts(write(*unknown, TRACE))
     assert [row.get("reward") for row in rows] == [None, None, 1.0]
     assert rows.report.num_without_reward == 2
     assert rows.report.warnings == {"traces of which a reward is null: the sum is not known, so they have none": 2}

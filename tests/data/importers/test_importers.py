@@ -100,6 +100,19 @@ def test_every_sampled_token_of_a_graph_is_trained_once_in_its_context(nodes):
         assert all(logprob == -token for token, weight, logprob in pairs if weight)
 
 
+def test_a_trace_that_is_written_twice_is_trained_once(write, tmp_path):
+    lines = [json.loads(line) for line in (SAMPLES / "verifiers.jsonl").read_text().splitlines()]
+    once, report = rows_of("verifiers.jsonl")
+    write(*lines, *lines, name="traces.jsonl")
+    write(*lines, name="more.jsonl")
+    rows = import_rollouts([tmp_path / "traces.jsonl", tmp_path / "more.jsonl"])
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in once]
+    twice = [why for _, why in rows.report.left_out if "logged twice" in why]
+    assert len(twice) == 2 * report.num_rollouts
+    dataset = load_trees([tmp_path / "traces.jsonl", tmp_path / "more.jsonl"], num_workers=0)
+    assert sum(len(tree.trajectories) for tree in dataset) == len(once)
+
+
 def test_one_of_several_rewards_is_chosen_by_name():
     rows, _ = rows_of("verifiers.jsonl", reward_field="correct")
     assert [row["reward"] for row in rows] == [1, 1, 0]
@@ -307,25 +320,6 @@ def test_calls_of_a_log_form_runs_by_their_messages(write, tokenizer):
     [tree] = load_trees(write(*rows), tokenizer)
     assert len(tree.trajectories) == 4
     assert len({item.rollout for item in tree.trajectories}) == 2
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        ({"request": {"input": "Q"}, "response": {"object": "response", "output": []}}, "OpenAI's Responses"),
-        ({"request": {"input": "Q"}}, "OpenAI's Responses"),
-        (
-            {
-                "request": {"messages": [{"role": "user", "content": "Q"}]},
-                "response": {"type": "message", "content": []},
-            },
-            "Anthropic's Messages",
-        ),
-    ],
-)
-def test_calls_of_other_interfaces_are_named_with_the_way_out(write, call, name):
-    with pytest.raises(DataError, match=f"data.jsonl:1: a call of {name} interface; log it as a chat completion"):
-        list(import_rollouts(write(call), "openai"))
 
 
 def test_calls_that_continue_equal_conversations_are_shared_out_and_said(write):

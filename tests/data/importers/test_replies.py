@@ -269,9 +269,9 @@ def test_a_call_whose_arguments_are_no_object_is_left_out_with_what_follows(argu
 
 
 def test_text_that_would_not_load_stops_the_import(write):
-    block = [{"type": "tool_use", "id": "1", "name": "today", "input": {}}]
-    line = {"traceId": "t", "type": "GENERATION", "input": [USER], "output": {"role": "assistant", "content": block}}
-    with pytest.raises(DataError, match=r"data\.jsonl:1: messages\[1\]: content of type 'tool_use' is not supported"):
+    asked = [{"role": "narrator", "content": "Once."}]
+    line = {"traceId": "t", "type": "GENERATION", "input": asked, "output": reply("Friday.")}
+    with pytest.raises(DataError, match=r"data\.jsonl:1: messages\[0\] has role 'narrator'"):
         list(import_rollouts(write(line)))
 
 

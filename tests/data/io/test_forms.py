@@ -26,6 +26,12 @@ NEAR_MISSES = [
     ({**CHAT, "system": "Be brief."}, "'system' is not read", "in front of messages"),
     ({**CHAT, "images": ["a.png"]}, "the record holds images", "need the model's processor"),
     ({**CHAT, "train": False}, "train: false is for messages", "leave the record out"),
+    ({**CHAT, "loss": False}, "loss: false is for messages", "leave the record out"),
+    ({**CHAT, "weight": 0}, "weight: 0 is not read", "weights belong to messages and parts"),
+    ({**CHAT, "calls": [{"ctx": [0], "out": 1, "weight": 0.5}]}, "calls[0]: weight: 0.5 is not", "weights belong to"),
+    ({**CHAT, "calls": [{"ctx": [0], "out": 1, "train": False}]}, "calls[0]: train: false", "weights belong to"),
+    ({"nodes": [{"token_ids": [1, 2], "weight": 1}]}, "nodes[0]: weight: 1 is not read", "loss_weights of tokens"),
+    ({"seqs": [{"ids": [1, 2], "loss": [[1, 2]], "weight": 2}]}, "seqs[0]: weight: 2", "loss_weights of tokens"),
     (
         {"messages": [{**USER, "images": ["a.png"]}, ANSWER]},
         "messages[0]: 'images' is not read",

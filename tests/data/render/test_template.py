@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from treewise.data import RenderOptions, load_trees
-from treewise.data.render import piece_tokenizer
+from treewise.data.render import piece_tokenizer, template_process
 from treewise.data.render import template as templates
 from treewise.data.render.piece_tokenizer import Encoder, joined
 from treewise.data.render.template import Template, template_text
@@ -150,13 +150,13 @@ def test_a_template_may_lie_in_a_file(tmp_path):
 def test_a_conversation_is_rendered_once_and_by_all_that_its_text_depends_on(tokenizer, monkeypatch):
     """Records of a tree repeat their first turns."""
     template, applied = Template(Encoder(tokenizer), "chatml", {}), []
-    apply = tokenizer.apply_chat_template
+    ask = template_process.ask
 
-    def counted(talks, **settings):
-        applied.append(len(talks))
-        return apply(talks, **settings)
+    def counted(request, num_answers):
+        applied.append(num_answers)
+        return ask(request, num_answers)
 
-    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    monkeypatch.setattr(template_process, "ask", counted)
     talk, tools = [USER, answer()], [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     (whole,) = template.render([talk], None, "here")
     (prompt,) = template.render([talk], None, "here", generation=True)
@@ -172,13 +172,13 @@ def test_a_conversation_is_rendered_once_and_by_all_that_its_text_depends_on(tok
     assert applied == [1]
 
     applied.clear()
-    unknown = [{**USER, "images": [object()]}]  # what JSON cannot hold is rendered each time
-    assert template.render([unknown], None, "here") == template.render([unknown], None, "here")
-    assert applied == [1, 1]
+    unknown = [{**USER, "images": [object()]}]  # what JSON cannot hold no template reads
+    assert template.render([unknown], None, "here") == template.render([[USER]], None, "here")
+    applied.clear()
     monkeypatch.setattr(templates, "MAX_KEPT", 0)
-    template.render([[USER]], None, "here")
+    template.render([[{**USER, "content": "Ho"}]], None, "here")
     assert template.render([talk], None, "here") == [whole]
-    assert applied == [1, 1, 1, 1]  # nothing from before was kept
+    assert applied == [1, 1]  # nothing from before was kept
 
 
 def test_pieces_give_the_ids_of_the_whole_text(fixtures, tokenizer):
@@ -214,7 +214,7 @@ def test_continuations_get_no_space_in_front_from_a_sentencepiece_tokenizer():
     backend.decoder = decoders.Metaspace()
     encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>", eos_token="</s>"))
     assert joined(encoder.encode(["a"])[0]).tolist() == [3]
-    assert encoder.encode_continuations(["a"])[0].tolist() == [2]
+    assert encoder.encode_behind([("b", "a")])[0].tolist() == [2]
 
 
 def test_a_tokenizer_without_a_vocabulary_is_an_error(tmp_path):

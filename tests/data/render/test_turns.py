@@ -121,6 +121,55 @@ def test_train_detail_beside_tool_calls_or_on_other_roles_is_an_error(tokenizer)
             trained(tokenizer, messages, "chatml")
 
 
+def parts(*pairs, **more):
+    """Content in parts of text, each with a weight; None: it names none."""
+    weights = ({} if weight is None else {"weight": weight} for _, weight in pairs)
+    return [{"type": "text", "text": text, **weight, **more} for (text, _), weight in zip(pairs, weights, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (parts(("It is", 0), (" a tree.", 1)), [" a tree.<|im_end|>"]),
+        (parts(("It is", 1.0), (" a", 0.0), (" tree.", None)), ["It is tree.<|im_end|>"]),
+        (parts(("It is", 1), (" a tree.", 1)), ["It is a tree.<|im_end|>"]),
+        (parts(("", 0), ("It is a tree.", None)), ["It is a tree.<|im_end|>"]),
+        ([{"type": "text", "text": "It is", "train": False}, {"type": "text", "text": " a"}], [" a<|im_end|>"]),
+        ([{"type": "text", "text": "It is", "loss": 0}, {"type": "text", "text": " a"}], [" a<|im_end|>"]),
+    ],
+)
+def test_parts_of_content_are_trained_by_their_weights(tokenizer, content, expected):
+    assert trained(tokenizer, [USER, {"role": "assistant", "content": content}], PLAIN)[0] == expected
+
+
+def test_a_turn_whose_parts_are_all_context_is_context(tokenizer):
+    none = {"role": "assistant", "content": parts(("It is", 0), (" a", 0))}
+    assert trained(tokenizer, [USER, none, USER, ANSWER], PLAIN)[0] == [f"{ANSWER['content']}<|im_end|>"]
+    context = {**USER, "content": parts(("Hi", 0))}
+    assert trained(tokenizer, [context, ANSWER], PLAIN)[0] == [f"{ANSWER['content']}<|im_end|>"]
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({**ANSWER, "content": parts(("It", 0.5))}, r"\[1\].content\[0\]: weight 0.5 of a part"),
+        ({**ANSWER, "content": parts(("It", True))}, r"weight True of a part"),
+        ({**ANSWER, "content": parts(("It", "1"))}, r"weight '1' of a part"),
+        ({**ANSWER, "content": parts(("It", None), train="yes")}, r"content\[0\]: train is 'yes'"),
+        ({**USER, "content": parts(("It", 1))}, r"content\[0\] \(user\) has a weight"),
+        ({**ANSWER, "content": parts(("It", 0), (" is", 1)), "tool_calls": [CALL]}, "tool calls or reasoning"),
+        ({**ANSWER, "content": parts(("It", 0), (" is", 1)), "train_detail": []}, "train_detail and weights of parts"),
+        ({**ANSWER, "tool_calls": [{**CALL, "weight": 0}]}, r"tool_calls has weight, which a call of its own"),
+    ],
+)
+def test_weights_that_cannot_be_honoured_are_errors(tokenizer, message, words):
+    with pytest.raises(DataError, match=rf"records:0: .*{words}"):
+        trained(tokenizer, [USER, message, ANSWER], PLAIN)
+
+
 def test_a_prompt_that_opens_a_thinking_block_closes_it_as_context(tokenizer):
     opens = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
         "{{ m.content }}<|im_end|>\n{% else", "<think>\n\n</think>\n\n{{ m.content }}<|im_end|>\n{% else"

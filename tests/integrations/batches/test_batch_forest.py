@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, Rows, rows_to_forest
+from treewise.integrations.batches.batch_forest import IGNORED, NotShareable, RowRules, Rows, rows_to_forest
 
 
 @st.composite
@@ -92,7 +92,10 @@ IDS, LABELS, ONES = np.array([[5, 6, 7, 8]]), np.array([[6, 7, 8]]), np.ones((1,
         ("predicted by a padding token", {"attention_mask": np.array([[0, 1, 1, 1]])}),
         ("start anew or jump", {"attention_mask": ONES, "position_ids": np.array([[0, 1, 0, 1]])}),
         ("one token only", {"position_ids": np.array([[0, 0, 1, 2]])}),
-        ("absolute positions", {"position_ids": np.array([[2, 3, 4, 5]]), "is_relative": False}),
+        (
+            "absolute positions",
+            {"position_ids": np.array([[2, 3, 4, 5]]), "rules": RowRules(is_relative=lambda: False)},
+        ),
         ("neither a token", {"labels": np.array([[6, -1, 8]])}),
     ],
 )

@@ -14,10 +14,10 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.data.images.test_placing import PARTS
 from tests.image_models import FAMILIES, IMAGE_TOKEN, png, seeing_model, tiny_processor
 from tests.integrations.trl.helpers import assert_same_training, settings
+from treewise import share_prefixes
 from treewise.data.images import decoded
 from treewise.integrations.batches.batch_forest import NotShareable
-from treewise.integrations.trl import share_prefixes
-from treewise.integrations.trl.call import images_of_call
+from treewise.integrations.batches.batch_images import images_of_call
 from treewise.testing import gradient_error, gradients_of
 
 # PEFT and TRL still use names that transformers deprecates.

@@ -19,6 +19,34 @@ def test_a_container_limits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert free_bytes(CPU) == 1000
 
 
+V1 = {"memory/memory.limit_in_bytes": "4000", "memory/memory.usage_in_bytes": "3000"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "4000", "memory.current": "3000", "memory.stat": "anon 2500\ninactive_file 400"}, 1400),
+        ({"memory.max": "4000", "memory.current": "5000", "memory.stat": "anon 5000"}, 0),
+        ({**V1, "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 400"}, 1400),
+    ],
+)
+def test_a_limit_is_read_from_both_kinds_of_cgroups(files, expected, tmp_path, monkeypatch) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path)
+    assert free_bytes(CPU) == expected
+
+
+@pytest.mark.parametrize("text", ["max", None])
+def test_without_a_limit_all_available_memory_is_free(text, tmp_path, monkeypatch) -> None:
+    if text is not None:
+        for name in ("memory.max", "memory.current", "memory.stat"):
+            (tmp_path / name).write_text({"memory.max": "max", "memory.stat": "anon 5"}.get(name, "7"))
+    monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path)
+    assert 2**20 < free_bytes(CPU) < 2**50
+
+
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 118), (0.1, 68), (0.03, 0)])
 def test_unused_pieces_of_the_caching_allocator_are_free_and_fragments_are_not(
     fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ import copy
 import importlib
 import io
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -97,11 +98,14 @@ def test_these_models_notice_a_lost_state(family: str, monkeypatch: pytest.Monke
 
 
 SMALL = {
-    "lfm2": widened(hybrid("lfm2", num_hidden_layers=2, layer_types=["conv", "conv"], conv_L_cache=4)),
-    "nemotron_h": widened(
-        hybrid("nemotron_h", num_hidden_layers=2, layers_block_type=["mamba", "mamba"], chunk_size=4)
-    ),
+    "lfm2": {"layer_types": ["conv", "conv"], "conv_L_cache": 4},
+    "nemotron_h": {"layers_block_type": ["mamba", "mamba"], "chunk_size": 4},
 }
+
+
+@cache
+def small(family: str) -> Any:
+    return widened(hybrid(family, num_hidden_layers=2, **SMALL[family]))
 
 
 @pytest.mark.representatives("nemotron_h")
@@ -109,7 +113,7 @@ SMALL = {
 @settings(max_examples=10)
 @given(data=st.data(), items=trajectories(vocab_size=5, max_sequences=5))
 def test_random_forests_at_random_budgets(family: str, data: st.DataObject, items: list[Trajectory]) -> None:
-    model = SMALL[family]
+    model = small(family)
     loss, _, expected = flat_sft(model, items)
     hold = data.draw(st.sampled_from(["auto", "never", "always"]))
     max_tokens = data.draw(budgets(Forest.from_trajectories(items)))
@@ -123,7 +127,7 @@ def test_branches_of_several_cuts_in_one_micro_batch(family: str) -> None:
     rng = np.random.default_rng(2)
     trunk = rng.integers(3, 64, 14)
     items = [Trajectory(np.concatenate([trunk[:cut], rng.integers(3, 64, 2)])) for cut in (2, 3, 7, 11, 12, 14)]
-    model, forest = SMALL[family], Forest.from_trajectories(items)
+    model, forest = small(family), Forest.from_trajectories(items)
     run = plan(forest, 9, hold="never")
     read = [
         set(zip(segments.gateway[is_cut].tolist(), segments.gateway_row[is_cut].tolist(), strict=True))

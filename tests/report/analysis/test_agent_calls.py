@@ -35,7 +35,7 @@ def numbers(chain: Any) -> list[Any]:
 def test_calls_are_chains_with_branches() -> None:
     """Two go on from the first, one of which has another branch below it; one begins anew."""
     line = episode(call(None), call(0), call(0, "result cut", 7), call(1), call(1), call(None, "new conversation"))
-    (found,) = agent_report(1, [line], 2.0, 1.5).episodes
+    (found,) = agent_report(1, [line], 3.0, 2.0, 1.5).episodes
     assert [numbers(chain) for chain in found.chains] == [[[0, [[2]]], [1, [[4]]], [3]], [[5]]]
     assert found.num_calls == 6
 
@@ -45,7 +45,7 @@ def test_what_forks_cost_is_added_up_by_reason() -> None:
         episode(call(None), call(0, "result cut", 7), call(0, "turn edited", 20)),
         episode(call(None, "new conversation"), call(0, "result cut", 1), call(0, "same messages again")),
     ]
-    report = agent_report(3, lines, 2.0, 1.5)
+    report = agent_report(3, lines, 3.0, 2.0, 1.5)
     assert report.forks == (("turn edited", 1, 20), ("result cut", 2, 8))
     assert (report.num_episodes, report.num_calls) == (2, 6)
 
@@ -54,7 +54,7 @@ def test_those_that_forked_most_are_shown_within_bounds() -> None:
     plain = [episode(call(None), task=f"plain {number}") for number in range(MAX_EPISODES)]
     forked = episode(call(None), call(0, "result cut", 1), task="forked")
     long = episode(*(call(None) for _ in range(MAX_CALLS + 1)), task="long")
-    report = agent_report(1, [*plain, long, forked], 1.0, 1.0)
+    report = agent_report(1, [*plain, long, forked], 1.0, 1.0, 1.0)
     assert report.episodes[0].task == "forked"
     assert len(report.episodes) == MAX_EPISODES - 1
     assert all(each.task != "long" for each in report.episodes)
@@ -63,7 +63,7 @@ def test_those_that_forked_most_are_shown_within_bounds() -> None:
 def test_branches_of_branches_are_bounded() -> None:
     count = 3 * MAX_DEPTH
     calls = [call(None), *(each for n in range(count) for each in (call(2 * n), call(2 * n, "result cut")))]
-    (found,) = agent_report(1, [episode(*calls)], 1.0, 1.0).episodes
+    (found,) = agent_report(1, [episode(*calls)], 1.0, 1.0, 1.0).episodes
 
     def depth(chain: Any) -> int:
         return 1 + max((depth(branch) for each in chain for branch in each.branches), default=0)
@@ -95,7 +95,7 @@ def test_the_page_shows_them_with_text_and_sharing(tmp_path: Path) -> None:
     assert (agent.share_ratio, agent.leaf_ratio) == (pytest.approx(19 / 12), pytest.approx(19 / 12))
     page = " ".join(render_page(None, run, "1.0").split())
     assert "Iteration 2: 2 episodes, 4 calls" in page
-    assert "share ratio 1.58 ×, leaf ratio 1.58 ×" in page
+    assert "One row per call has 1.58 × the tokens of the trees, turns merged 1.58 ×." in page
     assert '<td>result cut</td><td class="num">1</td> <td class="num">7</td>' in page
     assert "<pre>judge &lt;this&gt;</pre>" in page
     assert "5 → 3 tokens, reward 0.25</summary>" in page

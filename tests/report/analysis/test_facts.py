@@ -10,7 +10,7 @@ from treewise.planning.planner import plan
 from treewise.report.analysis.facts import inspect_forests, suspicions, tree_facts
 from treewise.report.analysis.plan_facts import BudgetCosts
 from treewise.report.analysis.token_text import TokenText
-from treewise.report.html.build import build_data_report, interesting
+from treewise.report.html.build import build_data_report, drawn_first
 from treewise.testing.strategies import forests
 from treewise.tree.forest import Forest
 from treewise.tree.images import ImageSpan
@@ -104,16 +104,17 @@ def test_costs_are_those_of_the_plans(forest: Forest) -> None:
     costs = BudgetCosts(FLOPS, (budget,))
     costs.add(forest)
     total = tree_facts("t", forest, FLOPS)
-    flat, leaf, tree, limited = costs.rows(total)
+    calls, *flat, leaf, tree, limited = costs.rows(total)
     made = plan(forest, budget)
-    assert flat.num_tokens == forest.num_flat_tokens
+    assert calls.num_tokens == total.num_call_tokens
+    assert [each.num_tokens for each in flat] in ([], [forest.num_flat_tokens])
     assert leaf.num_tokens == forest.num_leaf_tokens
-    assert tree.token_ratio == pytest.approx(forest.share_ratio)
+    assert tree.token_ratio == pytest.approx(total.call_ratio)
     assert limited.num_recomputed_tokens == made.num_recomputed_tokens
     assert limited.flops == pytest.approx(FLOPS.planned(made))
-    assert limited.flop_ratio == pytest.approx(FLOPS.flat(forest) / FLOPS.planned(made))
+    assert limited.flop_ratio == pytest.approx(total.call_flops / FLOPS.planned(made))
     # A recomputed token costs a forward more, a third of a forward and backward.
-    assert limited.token_ratio == pytest.approx(flat.num_tokens / (tree.num_tokens + made.num_recomputed_tokens / 3))
+    assert limited.token_ratio == pytest.approx(calls.num_tokens / (tree.num_tokens + made.num_recomputed_tokens / 3))
 
 
 def test_budgets_shown_are_the_given_one_and_the_largest_that_cut() -> None:
@@ -127,10 +128,10 @@ def test_the_drawn_trees_are_chosen_by_each_order_in_turn() -> None:
         return tree_facts("t", Forest.from_trajectories([Trajectory(range(size))] * (flat // size)))
 
     facts = [tree(10, 10), tree(900, 900), tree(40, 20), tree(100, 50)]
-    assert interesting(facts, [0, 0, 5, 9], 2) == [1, 0]  # the most tokens; all leaf ratios are equal
-    assert interesting(facts, [0, 0, 5, 9], 3) == [1, 0, 3]
-    assert sorted(interesting(facts, [0, 0, 5, 9], 99)) == [0, 1, 2, 3]
-    assert interesting(facts, [0, 0, 5, 9], 0) == []
+    assert drawn_first(facts, [0, 0, 5, 9], 2) == [1, 0]  # the most tokens; all leaf ratios are equal
+    assert drawn_first(facts, [0, 0, 5, 9], 3) == [1, 0, 3]
+    assert sorted(drawn_first(facts, [0, 0, 5, 9], 99)) == [0, 1, 2, 3]
+    assert drawn_first(facts, [0, 0, 5, 9], 0) == []
 
 
 def test_budgets_below_the_largest_image_are_not_listed():

@@ -1,15 +1,17 @@
 """The log of a run, as transformers writes it."""
 
+import io
 import json
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import TrainerState
 
 from tests.damage import NUM_CUTS, damages, retypings
 from treewise.errors import ConfigError
-from treewise.report import read_run
+from treewise.report import read_run, run_view
 from treewise.report.html.build import run_charts
 
 HISTORY = [
@@ -119,3 +121,15 @@ def test_settings_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     assert read_run(folder).config is None
     (folder / "resolved_config.yaml").write_bytes(b"model: \xff")
     assert read_run(folder).config.startswith(f"# {folder}/resolved_config.yaml: damaged ('utf-8' codec can't decode")
+
+
+@pytest.mark.parametrize("columns", [120, 80, 60, 40])
+def test_a_narrow_terminal_cuts_no_name(tmp_path: Path, columns: int) -> None:
+    run = read_run(write_run(tmp_path / "run", HISTORY))
+    console = Console(width=columns, file=io.StringIO())
+    console.print(run_view(run))
+    out = console.file.getvalue()
+    assert max(map(len, out.splitlines())) <= columns
+    for name in ("logged", "training, nats", "share ratio", "gradient norm", "learning rate", "first", "0.0001"):
+        assert name in out, name
+    assert ("lowest" in out) == (columns >= 80)

@@ -19,12 +19,12 @@ def lines_of(*trajectories):
     return lines_of_trees(list(trajectories))
 
 
-def lines_of_trees(*trees):
+def lines_of_trees(*trees, flops=None):
     forests = [(f"tree {number}", tw.Forest.from_trajectories(each)) for number, each in enumerate(trees)]
-    lost = LostCollector(TokenText())
+    lost = LostCollector(TokenText(), flops)
     for each in forests:
         lost.add(*each)
-    report = inspect_forests(forests, LoadReport(num_files=1, num_records=2))
+    report = inspect_forests(forests, LoadReport(num_files=1, num_records=2), flops)
     return verdict_on(report, lost.result()).lines
 
 
@@ -93,7 +93,7 @@ def test_trees_that_begin_alike_are_worth_a_batch():
     trees = [[row([*SHARED, 1], source="a:1")], [row([*SHARED, 2], source="a:2")]]
     worth, _, change = lines_of_trees(*trees)
     assert worth == (
-        "Worth it only where trees that begin alike meet in a batch: by tokens 2.0 times against one row per call and "
+        "Worth it only where trees that begin alike meet in a batch: 2.0 times by tokens against one row per call and "
         "2.0 times against trainers that merge turns with all in one batch; each tree alone 1.0 and 1.0 times."
     )
     assert change.startswith("change: let trees that begin alike meet: name them one tree (group, or group_by)")
@@ -102,7 +102,31 @@ def test_trees_that_begin_alike_are_worth_a_batch():
     trees = [[row([*SHARED, leaf], source=f"a:{leaf}"), row(SHARED, source=f"a:{leaf}#0")] for leaf in (1, 2)]
     assert lines_of_trees(*trees)[0] == (
         "Worth it against one row per call (2.0 times by tokens), not against trainers that merge turns (1.0 times) "
-        "unless trees that begin alike meet in a batch (2.0 times by tokens with all in one)."
+        "unless trees that begin alike meet in a batch (2.0 times with all in one)."
+    )
+
+
+def test_one_verdict_has_one_measure():
+    """401 tokens of a linear layer each, and attention: that of one row, of two in which 400 are computed once."""
+    flops = FlopModel(1.0, 2.0, 0.0, 0.0, ((LayerReach(), 1.0),), 1, 1, 1, 1)
+    trees = [[row([*SHARED, 1], source="a:1")], [row([*SHARED, 2], source="a:2")]]
+    worth, *_ = lines_of_trees(*trees, flops=flops)
+    own = 3 * 401 + 3.5 * 401 * 402 / 2
+    once = 3 * 402 + 3.5 * (400 * 401 / 2 + 2 * 401)
+    assert worth.count("by FLOPs") == 1
+    assert "by tokens" not in worth
+    assert f"{2 * own / once:.1f} times by FLOPs against one row per call" in worth
+
+
+def test_merged_turns_are_compared_with_a_row_for_each_call():
+    """A row of three answers, as `treewise record` writes it: rows that end at 110, 220 and 330 tokens."""
+    weights = np.zeros(330)
+    for start in (100, 210, 320):
+        weights[start : start + 10] = 1
+    ids = np.random.default_rng(1).integers(100, 5000, 330)
+    worth, *_ = lines_of(row(ids, loss_weights=weights, source="r:1"))
+    assert worth == (
+        "Worth it against one row per call (2.0 times by tokens), not against trainers that merge turns (1.0 times)."
     )
 
 

@@ -168,6 +168,7 @@ def test_a_report_opens_without_errors_or_requests(open_page: Any) -> None:
     page = open_page("all")
     assert "treewise" in page.title()
     assert page.locator("h2").all_inner_texts() == [
+        "What it costs",
         "Overview",
         "What training will cost",
         "Where sharing is lost",
@@ -371,6 +372,24 @@ def test_charts_are_read_by_keys(open_page: Any) -> None:
     assert output.inner_text().startswith("step 1: training 3")
 
 
+CUT = """() => [...document.querySelectorAll('.scroll')]
+    .filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.ariaLabel)"""
+COVERED = "() => [...document.querySelectorAll('[id^=plan-] .covered')].map((each) => each.className.baseVal)"
+
+
+def test_no_table_is_cut_and_no_line_is_hidden(browser: Any, files: dict[str, Path]) -> None:
+    """On a screen of 1,300 pixels; at times the plan holds as many tokens for a backward as there are in gateways."""
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    for name in ("all", "budgets"):
+        page.goto(files[name].as_uri())
+        page.wait_for_selector("html[data-ready=yes]")
+        assert page.evaluate(CUT) == []
+    covered = page.evaluate(COVERED)
+    assert covered
+    assert all("s1" in each.split() for each in covered)
+    page.close()
+
+
 DRAWN = """() => [...document.querySelectorAll('[data-chart]')].map((figure) => {
     const hidden = figure.closest('[hidden]');
     if (hidden) hidden.hidden = false;
@@ -456,5 +475,5 @@ def test_an_online_run_shows_its_best_and_worst_trees(open_page: Any) -> None:
         assert own["x"] >= box["x"]
         assert own["x"] + own["width"] <= box["x"] + box["width"]
     titles = [each.text_content() for each in page.query_selector_all("#run .charts figcaption")]
-    assert titles[:2] == ["Reward over tokens", "Calibration of the book"]
+    assert titles[:4] == ["Reward over tokens", "Reward", "Success", "Calibration of the book"]
     assert page.title() != "owned"

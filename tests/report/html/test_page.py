@@ -5,27 +5,32 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.helpers import call, save_tiny_model
+from tests.report.analysis.test_online_log import write_online_run
 from tests.report.analysis.test_run_log import HISTORY, write_run
 from tests.report.rows import HOSTILE
+from treewise.data import LoadReport
 from treewise.errors import ConfigError, bytes_as_text
 from treewise.report import read_run
-from treewise.report.html.build import SCHEMA, SCHEMA_VERSION, DataReport, twin
+from treewise.report.html.build import SCHEMA, SCHEMA_VERSION, DataReport, build_data_report, memory_chart, twin
 from treewise.report.html.charts import line_chart
 from treewise.report.html.page import (
     Section,
     count,
     embedded_json,
-    flops,
     percent,
     ratio,
     render_page,
     write_charts,
     write_page,
 )
+from treewise.testing import tiny_model
+from treewise.tree.forest import Forest
+from treewise.tree.trajectory import Trajectory
 
 VOID = {"meta", "input", "link", "br", "img", "rect", "line", "path"}
 
@@ -134,7 +139,7 @@ def test_sections_come_first_and_stand_in_the_twin(data_report: DataReport, tmp_
     section = Section("The result", "One step.", (), (("way", "seconds"), ("flat", "2.0")))
     html, json_file = write_page(tmp_path / "report.html", data_report, None, "0.1", [section])
     headings = re.findall(r"<h2[^>]*>([^<]*)<", html.read_text())
-    assert headings[:2] == ["The result", "Overview"]
+    assert headings[:2] == ["The result", "What it costs"]
     found = json.loads(json_file.read_text())["sections"]
     assert found == [{"title": "The result", "text": "One step.", "table": [["way", "seconds"], ["flat", "2.0"]]}]
 
@@ -190,7 +195,7 @@ def test_the_twin_holds_the_numbers_of_the_page(data_report: DataReport, tmp_pat
 
 def test_the_fields_of_the_twin_are_documented(data_report: DataReport) -> None:
     """Each field of the first two levels stands in the documentation."""
-    text = (Path(__file__).parents[3] / "docs" / "inspect.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "report-fields.md").read_text()
     found = twin(data_report, None, "0")
     names = {*found, *found["data"], *found["data"]["lost_sharing"], *found["data"]["drawn_trees"]}
     assert {name for name in names if f"`{name}`" not in text} == set()
@@ -217,7 +222,6 @@ def test_numbers_are_printed_with_units() -> None:
     assert (count(1234567), count(None)) == ("1,234,567", "–")
     assert ratio(1.234) == "1.23 ×"
     assert (percent(0.1234), percent(0), percent(0.00012)) == ("12.3 %", "0.0 %", "0.012 %")
-    assert (flops(1.25e15), flops(2e6), flops(None)) == ("1.25 PFLOP", "2.00 MFLOP", "–")
     assert (bytes_as_text(3 * 2**30), bytes_as_text(1536), bytes_as_text(7)) == ("3.00 GiB", "1.50 KiB", "7 bytes")
 
 
@@ -248,6 +252,33 @@ def test_a_run_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "flat tokens" in capsys.readouterr().out
     assert call("inspect", "--run", run, "--json") == 0
     assert json.loads(capsys.readouterr().out)["run"]["num_steps"] == 2
+
+
+def test_an_online_run_begins_with_what_was_learned(data_report: DataReport, tmp_path: Path) -> None:
+    """Before all else: the held-out reward before and after, and its curves."""
+    online = read_run(write_online_run(tmp_path / "online"))
+    assert online.learned == "Success, held out, pass@1: 0.1 before the first update, 0.5 after iteration 2."
+    page = render_page(data_report, online, "0")
+    places = [page.index(each) for each in ('id="run"', "What was learned", 'id="run-0"', 'id="overview"')]
+    assert places == sorted(places)
+    assert page.index(online.learned) < page.index('class="tiles"')
+    plain = render_page(data_report, read_run(write_run(tmp_path / "plain", HISTORY)), "0")
+    assert plain.index('id="overview"') < plain.index('id="run"')
+    assert "What was learned" not in plain
+
+
+def test_the_chart_of_memory_ends_where_the_tile_of_its_peak_does() -> None:
+    items = [Trajectory([*range(1, 60), number, *range(100, 120)]) for number in (70, 71, 72)]
+    tree = SimpleNamespace(name="t", forest=lambda: Forest.from_trajectories(items))
+    load = LoadReport(num_files=1, num_records=3)
+    report = build_data_report([tree], load, model=tiny_model(vocab_size=128), model_name="tiny", max_tokens=40)
+    assert len(report.plans) > 0
+    for plan in report.plans:
+        chart = memory_chart(plan)
+        assert chart is not None
+        peak, kept, above, gateways = (max(line.ys) * 2**30 for line in chart.lines)
+        assert peak == pytest.approx(plan.facts.bytes_peak, rel=1e-9)
+        assert peak > kept > above > gateways
 
 
 def test_nothing_to_inspect_is_an_error() -> None:

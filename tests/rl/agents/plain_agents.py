@@ -96,6 +96,25 @@ def infinite(task):
     return float("inf")
 
 
+def giving(task):
+    """Returns what its task says."""
+    call()
+    return eval(task["reward"])
+
+
+def sending(task):
+    """Sends what its task says, as JSON, of itself or of its call; and whatever the answer is, nothing else."""
+    made = call()
+    more = {"call_id": made["id"]} if task["of_call"] else {}
+    for reward in task["rewards"]:
+        try:
+            post("reward", {"reward": reward, **more})
+        except urllib.error.HTTPError as error:
+            if error.code != 400:
+                raise
+    return 1.0 if task["of_call"] else None
+
+
 def killed(task):
     call()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -318,6 +337,10 @@ if __name__ == "__main__":
         sys.exit(4)
     elif sys.argv[1:] == ["words"]:
         sys.stdout.write("so good\n")
+    elif sys.argv[1:] == ["huge"]:
+        sys.stdout.write("1e39\n")
+    elif sys.argv[1:] == ["huge-file"]:
+        Path(os.environ["TREEWISE_REWARD_FILE"]).write_text(f"-{10**400}\n")
     elif sys.argv[1:] == ["sent"]:
         call(path="reward", reward=3.5)
     else:

@@ -51,6 +51,38 @@ def test_an_error_is_raised_where_the_answer_is_waited_for():
     batcher.close()
 
 
+def test_one_requests_fault_is_no_others():
+    class Choosy(Speaker):
+        def sample(self, requests):
+            if any(request.seed == 3 for request in requests):
+                raise ValueError("not this one")
+            return Speaker.sample(self, requests)
+
+    batcher = Batcher(Choosy(["a"] * 5), gather_seconds=60.0)
+    batcher.num_expected = 6
+    asked = [batcher.submit(request(number)) for number in range(6)]
+    found = [each.exception(60) for each in asked]
+    assert [str(error) if error else None for error in found] == [None, None, None, "not this one", None, None]
+    batcher.close()
+
+
+def test_an_end_does_not_wait_for_a_server():
+    class Server(Speaker):
+        max_concurrent = 2
+
+    server = Server(block=threading.Event())
+    batcher = Batcher(server)
+    asked = [batcher.submit(request(number)) for number in range(5)]
+    while server.num_batches < 2:
+        threading.Event().wait(0.001)
+    batcher.close()
+    assert all("closed" in str(each.exception(1)) for each in asked)
+    server.block.set()  # what comes then is nobody's
+    for thread in batcher._threads:
+        thread.join()
+    assert batcher.num_waiting == 0
+
+
 def test_nobody_samples_for_a_call_that_is_over():
     speaker = Speaker()
     batcher = Batcher(speaker)
@@ -77,3 +109,14 @@ def test_what_waits_when_it_closes_is_answered():
     batcher.close()
     with pytest.raises(SamplerError, match="closed"):
         batcher.submit(request(0)).result(1)
+
+
+def test_what_follows_a_call_that_came_during_the_end_is_done():
+    """Who ends its episode waits for it: it was lost, and a failed run ended a minute later."""
+    batcher, done = Batcher(Speaker(), gather_seconds=0.0), []
+    batcher.close()
+    late = batcher.submit(request(0))
+    late.add_done_callback(lambda future: batcher.beside(done.append, future))
+    with pytest.raises(SamplerError):
+        late.result(0)
+    assert done == [late]

@@ -5,15 +5,18 @@ import os
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.dates import TEMPLATE
 from tests.rl.agents.helpers import TOKENIZER, Speaker
 from tests.rl.online.helpers import tiny_policy
 from treewise import Forest, TreeEngine
+from treewise.base.own_files import sealed, unsealed
 from treewise.errors import ConfigError, DataError, SamplerError, TaskError
 from treewise.nn.whole_gradients import gradient_error, gradients_of
 from treewise.objectives.registry import objective_named
@@ -33,16 +36,31 @@ pytestmark = pytest.mark.xdist_group("test_agents_running")
 
 
 @contextmanager
-def collector_of(agent, *, online=None, task=TASK, **changes):
+def collector_of(agent, *, online=None, task=TASK, ends=None, **changes):
     agent = agent if ":" in agent or " " in agent else f"{PLAIN}:{agent}"
     settings = OnlineSettings(**{"max_new_tokens": 64, "chat_template": "chatml", **(online or {})})
     given = {"episodes": 3, "episode_seconds": 600.0, "gather_seconds": 0.0, **changes}
     model = tiny_policy(max_position_embeddings=4096)
+    model.generation_config.eos_token_id = ends or model.generation_config.eos_token_id
     collector = AgentCollector(agent, TOKENIZER, model, task, settings, AgentSettings(**given))
     try:
         yield collector
     finally:
         collector.close()
+
+
+def test_turns_end_with_every_end_of_the_model():
+    with collector_of("drawn", ends=[7, TOKENIZER.eos_token_id]) as collector:
+        assert collector.episodes.stop_ids == (TOKENIZER.eos_token_id, 7)
+
+
+def test_a_date_that_prompts_hold_is_a_fact_of_the_run():
+    with collector_of("drawn", online={"chat_template": TEMPLATE, "template_date": "2026-11-27"}) as collector:
+        assert collector.facts()["template_date"] == "2026-11-27"
+        ids = collector.prompt_ids(TASK.item("train", 0))
+        assert "Today is 27 November 2026." in TOKENIZER.decode(ids)
+    with collector_of("drawn") as collector:
+        assert "template_date" not in collector.facts()
 
 
 def moment(sampler, journal=None, **changes):
@@ -122,6 +140,28 @@ def test_an_episode_that_fails_is_set_aside_and_its_tokens_are_counted():
     assert (found.tally.num_rollouts, found.tally.num_failed) == (4, num_failed)
     assert "ValueError: odd" in found.tally.first
     assert found.warnings[0] == f"{num_failed} of 4 episodes have no reward and are set aside: {num_failed} raised."
+
+
+def test_a_reward_that_is_none_costs_its_episode_alone(tmp_path):
+    """Also where a journal holds one, of a time when it was taken: its episode runs again."""
+    task = AgentTask([{"reward": "1e39 if __import__('random').random() < 0.5 else 1.0"}] * 2, held_out=0.5)
+    path = tmp_path / "journal.jsonl"
+    with collector_of("giving", task=task, episodes=6) as collector:
+        asked = [replace(requests(1)[0], item=task.item("train", 0))]
+        found = collector.collect(asked, moment(Speaker(), path))
+        (group,) = found.groups
+        assert set(group.rewards) == {None, 1.0}
+        assert found.tally.num_failed == group.rewards.count(None)
+        assert found.tally.first.endswith("it returned 1e+39, beyond float32 (3.4e38)")
+        entries = [unsealed(line) for line in path.read_bytes().splitlines()]
+        for entry in entries:
+            record = entry["answers"][0]
+            record.update({"reward": 1e39, "failure": None, "kind": None} if record["reward"] is None else {})
+        path.write_text("".join(sealed({k: v for k, v in each.items() if k != "checksum"}) + "\n" for each in entries))
+        again = Speaker()
+        (same,) = collector.collect(asked, moment(again, path)).groups
+    assert same.rewards == group.rewards
+    assert len(again.seen) == group.rewards.count(None)
 
 
 def test_a_run_may_end_with_the_first_failure():
@@ -360,13 +400,13 @@ def test_progress_counts_episodes(tmp_path):
     """What is recalled counts, too; each completion is told, so that whoever watches may end the collecting."""
     path, told = tmp_path / "journal.jsonl", []
     with collector_of("right") as collector:
-        assert collector.amount(2, 100, LoopState(SuccessBook(BookSettings()))) == (6, "episode")
+        assert collector.expected_size(2, 100, LoopState(SuccessBook(BookSettings()))) == (6, "episode")
         for _ in range(2):
             collector.collect(requests(), moment(Speaker(), path, progress=told.append))
     assert [sum(told[:-6]), told[-6:]] == [6, [1] * 6]
     assert told.count(0) == 6
     with collector_of("right", episodes=None) as collector:
-        assert collector.amount(2, 100, LoopState(SuccessBook(BookSettings()))) == (16, "episode")
+        assert collector.expected_size(2, 100, LoopState(SuccessBook(BookSettings()))) == (16, "episode")
 
 
 def test_held_out_episodes_that_fail_are_named(caplog):

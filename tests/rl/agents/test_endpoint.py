@@ -1,6 +1,7 @@
 """The server by plain HTTP: protocols, limits, keys, clients that go away."""
 
 import json
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -8,7 +9,8 @@ import httpx
 import pytest
 
 from tests.rl.agents.helpers import ADD, CALL, END, Speaker, asked, assert_rows_are, episodes_on
-from treewise.errors import ConfigError
+from treewise.base.http import bodies
+from treewise.errors import ConfigError, RequestRefusedError
 from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.streaming import Spoken, more
 from treewise.rl.agents.wire import chat
@@ -130,7 +132,11 @@ def test_choices_of_a_stream():
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"audio": {"voice": "a"}}, "audio"),
@@ -144,9 +150,12 @@ def test_choices_of_a_stream():
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
             "messages[0].content",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "computer"}]}, "tools[0]"),
+        (
+            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]}]},
+            "tools[0].tools[0]",
+        ),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"tokenize": True}}, None),
         ({"stop": [""]}, "stop"),
     ],
@@ -262,7 +271,7 @@ def test_messages_of_anthropic():
         }
         talk = [USER, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
         second = post(client, "messages", {**body, "messages": talk})
-        assert second["content"] == [{"type": "text", "text": "It is 3.", "citations": None}]
+        assert second["content"] == [{"type": "text", "text": "It is 3."}]
         assert second["stop_reason"] == "end_turn"
         assert second["usage"]["cache_read_input_tokens"] == sum(map(len, client.speaker.seen[0][:2]))
         assert post(client, "messages/count_tokens", {"model": "m", "messages": [USER]})["input_tokens"] > 5
@@ -331,13 +340,153 @@ def test_responses():
         assert second["usage"]["input_tokens_details"]["cached_tokens"] == sum(map(len, client.speaker.seen[0][:2]))
         assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
         for change, word in (
-            ({"previous_response_id": "resp_1"}, "previous_response_id"),
-            ({"tools": [{"type": "web_search"}]}, "web_search"),
+            ({"tools": [{"type": "file_search"}]}, "file_search"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-            ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
+            ({"background": True}, "background"),
         ):
             found = post(client, "responses", {**body, "input": "a", **change}, 400)
             assert word in found["error"]["message"]
+
+
+# -- what changes nothing ---------------------------------------------------------------------------------------------
+
+
+IGNORED = {
+    "chat/completions": {
+        "messages": [USER],
+        **{"verbosity": "low", "reasoning_effort": "xhigh", "store": True, "client_metadata": {"a": "b"}},
+        "response_format": {"type": "text"},
+        "tools": [ADD, {"type": "web_search_preview"}],
+    },
+    "responses": {
+        "input": "a",
+        **{"client_metadata": {"a": "b"}, "reasoning": {"effort": "none", "summary": "auto"}, "truncation": "auto"},
+        **{"text": {"verbosity": "high"}, "max_tool_calls": 5, "include": ["web_search_call.results"]},
+        "tools": [FLAT, {"type": "web_search", "external_web_access": False}],
+    },
+    "messages": {
+        "messages": [USER],
+        "max_tokens": 40,
+        "output_config": {"effort": "low"},
+        "metadata": {"user_id": "a"},
+    },
+}
+
+
+@pytest.mark.parametrize("path", IGNORED)
+def test_what_asks_for_nothing_that_the_sampler_does_is_ignored_counted_and_said_once(path, caplog):
+    names = {
+        "chat/completions": ["verbosity", "reasoning_effort", "store", "client_metadata"],
+        "responses": ["client_metadata", "reasoning.effort", "text.verbosity", "max_tool_calls"],
+        "messages": ["output_config.effort", "metadata"],
+    }[path]
+    more = {
+        "chat/completions": ["tools of type web_search_preview"],
+        "responses": ["tools of type web_search", "include: 'web_search_call.results'"],
+        "messages": [],
+    }[path]
+    with served(["a", "b"]) as client:
+        for _ in range(2):
+            post(client, path, {"model": "m", **IGNORED[path]})
+        assert client.episode.ignored == dict.fromkeys([*names, *more], 2)
+        said = [record.getMessage() for record in caplog.records]
+        assert sorted(said) == sorted(
+            f"calls give {name}, which changes nothing here and is ignored" for name in [*names, *more]
+        )
+        prompt = client.episodes.writer.decode(client.speaker.seen[0][0])
+        assert "web_search" not in prompt
+        if path != "messages":
+            assert '"name": "add"' in prompt
+
+
+def test_functions_of_a_namespace():
+    """As Codex gives its own: the model calls them by one name, and the client gets both."""
+    space = {"type": "namespace", "name": "team", "description": "Agents.", "tools": [FLAT]}
+    text = CALL.replace('"add"', '"team__add"')
+    with served([text, "It is 3.", text]) as client:
+        body = {"model": "m", "tools": [space]}
+        made = post(client, "responses", {**body, "input": "1+2?"})["output"]
+        call = made[-1]
+        assert (call["namespace"], call["name"], call["arguments"]) == ("team", "add", '{"a": 1, "b": 2}')
+        assert '"name": "team__add"' in client.episodes.writer.decode(client.speaker.seen[0][0])
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        post(client, "responses", {**body, "input": [{"role": "user", "content": "1+2?"}, *made, result]})
+        assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
+        events = events_of(client, "responses", {**body, "input": "1+2?"})
+        (done,) = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert (done["namespace"], done["name"]) == ("team", "add")
+
+
+# -- responses that are kept ------------------------------------------------------------------------------------------
+
+
+def test_a_response_is_gone_on_from_by_its_name():
+    texts = ["Let me see.\n" + CALL, "It is 3.", "It is 7.", "Alone."]
+    with served(texts) as client:
+        body = {"model": "m", "tools": [FLAT], "instructions": "Be kind."}
+        first = post(client, "responses", {**body, "input": "1+2?"})
+        assert (first["store"], first["previous_response_id"]) == (True, None)
+        result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "3"}
+        events = events_of(client, "responses", {**body, "input": [result], "previous_response_id": first["id"]})
+        second = events[-1]["response"]
+        assert second["previous_response_id"] == first["id"]
+        asked = {**body, "input": "And 3+4?", "previous_response_id": second["id"], "store": False}
+        third = post(client, "responses", asked)
+        assert third["store"] is False
+        assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
+        listed = client.get(f"/v1/responses/{second['id']}/input_items").json()
+        assert [item["type"] for item in listed["data"]] == [
+            *("function_call_output", "function_call", "message", "message")
+        ]
+        assert listed["last_id"] == listed["data"][-1]["id"]
+        assert client.get(f"/v1/responses/{second['id']}").json() == second
+        for name in (third["id"], "resp_0"):  # that was not to be kept, or never was
+            found = post(client, "responses", {**body, "input": "a", "previous_response_id": name}, 404)
+            assert found["error"]["code"] == "previous_response_not_found"
+            assert found["error"]["param"] == "previous_response_id"
+            assert client.get(f"/v1/responses/{name}").status_code == 404
+        assert client.delete(f"/v1/responses/{first['id']}").json()["deleted"] is True
+        assert client.get(f"/v1/responses/{first['id']}").status_code == 404
+        assert post(client, f"responses/{second['id']}/cancel", {}, 400)["error"]["message"]
+        other = client.episodes.open("second")
+        post(client, "responses", asked, 404, Authorization=f"Bearer {other.key}")
+
+
+def test_items_by_their_names():
+    """As Vercel's AI SDK sends them in its usual mode: what the model said, by id alone."""
+    with served(["<think>\nhm\n</think>\n\nLet me see.\n" + CALL, "It is 3.", "a"]) as client:
+        body, user = {"model": "m", "tools": [FLAT]}, {"role": "user", "content": "1+2?"}
+        made = post(client, "responses", {**body, "input": [user]})["output"]
+        assert [item["type"] for item in made] == ["reasoning", "message", "function_call"]
+        names = [{"type": "item_reference", "id": item["id"]} for item in made[:2]] + [
+            {"id": made[2]["id"], "type": None}
+        ]
+        result = {"type": "function_call_output", "call_id": made[2]["call_id"], "output": "3"}
+        post(client, "responses", {**body, "input": [user, *names, result], "store": False})
+        assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
+        unknown = [user, {"type": "item_reference", "id": "msg_0"}]
+        assert "'msg_0' is not kept" in post(client, "responses", {**body, "input": unknown}, 404)["error"]["message"]
+
+
+def test_conversations():
+    with served(["Hello.", "You said hi.", "b"]) as client:
+        begun = post(client, "conversations", {"items": [{"role": "user", "content": "hi"}], "metadata": {"a": "b"}})
+        talk = f"conversations/{begun['id']}"
+        body = {"model": "m", "conversation": begun["id"]}
+        first = post(client, "responses", {**body, "input": [], "store": False})
+        assert first["conversation"] == {"id": begun["id"]}
+        post(client, "responses", {**body, "conversation": {"id": begun["id"]}, "input": "What did I say?"})
+        assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
+        kinds = [item["role"] for item in client.get(f"/v1/{talk}/items").json()["data"]]
+        assert kinds == ["assistant", "user", "assistant", "user"]
+        added = post(client, f"{talk}/items", {"items": [{"role": "user", "content": "c"}]})["data"]
+        assert client.get(f"/v1/{talk}/items").json()["first_id"] == added[0]["id"]
+        assert post(client, talk, {"metadata": {"c": "d"}})["metadata"] == {"c": "d"}
+        assert client.get(f"/v1/{talk}").json()["metadata"] == {"c": "d"}
+        both = {**body, "input": "a", "previous_response_id": first["id"]}
+        assert post(client, "responses", both, 400)["error"]["param"] == "conversation"
+        assert client.delete(f"/v1/{talk}").json()["deleted"] is True
+        post(client, "responses", {**body, "input": "a"}, 404)
 
 
 def test_streamed_responses():
@@ -405,6 +554,20 @@ def test_bodies_and_calls_are_limited():
         assert sum(client.episode.refused.values()) == 1
 
 
+def test_a_body_that_does_not_end_is_answered_in_the_form_of_its_protocol(monkeypatch):
+    monkeypatch.setattr(bodies, "IDLE_SECONDS", 0.5)
+    with served(["a"]) as client:
+        key, body = client.headers["Authorization"], {"model": "m", "messages": [USER]}
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: {key}\r\nContent-Length: 100\r\n\r\n{{"
+        with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
+            connection.sendall(head.encode())
+            answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+        assert answer.startswith("HTTP/1.1 408")
+        assert "x-should-retry: true" in answer
+        assert json.loads(answer.partition("\r\n\r\n")[2])["type"] == "error"  # Anthropic's form
+        post(client, "chat/completions", body)
+
+
 def test_calls_at_a_time_are_limited():
     with served(["a"] * 3, calls_at_once=1) as client:
         client.speaker.block = threading.Event()
@@ -460,6 +623,42 @@ def test_a_sampler_that_fails_is_said_and_kept():
         assert "no memory" in found["error"]["message"]
         assert isinstance(client.episode.failure, RuntimeError)
         assert client.episode.rows()[0] == []
+
+
+def test_what_a_call_asks_in_vain_is_its_own_error():
+    """A sampler that refuses one request, or a setting that the call chose; the next call is answered."""
+    refusals = [RequestRefusedError("the server gave fewer than 20 log-probs a token"), ConfigError("top_p=0.9")]
+    with served([*refusals, "a"]) as client:
+        body = {"model": "m", "messages": [USER]}
+        for words in ("fewer than 20", "top_p=0.9"):
+            found = post(client, "chat/completions", body, 400)
+            assert words in found["error"]["message"]
+            assert found["error"]["type"] == "invalid_request_error"
+        post(client, "chat/completions", body)
+        assert client.episode.failure is None
+        assert_rows_are(client.speaker, client.episode)
+
+
+def test_a_setting_of_the_run_that_the_sampler_refuses_is_no_fault_of_a_call():
+    for model, is_runs in (("m", True), ("other", False)):
+        with served([ConfigError("top_p=0.9")], temperature=1.0) as client:
+            post(client, "chat/completions", {"model": model, "messages": [USER]}, 500 if is_runs else 400)
+            assert isinstance(client.episode.failure, ConfigError) == is_runs
+
+
+def test_values_that_no_sampler_takes_free_their_place():
+    with served(["a"], calls_at_once=2) as client:
+        body = {"model": "m", "messages": [USER], "temperature": 1e-40}
+        assert "temperature" in post(client, "chat/completions", body, 400)["error"]["message"]
+        assert not client.episode._under_way
+
+
+def test_nobody_waits_for_the_first_prompts_of_a_call_that_is_refused():
+    with served() as client:
+        client.speaker.block = threading.Event()
+        assert post(client, "completions", {"model": "m", "prompt": ["a", ""]}, 400)["error"]["param"] == "prompt"
+        assert [opened.is_cancelled for opened in client.episode._under_way] == [True]
+        client.speaker.block.set()
 
 
 def test_models_by_name():

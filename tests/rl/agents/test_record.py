@@ -1,21 +1,28 @@
 """`treewise record`: calls of any key become rows, which load, and train as a plain loop over the calls would."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
+from tests.damage import no_room
 from tests.rl.agents.helpers import CALL, Speaker, episodes_on, say
 from tests.rl.agents.test_endpoint import USER, post, served
 from tests.rl.online.helpers import TOKENIZER, tiny_policy
+from treewise.base.durable import append
 from treewise.data import load_trees
-from treewise.errors import ConfigError
-from treewise.rl.agents.record import RowsFile
+from treewise.errors import ConfigError, DiskError
+from treewise.rl.agents import record as record_module
+from treewise.rl.agents.record import RowsFile, _end_idle
 from treewise.rl.agents.record_settings import RecordSettings
 
 
@@ -76,6 +83,116 @@ def test_clients_begin_and_end_episodes(tmp_path):
         assert {each.name for each in client.episodes.all_open} == {"first", "try-7"}
 
 
+def test_episodes_of_one_task_are_different_draws_unless_seeds_say_otherwise():
+    with served([], any_key=True, on_end=lambda _: {}) as client:
+        for fields in ({}, {}, {"seed": 3}, {"seed": 3}):
+            post(client, "episodes", {"name": "mine", "group": "g", **fields})
+        seeds = [each.seed for each in client.episodes.all_open if each.name == "mine"]
+    assert len(set(seeds[:2])) == 2
+    assert seeds[2:] == [3, 3]
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def rows_in(path):
+    return [json.loads(line)["rollout"] for line in path.read_text().splitlines()]
+
+
+def test_rows_wait_for_room(tmp_path):
+    """The end of an episode is answered with 507, again and again; once there is room, nothing was lost."""
+    path = tmp_path / "rows.jsonl"
+    file = RowsFile(path, TOKENIZER)
+    with served(["one", "two", "three"], any_key=True, on_end=file.add) as client:
+        head = {name: {"Authorization": f"Bearer {name}"} for name in ("a", "b")}
+        for name in ("a", "b"):
+            post(client, "chat/completions", {"model": "m", "messages": [USER]}, **head[name])
+        post(client, "episodes/end", {}, **head["a"])
+        size = path.stat().st_size
+        for more in (size, size + 100):  # nothing of the rows has room, or a part of them
+            with no_room(more):
+                error = post(client, "episodes/end", {"reward": 1}, 507, **head["b"])["error"]
+            assert path.stat().st_size == size
+            assert re.search(
+                rf"{path} cannot be written \(.*\): \d+ bytes needed, .* free on its disk", error["message"]
+            )
+        post(client, "chat/completions", {"model": "m", "messages": [USER]}, 410, **head["b"])
+        assert post(client, "episodes/end", {"reward": 1}, **head["b"])["rows"] == 1
+        post(client, "episodes/end", {}, 410, **head["b"])
+    assert rows_in(path) == ["a", "b"]
+    assert file.num_episodes == 2
+
+
+def test_idle_episodes_wait_for_room(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    with episodes_on(Speaker(["one", "two"])) as episodes, ExitStack() as full:
+        file, looks = RowsFile(path, TOKENIZER), itertools.count(1)
+        for name in ("a", "b"):
+            say(episodes.open(name), [USER])
+        full.enter_context(no_room(10))
+
+        class Over:
+            def wait(self, _):
+                look = next(looks)
+                if look == 3:
+                    full.close()
+                return look > 3
+
+        for episode in episodes.all_open:
+            episode.last_call -= 60.0
+        _end_idle(episodes, file, 1.0, Over())
+        assert not episodes.all_open
+    assert rows_in(path) == ["a", "b"]
+    assert [record.getMessage()[-23:] for record in caplog.records] == [f"Episode {n} waits for it." for n in "ab"]
+
+
+def test_the_last_rows_go_where_there_is_room(tmp_path, monkeypatch):
+    path, elsewhere, lines = tmp_path / "rows.jsonl", tmp_path / "other", []
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    with episodes_on(Speaker(["one", "two"])) as episodes:
+        file = RowsFile(path, TOKENIZER, lines.append)
+        for name in ("a", "b"):
+            say(episodes.open(name), [USER])
+        before, after = episodes.all_open
+        episodes.end(before, file.add_last)
+
+        def one(target, content):
+            if target == path:
+                raise DiskError("full.")
+            append(target, content)
+
+        monkeypatch.setattr(record_module, "append", one)
+        episodes.end(after, file.add_last)
+    (kept,) = elsewhere.iterdir()
+    assert (rows_in(path), rows_in(kept)) == (["a"], ["b"])
+    assert f"The rows of b go to {kept}; append them to {path}." in lines[1]
+    assert file.summary().startswith(f"2 episodes, 2 calls, 1 row in {path} and 1 row in {kept}\n")
+
+
+# -- its beginning ----------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = RecordSettings(
+            model=str(tmp_path / "none"), output=str(tmp_path / "rows.jsonl"), port=other.getsockname()[1]
+        )
+        with pytest.raises(ConfigError, match=rf"port {settings.port} of 127.0.0.1 cannot be listened on: .* in use"):
+            record_module.record(settings, lambda _: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_begin_leaves_no_file(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    for left in (False, True):  # as a start that was killed leaves it
+        if left:
+            path.touch()
+        with pytest.raises(ConfigError):
+            record_module.record(RecordSettings(model=str(tmp_path / "none"), output=str(path), port=0), lambda _: None)
+        assert not path.exists()
+
+
 def test_settings_that_contradict_one_another(tmp_path):
     (tmp_path / "there.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="is there"):
@@ -131,7 +248,7 @@ def test_the_command_records_until_a_signal_ends_it(tmp_path, ends):
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == (130 if ends == signal.SIGINT else -signal.SIGTERM), rest
+    assert process.returncode == 128 + ends, rest
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     assert sum(map(sum, (row["loss_weights"] for row in rows))) == len(first["logprobs"]["content"]) + sum(

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +15,10 @@ import pytest
 
 from tests.rl.agents.helpers import Speaker, assert_rows_are, episodes_on
 from treewise.errors import ConfigError, SamplerError, TaskError
+from treewise.rl.agents import host
 from treewise.rl.agents.endpoint import Endpoint, listening
-from treewise.rl.agents.host import is_function, rehearse
-from treewise.rl.agents.running import AgentRunner
+from treewise.rl.agents.host import is_function
+from treewise.rl.agents.running import RUN_FILE, AgentRunner
 
 PLAIN = Path(__file__).parent / "plain_agents.py"
 TASK = {"question": "1+2?"}
@@ -79,11 +81,13 @@ def test_a_command_is_given_its_task_and_gives_its_reward(way, reward):
         ("hanging", "timeout", r"within 1.5 seconds \(episode_seconds\)"),
         ("silent", "silent", "made no call"),
         ("nothing", "no reward", "returned nothing"),
-        ("words", "raised", "it returned 'good', no number"),
-        ("infinite", "no reward", "no finite number"),
+        ("words", "no reward", "it returned 'good', no number"),
+        ("infinite", "no reward", "it returned inf"),
         ("flooding", "flooded", r"more than 5 calls \(max_calls\)"),
         (f"{sys.executable} {PLAIN} fail", "exited", "code 4.*it broke"),
         (f"{sys.executable} {PLAIN} words", "no reward", "its last line is 'so good', no number"),
+        (f"{sys.executable} {PLAIN} huge", "no reward", r"its last line is 1e\+39, beyond float32"),
+        (f"{sys.executable} {PLAIN} huge-file", "no reward", "its reward file holds -inf"),
         ("no-such-program --at-all", "exited", "code 127.*No such file"),
     ],
 )
@@ -100,6 +104,56 @@ def test_what_goes_wrong_is_named_and_counted(agent, kind, words):
         assert not episode.is_open
         again = runner.episodes.open("second")  # the next episode is not touched by it
         assert runner.run(again, TASK).kind == kind
+
+
+RETURNED = {
+    "1e39": "it returned 1e+39, beyond float32 (3.4e38)",
+    "10**400": "it returned a number that no float holds",
+    "-(10**5000)": "it returned a number that no float holds",
+    "__import__('decimal').Decimal('NaN')": "it returned nan",
+    "__import__('fractions').Fraction(10**400, 3)": "it returned a number that no float holds",
+    "[1.0]": "it returned [1.0], no number",
+    "__import__('numpy').ones(2)": "it returned ndarray, no number",
+    "__import__('numpy').float32(0.5)": 0.5,
+    "-3e38": -3e38,
+    "True": 1.0,
+}
+
+
+def test_what_is_returned_is_a_reward_or_none():
+    with runner_of("giving") as runner:
+        for reward, expected in RETURNED.items():
+            found = runner.run(runner.episodes.open(reward), {"reward": reward})
+            assert_is(found, expected, found.reward)
+
+
+def assert_is(found, expected, reward):
+    """A reward, or set aside for what is wrong with it."""
+    if isinstance(expected, float):
+        assert found.failure is None
+        assert reward == expected
+    else:
+        assert (found.reward, found.kind) == (None, "no reward")
+        assert expected in found.failure
+
+
+def test_what_is_sent_is_a_reward_or_none():
+    """Also where the agent does not look at the answer; a reward of a call that is none takes the episode's, too."""
+    cases = [
+        ([1e39], "the reward that it sent is 1e+39, beyond float32"),
+        ([10**400], "the reward that it sent is 1000"),
+        ([0.5, 1e39], "beyond float32"),
+        (["1"], "of type str"),
+        ([1e39, 0.5], 0.5),
+        ([True], 1.0),
+    ]
+    with runner_of("sending") as runner:
+        for number, (rewards, expected) in enumerate(cases):
+            for of_call in (False, True):
+                episode = runner.episodes.open(f"{number}, {of_call}")
+                found = runner.run(episode, {"rewards": rewards, "of_call": of_call})
+                (row,), _ = episode.rows()
+                assert_is(found, expected, row["turns"][0].get("reward") if of_call else found.reward)
 
 
 def test_an_agent_without_a_reward_may_be_judged_by_functions():
@@ -180,6 +234,80 @@ def test_an_agent_that_cannot_be_loaded(agent, words, tmp_path, monkeypatch):
         pass
 
 
+# -- clients from before the episodes ---------------------------------------------------------------------------------
+
+CALLS = f"""
+import os, sys
+sys.path.insert(0, {str(PLAIN.parent)!r})
+from plain_agents import call, post
+def run(task):
+    os.environ.update(OPENAI_API_KEY=key_of(), OPENAI_BASE_URL=URL)
+    call("1+2?")
+    return 1.0
+URL = URL_NOW = os.environ["OPENAI_BASE_URL"]
+"""
+MINE = "http://127.0.0.1:9/v1"  # where a call to the user's own provider would go
+
+
+@pytest.fixture
+def own_keys(monkeypatch):
+    """As of a user who has keys of providers in the environment."""
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.setenv(name, "sk-mine")
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL"):
+        monkeypatch.setenv(name, MINE)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "class Client:\n    api_key = None\nclient = Client()\nclient.api_key = os.environ['OPENAI_API_KEY']",
+            "makes a client when it is loaded: agent.client (agent.Client). Make the client in the function",
+        ),
+        (
+            "class URL(str): pass\nclass Client: api_key = 'own'\nclient = Client()\nclient.url = URL(URL_NOW)",
+            "makes a client when it is loaded: agent.client (agent.Client). Make the client in the function",
+        ),
+        ("KEY = os.environ['ANTHROPIC_API_KEY']", "makes a client when it is loaded: agent.KEY. Make the client in"),
+        (
+            "post('chat/completions', {'model': 'm', 'messages': [{'role': 'user', 'content': 'a'}]})",
+            "HTTPError: HTTP Error 403: Forbidden",
+        ),
+    ],
+)
+def test_a_client_that_is_made_when_the_module_is_loaded(code, words, tmp_path, own_keys):
+    """No episode begins, and nothing goes to the user's provider."""
+    (tmp_path / "agent.py").write_text(f"{CALLS}\n{code}\n")
+    with pytest.raises(ConfigError, match=re.escape(words)), runner_of(f"{tmp_path / 'agent.py'}:run"):
+        pass
+
+
+@pytest.mark.parametrize("key", ["", "api_key='sk-own'"])
+@pytest.mark.parametrize("sdk", ["openai.OpenAI", "openai.AsyncOpenAI", "anthropic.Anthropic"])
+def test_a_client_of_an_official_sdk_that_is_made_when_the_module_is_loaded(sdk, key, tmp_path, own_keys):
+    package = sdk.partition(".")[0]
+    pytest.importorskip(package)
+    (tmp_path / "agent.py").write_text(f"import {package}\nclient = {sdk}({key})\ndef run(task):\n    return 1.0\n")
+    with (
+        pytest.raises(ConfigError, match=re.escape(f"agent.client ({sdk}). Make the client in the function")),
+        runner_of(f"{tmp_path / 'agent.py'}:run"),
+    ):
+        pass
+
+
+def test_a_key_that_is_hidden_from_the_load_ends_the_first_episode_with_it(tmp_path, own_keys):
+    (tmp_path / "agent.py").write_text(
+        f"{CALLS}\nHEADER = 'Bearer ' + os.environ['OPENAI_API_KEY']\ndef key_of():\n    return HEADER[7:]\n"
+    )
+    with (
+        runner_of(f"{tmp_path / 'agent.py'}:run") as runner,
+        pytest.raises(ConfigError, match=r"key from before the episode\. Make the client in the function"),
+    ):
+        runner.run(runner.episodes.open("first"), TASK)
+    assert not runner.speaker.seen
+
+
 def test_what_is_a_function_and_what_a_command():
     functions = ("my_agent.py:run", "a.b:run", "/x y/z.py:run")
     assert [is_function(each) for each in functions] == [True, True, False]
@@ -237,6 +365,20 @@ def assert_ends(pid):
     pytest.fail(f"{pid} goes on")
 
 
+@pytest.mark.parametrize("code", ["def run(task): pass", "1 / 0"])
+def test_a_run_that_ends_while_its_agent_loads_leaves_no_traceback(code, tmp_path):
+    (tmp_path / "agent.py").write_text(code)
+    own, other = socket.socketpair()
+    command = [sys.executable, "-c", RUN_FILE, host.__file__, str(other.fileno()), f"{tmp_path / 'agent.py'}:run"]
+    keys = {"OPENAI_API_KEY": "tw-x", "ANTHROPIC_BASE_URL": "http://127.0.0.1:9"}
+    own.close()
+    with other:
+        done = subprocess.run(
+            command, env=os.environ | keys, pass_fds=[other.fileno()], capture_output=True, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_agents_end_with_the_run():
     with runner_of("hanging") as runner:
         episode = runner.episodes.open("first")
@@ -287,9 +429,3 @@ def test_a_function_runs_in_another_python_with_modules_of_its_own(tmp_path):
 def test_a_python_that_cannot_be_is_named(agent, python, words):
     with episodes_on(Speaker()) as episodes, pytest.raises(ConfigError, match=re.escape(words)):
         AgentRunner(agent, "http://127.0.0.1:9", episodes, python=python)
-
-
-def test_an_sdk_of_another_form_is_left_to_the_forks(monkeypatch):
-    """A rehearsal that fails costs time alone."""
-    monkeypatch.setitem(sys.modules, "openai", object())
-    rehearse()

@@ -26,7 +26,7 @@ class Flat:
     def prompt_ids(self, item):
         return PROMPT
 
-    def amount(self, num_groups, budget, state):
+    def expected_size(self, num_groups, budget, state):
         return num_groups, "group"
 
     def collect(self, requests, moment):

@@ -1,12 +1,13 @@
 """What a curriculum leaves out and refills; and that a killed run draws as an undisturbed one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.rl.online.helpers import EvenBytes, digest, new_trainer
 from tests.rl.online.test_loop import Killed, counted
-from treewise.errors import ConfigError
+from treewise.errors import ConfigError, DataError
 from treewise.rl.curriculum import CURRICULA
 from treewise.rl.online.records import draws_file, rollouts_file
 
@@ -85,3 +86,17 @@ def test_a_pool_without_end_cannot_be_ranked(tmp_path):
 class Few(EvenBytes):
     def num_items(self, split):
         return 1
+
+
+class OneKey(EvenBytes):
+    """All items have one key."""
+
+    def item(self, split, index):
+        return replace(super().item(split, index), key="the same")
+
+
+def test_items_of_one_key_are_named_before_anything_is_sampled(tmp_path):
+    trainer = counted(tmp_path / "run", task=OneKey("even"), **{**RUN, "trees_per_iteration": 2})
+    with pytest.raises(DataError, match=r"items even/\d and even/\d both have the key 'the same', so their rollouts"):
+        trainer.train()
+    assert trainer.sampler.num_calls == 0

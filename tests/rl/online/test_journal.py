@@ -1,12 +1,17 @@
 """Answers are recorded as they come, given again in order, and computed again where the record ends or differs."""
 
+import itertools
 import logging
+import re
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.damage import damages
-from treewise.errors import CheckpointError
+from tests.damage import damages, no_room
+from treewise.errors import CheckpointError, DiskError
+from treewise.rl.online import journal
 from treewise.rl.online.journal import Journal, completion_from_json, completion_to_json, forget_foreign, journal_file
 from treewise.rl.samplers import Completion
 
@@ -133,3 +138,38 @@ def test_completions_survive_bit_for_bit():
         np.testing.assert_array_equal(getattr(again, name), getattr(given, name))
         assert getattr(again, name).dtype == getattr(given, name).dtype
     assert again.finish_reason == "stop"
+
+
+def test_answers_wait_for_room_and_are_then_recorded_whole(tmp_path, monkeypatch, caplog):
+    path, waits = tmp_path / "journal.jsonl", itertools.count(1)
+    written = Journal(path)
+    written.begin_phase()
+    written.record("sample", [("a", 1, "x" * 100)])
+    size = path.stat().st_size
+    with ExitStack() as full:
+        full.enter_context(no_room(size + 50))
+
+        def wait(_seconds):
+            if next(waits) == 3:
+                full.close()
+
+        monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=wait))
+        written.record("sample", [("b", 2, "y" * 100)])
+    (told,) = caplog.records
+    assert re.search(r"journal.jsonl cannot be written \(.*\): .* needed, .* free on its disk", told.getMessage())
+    assert "The run waits for it, 10:00 at most." in told.getMessage()
+    again = Journal(path)
+    again.begin_phase()
+    assert [again.recall("sample", name, number) for name, number in (("a", 1), ("b", 2))] == ["x" * 100, "y" * 100]
+
+
+def test_a_run_without_room_ends_and_keeps_what_was_recorded(tmp_path, monkeypatch):
+    clock = itertools.count(0, 400)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=clock.__next__, sleep=lambda _: None))
+    written = Journal(tmp_path / "journal.jsonl")
+    written.record("sample", [("a", 1, "x")])
+    with no_room(1), pytest.raises(DiskError, match="Make room"):
+        written.record("sample", [("b", 2, "y")])
+    assert Journal(tmp_path / "journal.jsonl").recall("sample", "a", 1) == "x"
+    written.record("sample", [("b", 2, "y")])
+    assert Journal(tmp_path / "journal.jsonl").recall("sample", "b", 2) == "y"

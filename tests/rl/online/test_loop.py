@@ -214,6 +214,14 @@ def test_a_signal_ends_a_run_that_can_be_resumed(stage, undisturbed, tmp_path, m
     assert [rollouts_file(second.folder, iteration).read_bytes() for iteration in (1, 2)] == rows
 
 
+def test_a_signal_while_a_run_starts_ends_it_at_once(tmp_path, monkeypatch):
+    trainer = counted(tmp_path / "run")
+    monkeypatch.setattr(OnlineTrainer, "_begin", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(OnlineTrainer, "_is_finished", lambda _: pytest.fail("went on"))
+    with pytest.raises(StoppedError, match="SIGTERM: stopped after iteration 0"):
+        trainer.train()
+
+
 class AtFirst(TrainerCallback):
     """Ends a run after its first iteration."""
 

@@ -15,3 +15,10 @@ def test_counts_stand_with_their_nouns(count, expected, tmp_path):
     line.on_train_begin(args, state, TrainerControl())
     line.on_log(args, state, TrainerControl(), logs={"iteration": 1, "sampled_tokens": count, "num_rollouts": count})
     assert written == [f"iteration 1/3: {expected}\n"]
+
+
+def test_an_evaluation_without_held_out_tasks_prints_no_line(tmp_path):
+    written = []
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none")
+    PrintedLine(written.append).on_log(args, TrainerState(max_steps=3), TrainerControl(), logs={"iteration": 0})
+    assert written == []

@@ -80,6 +80,8 @@ class StandIn(ThreadingHTTPServer):
     def on_v1_completions(self, asked: Any) -> tuple[int, Any]:
         if asked["model"] != "tiny" and asked["model"] not in self.adapters:
             return 404, {"error": "no such model"}
+        if "prompt_logprobs" in asked:
+            return 200, self.edit({"choices": [{"prompt_logprobs": self.scores(asked["prompt"])}]})
         request = SampleRequest(
             tuple(asked["prompt"]),
             max_new_tokens=asked["max_tokens"],
@@ -96,6 +98,16 @@ class StandIn(ThreadingHTTPServer):
         }
         choice = {"text": "?", "token_ids": one.token_ids.tolist(), "logprobs": logprobs, "finish_reason": "length"}
         return 200, self.edit({"choices": [choice]})
+
+    def scores(self, ids: list[int]) -> list[dict[str, Any] | None]:
+        """Of a prompt's tokens, each beside the likeliest, without what rules a reply."""
+        with torch.no_grad():
+            logprobs = torch.log_softmax(self.model.eval()(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+        found: list[dict[str, Any] | None] = [None]
+        for row, token in zip(logprobs[:-1], ids[1:], strict=True):
+            both = dict.fromkeys([int(row.argmax()), token])
+            found.append({str(each): {"logprob": float(row[each]), "rank": 1} for each in both})
+        return found
 
     def on_collective_rpc(self, asked: Any) -> tuple[int, Any]:
         if "method" not in asked:

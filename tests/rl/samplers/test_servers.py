@@ -2,8 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ pytest.importorskip("httpx")
 
 from tests.rl.samplers.stand_in import StandIn, asked_of, largest_gap, running
 from tests.trainer.forked_ranks import free_port
-from treewise.errors import ConfigError, SamplerError
-from treewise.rl.samplers import Sampler, SampleRequest, ServerSampler, servers
+from treewise.errors import ConfigError, RequestRefusedError, SamplerError
+from treewise.rl.samplers import Sampler, SampleRequest, ServerSampler
+from treewise.rl.samplers import server as one_server
+from treewise.rl.samplers.protocol import TextStops
 from treewise.testing import tiny_model
 
 PREFIX = (11, 23, 5, 40)
@@ -91,20 +94,148 @@ def test_busy_servers_are_asked_again(server: StandIn) -> None:
 def test_a_server_that_stays_busy_is_an_error(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of its clock goes by with each try."""
     server.failures = [503] * 99
-    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None))
+    monkeypatch.setattr(one_server, "time", SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None))
     with (
         sampler_on(server, model="tiny", patience_seconds=3) as sampler,
         pytest.raises(SamplerError, match="answers 503"),
     ):
         sampler.sample([SampleRequest(PREFIX, 1, 3)])
-    assert len(asked_of(server, "/v1/completions")) == 4
+    *tries, another = [each["prompt"] for each in asked_of(server, "/v1/completions")]
+    assert tries == [list(PREFIX)] * 4
+    assert another != list(PREFIX)  # whether it answers any
 
 
 def test_a_refusal_is_not_repeated(server: StandIn) -> None:
     server.failures = [400]
-    with sampler_on(server) as sampler, pytest.raises(SamplerError, match="answers 400"):
+    with sampler_on(server) as sampler, pytest.raises(RequestRefusedError, match="answers 400"):
         sampler.sample([SampleRequest(PREFIX, 1, 3)])
     assert len(asked_of(server, "/v1/completions")) == 1
+
+
+@pytest.mark.parametrize(("failures", "is_of_request"), [([500], True), ([500, 500], False), ([401], False)])
+def test_whose_fault_a_refusal_is(server: StandIn, failures: list[int], is_of_request: bool) -> None:
+    """The request's, where the server answers another one."""
+    server.failures = failures
+    with sampler_on(server, patience_seconds=0.0) as sampler, pytest.raises(SamplerError) as caught:
+        sampler.sample([SampleRequest(PREFIX, 1, 3)])
+    assert isinstance(caught.value, RequestRefusedError) == is_of_request
+
+
+def test_a_server_without_as_many_candidates_refuses_one_request(server: StandIn) -> None:
+    server.most_top = 5
+    with sampler_on(server) as sampler:
+        with pytest.raises(RequestRefusedError, match="fewer than 20 log-probs"):
+            sampler.sample([SampleRequest(PREFIX, 1, 3, num_top=20)])
+        assert sampler.sample([SampleRequest(PREFIX, 1, 3, num_top=5)])[0][0].num_tokens == 3
+        assert sampler.max_length == 64
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(f"<{token}>" for token in token_ids)
+
+
+def test_texts_that_end_a_continuation_are_sent_and_what_comes_beyond_is_counted(server: StandIn) -> None:
+    """The stand-in goes on, as a server that does not know `stop`, or samples several tokens at a time."""
+    with sampler_on(server) as sampler:
+        (whole,) = sampler.sample([SampleRequest(PREFIX, 1, 6, seed=3)])[0]
+        stop = decode(whole.token_ids[2:3])
+        stops = TextStops(PREFIX, 1, 6, seed=3, stop_texts=(stop, "none"), decode=decode)
+        (cut,) = sampler.sample([stops])[0]
+        sizes = whole.num_tokens, cut.num_tokens
+        gone = replace(stops, stop_texts=("none",), is_cancelled=lambda: True)
+        assert sampler.sample([gone])[0][0].token_ids.tolist() == whole.token_ids.tolist()
+    asked = asked_of(server, "/v1/completions")
+    assert "stop" not in asked[0]
+    assert asked[1]["stop"] == [stop, "none"]
+    assert cut.token_ids.tolist() == whole.token_ids[: cut.num_tokens].tolist()
+    assert decode(cut.token_ids).endswith(stop)
+    assert (cut.finish_reason, cut.num_beyond, whole.num_beyond) == ("stop", sizes[0] - sizes[1], 0)
+    assert cut.num_beyond >= 3
+
+
+def test_a_server_may_see_a_text_where_we_decode_another(server: StandIn) -> None:
+    def ended(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["choices"][0] |= {"finish_reason": "stop", "stop_reason": "stop here"}
+        return short(answer)
+
+    server.edit = ended
+    with sampler_on(server) as sampler:
+        stops = TextStops(PREFIX, 1, 6, stop_texts=("stop here",), decode=decode)
+        (found,) = sampler.sample([stops])[0]
+    assert (found.num_tokens, found.finish_reason, found.num_beyond) == (2, "stop", 0)
+
+
+@dataclass
+class Rules:
+    """Of a JSON schema; a server is asked by it alone."""
+
+    schema: Any = field(default_factory=lambda: {"type": "object"})
+    is_plain: bool = True
+
+    def allowed(self, token_ids: Sequence[int]) -> None:
+        raise AssertionError("the server's own grammar decides")
+
+
+def test_a_server_is_asked_for_a_schema_and_for_the_policys_log_probs(server: StandIn) -> None:
+    """Those that come with the reply are of the grammar."""
+
+    def of_a_grammar(answer: dict[str, Any]) -> dict[str, Any]:
+        if "logprobs" in answer["choices"][0]:
+            values = answer["choices"][0]["logprobs"]["token_logprobs"]
+            answer["choices"][0]["logprobs"]["token_logprobs"] = [0.0] * len(values)
+        return answer
+
+    server.edit = of_a_grammar
+    request = TextStops(PREFIX, 1, 6, seed=3, rules=Rules())
+    with sampler_on(server) as sampler:
+        (found,) = sampler.sample([request])[0]
+        first, second = asked_of(server, "/v1/completions")
+        assert first["structured_outputs"] == {"json": {"type": "object"}}
+        assert second["prompt"] == [*PREFIX, *found.token_ids.tolist()]
+        assert largest_gap(server.model, request, [found]) < 1e-5
+        for wrong, words in (
+            (replace(request, temperature=0.7), "temperature 1"),
+            (replace(request, num_top=2), "no top_logprobs"),
+            (replace(request, rules=Rules(is_plain=False)), "tool_choice none"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                sampler.sample([wrong])
+        server.edit = lambda answer: {"choices": [{**answer["choices"][0], "prompt_logprobs": None}]}
+        with pytest.raises(RequestRefusedError, match="scores no prompts"):
+            sampler.sample([request])
+
+
+def test_nobody_waits_for_a_server_that_is_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address is named while the call is tried again; the call ends once nobody waits for it, and not with the
+    patience."""
+    tries = itertools.count()
+    stops = TextStops(PREFIX, 1, 6, is_cancelled=lambda: next(tries) > 0)
+    sampler = ServerSampler("http://127.0.0.1:9/v1", "tiny", weights="fixed", patience_seconds=600)
+    sampler._has_reached = True
+    clock = itertools.count(0, 3)
+    monkeypatch.setattr(one_server, "time", SimpleNamespace(monotonic=clock.__next__, sleep=lambda _: None))
+    with pytest.raises(SamplerError, match="nobody waits for it any more"):
+        sampler.sample([stops])
+    sampler.close()
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == ["http://127.0.0.1:9"]
+    assert "it is asked again for 600 s (patience_seconds)" in caplog.text
+
+
+def test_a_proxy_is_not_asked_for_what_is_on_this_machine(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with sampler_on(server) as sampler:
+        assert sampler.sample([SampleRequest(PREFIX, 1, 3)])[0][0].num_tokens == 3
+    for name in ("ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "socks9://a")
+    with sampler_on(server) as sampler:
+        assert sampler.sample([SampleRequest(PREFIX, 1, 3)])[0][0].num_tokens == 3
+    with pytest.raises(ConfigError, match="ALL_PROXY"):
+        ServerSampler("http://models.example/v1")
 
 
 def test_no_server_is_an_error() -> None:
@@ -193,9 +324,10 @@ def test_a_server_that_dies_and_comes_back_gets_the_weights_before_it_is_asked(m
                 back.append(stack.enter_context(running(StandIn(first.server_port))))
                 back[0].num_starts = 5
 
-        monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
-        completions = sampler.sample([REQUEST])[0]
-        assert largest_gap(model, REQUEST, completions) < 1e-5
+        monkeypatch.setattr(one_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+        request = SampleRequest(PREFIX, 1, 6, temperature=0.7, seed=1)
+        completions = sampler.sample([request])[0]
+        assert largest_gap(model, request, completions) < 1e-5
         paths = [path for path, _ in back[0].seen]
         assert paths.count("/collective_rpc") == 1
         assert paths.index("/collective_rpc") < paths.index("/v1/completions")

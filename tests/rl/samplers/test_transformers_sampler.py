@@ -14,7 +14,7 @@ from tests.image_models import FAMILIES as SEEING
 from tests.image_models import IMAGE_TOKEN, num_rows, png, row_inputs, seeing_model
 from tests.rl.online.helpers import digest
 from treewise import Trajectory, TreeEngine
-from treewise.errors import ConfigError, DataError, NonFiniteError, UnsupportedModelError
+from treewise.errors import ConfigError, DataError, NonFiniteError, RequestRefusedError, UnsupportedModelError
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler, shared_prefix
 from treewise.rl.samplers.decoder import Recompute, why_not
 from treewise.rl.samplers.shared_prefix import SharedPrefix
@@ -283,3 +283,9 @@ def test_prompts_with_images_give_the_log_probs_of_the_models_own_forward(family
     wrong = SampleRequest((3, *[IMAGE_TOKEN] * size, 5), images=(ImageSpan(pictures[0], 1, 1 + size),))
     with pytest.raises((DataError, UnsupportedModelError)):
         sampler.sample([wrong])
+
+
+@pytest.mark.parametrize("token", [64, -1])
+def test_an_id_without_an_embedding_is_refused_before_anything_is_sampled(token: int) -> None:
+    with pytest.raises(RequestRefusedError, match=f"token id {token} is beyond the model's 64 embeddings"):
+        TransformersSampler(tiny_model("llama")).sample([SampleRequest((3, token, 5), 1, 2)])

@@ -25,7 +25,7 @@ from treewise.rl.tasks import (
     RewardRunner,
     TurnTask,
 )
-from treewise.rl.tasks.chat_tokens import ToolCall, hermes_calls, parse_tool_calls
+from treewise.rl.tasks.chat_tokens import ToolCall
 from treewise.rl.tasks.environment import opening, state_method, tool_schemas, tools_of
 from treewise.rl.tasks.episode import start_episodes
 
@@ -393,7 +393,7 @@ def test_half_of_a_surrogate_pair_is_a_failure_and_not_the_end_of_the_tokenizer(
             return [{"role": "user", "content": "\ud83d"}]
 
     if where == "reset":
-        with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
+        with pytest.raises(TaskError, match=r"cannot be reset: .*lone surrogate"):
             begin(chat, Talking)
         with pytest.raises(TaskError, match=r"cannot be reset: .*UnicodeEncodeError"):
             begin(chat, Cut)
@@ -473,7 +473,7 @@ def test_a_template_that_rewrites_history_is_refused() -> None:
 
 
 def test_end_ids(chat: ChatTokens) -> None:
-    assert chat.end_ids() == (chat.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    assert chat.end_ids == (chat.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
 PHI = (
@@ -487,9 +487,9 @@ def test_a_turn_ends_where_a_history_ends_it() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert ChatTokens(tokenizer, PHI).end_ids() == (end,)
+    assert ChatTokens(tokenizer, PHI).end_ids == (end,)
     words = PHI.replace("m.content +", "m.content + '.' +").replace("<|endoftext|>", "")
-    assert ChatTokens(tokenizer, words).end_ids() == (end,)
+    assert ChatTokens(tokenizer, words).end_ids == (end,)
 
 
 def test_a_text_begins_once() -> None:
@@ -502,13 +502,16 @@ def test_a_text_begins_once() -> None:
     assert chat.text_ids("<s>Hi").count(tokenizer.bos_token_id) == 1
 
 
-def test_calls_in_the_form_of_hermes() -> None:
+def test_calls_in_the_form_of_hermes(chat: ChatTokens) -> None:
+    def calls(text: str) -> tuple[ToolCall, ...]:
+        return chat.read(chat.tokenizer(text)["input_ids"], [], []).calls
+
     text = 'so <tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call> and ' + call("b", y="2")
-    assert hermes_calls(text) == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": "2"}))
-    assert hermes_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>')[0].arguments == {"x": 1}
-    assert hermes_calls("no call") == ()
+    assert calls(text) == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": "2"}))
+    assert calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>')[0].arguments == {"x": 1}
+    assert calls("no call") == ()
     for wrong in ('{"arguments": {}}', "[1]", '{"name": "a", "arguments": [1]}', '{"name": "a", "arguments": "{"}'):
-        assert hermes_calls(f"<tool_call>{wrong}</tool_call>")[0].problem
+        assert calls(f"<tool_call>{wrong}</tool_call>")[0].problem
 
 
 def test_calls_by_the_tokenizers_own_response_template() -> None:
@@ -520,7 +523,7 @@ def test_calls_by_the_tokenizers_own_response_template() -> None:
     prefix = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     ids = tokenizer(call("take") + "<|im_end|>", add_special_tokens=False)["input_ids"]
     schemas = tool_schemas(Corridor(), "test")
-    assert parse_tool_calls(tokenizer, ids, prefix, schemas)[1] == (ToolCall("take", {}),)
+    assert ChatTokens(tokenizer).read(ids, prefix, schemas).calls == (ToolCall("take", {}),)
 
 
 def test_tools_are_public_methods() -> None:

@@ -63,7 +63,10 @@ def test_failures_are_set_aside_shown_and_counted(kind: str, caplog: pytest.LogC
     check_failures(runner.tally, 0.34, "iteration 3", Journal(None))
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), "high", "1", [1.0], 1e308, 10**400, object()])
+LONGEST = pytest.param(10**5000, id="digits that Python does not write")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), "high", "1", [1.0], 1e308, 10**400, LONGEST, object()])
 def test_what_is_no_number_of_float32_is_set_aside(value: Any) -> None:
     result = _outcomes(lambda _text: value, "")[0]
     assert isinstance(result, RewardFailure)

@@ -15,7 +15,7 @@ from rich.console import Console
 from treewise import bench
 from treewise.bench.settings import AGAINST, LAYERS, USUAL
 from treewise.cli.data_arguments import add_data_arguments, apply_config, check_numbers, load_data
-from treewise.errors import ConfigError, OutOfMemoryError
+from treewise.errors import ConfigError, OutOfMemoryError, duration
 from treewise.models.load_model import DTYPES, load_tokenizer, load_weights
 from treewise.nn.attention import IMPLEMENTATIONS
 
@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--device", help="cuda where there is a GPU, else cpu")
     how.add_argument("--repetitions", type=int, default=3, help="after one to warm up (3)")
-    how.add_argument("--max_seconds", type=float, help="of each workload: who would take longer is left out")
+    how.add_argument(
+        "--max_seconds",
+        type=float,
+        default=180.0,
+        help="of measuring in all (180; inf): DATA is cut to what fits, and who still takes longer is left out",
+    )
     how.add_argument("--reference", default="auto", choices=bench.REFERENCES, help="of the gradient errors")
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="OUT", help="a file, or a folder for NAME-<hardware>.json; rows are added to it")
@@ -69,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, repetitions=Ge(1), max_tokens=Ge(1), **limits)
     if not args.data and (args.trees or args.max_flat_tokens):
         raise ConfigError("--trees and --max_flat_tokens choose out of DATA, and no DATA is named.")
+    limit = "" if args.max_seconds == math.inf else f", for at most {duration(args.max_seconds)} (--max_seconds)"
+    what = ", ".join(args.data or args.workload or [f"{len(bench.KINDS)} generated workloads"])
+    print(f"measuring {what}: steps of {', '.join(args.against)} and treewise in turns{limit}", flush=True)
     import torch
 
     from treewise.bench.results import LEGEND, command_line, row_view
@@ -91,9 +99,11 @@ def run(args: argparse.Namespace) -> int:
     def tell(line: str) -> None:
         print(line, flush=True)
 
-    for name in args.model or [DEFAULT_MODEL.get(device.type, DEFAULT_MODEL["cpu"])]:
+    names = args.model or [DEFAULT_MODEL.get(device.type, DEFAULT_MODEL["cpu"])]
+    settings = _settings(args, args.max_seconds / len(names))
+    for name in names:
         model_of = partial(_model, name, args.gguf_file, dtype, device)
-        bench.run(model_of, name, partial(_workloads, args, name, device), report, _settings(args), tell, keep)
+        bench.run(model_of, name, partial(_workloads, args, name, device), report, settings, tell, keep)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not any("contestants" in row for row in rows):
@@ -105,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> bench.Settings:
+def _settings(args: argparse.Namespace, max_seconds: float) -> bench.Settings:
     return bench.Settings(
         against=args.against,
         max_tokens=args.max_tokens,
@@ -115,7 +125,7 @@ def _settings(args: argparse.Namespace) -> bench.Settings:
         layers=args.layers,
         repetitions=args.repetitions,
         reference=args.reference,
-        max_seconds=math.inf if args.max_seconds is None else args.max_seconds,
+        max_seconds=max_seconds,
     )
 
 
@@ -156,4 +166,4 @@ def _trees(args: argparse.Namespace, name: str, vocabulary: int) -> Iterator[ben
         items = tree.flat_trajectories()
         totals = zip(items, accumulate(map(len, items)), strict=True)
         fitting = [item for item, total in totals if total <= (args.max_flat_tokens or total)]
-        yield bench.Workload(tree.name, fitting or items[:1])
+        yield bench.Workload(tree.name, fitting or items[:1], may_be_cut=args.max_flat_tokens is None)

@@ -81,9 +81,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _forests(args: argparse.Namespace) -> list[Any]:
+    from treewise.cli.data_arguments import naming_who_lacks_a_tokenizer
     from treewise.data import load_trees
 
-    trees = load_trees(args.data, load_tokenizer(args.small, required=False), progress=not args.json)
+    tokenizer = load_tokenizer(args.small, required=False)
+    with naming_who_lacks_a_tokenizer(tokenizer, args.small, "save one there"):
+        trees = load_trees(args.data, tokenizer, progress=not args.json)
     return [trees[index].forest() for index in range(len(trees))]
 
 

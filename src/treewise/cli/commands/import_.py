@@ -1,9 +1,7 @@
 """`treewise import FILES -o rollouts.jsonl`: dumps of other training stacks to rows that every command reads."""
 
 import argparse
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from treewise.base.progress import begin_work, tell_progress
+from treewise.base.durable import moved_into_place
+from treewise.base.progress import busy_with, tell_progress
 from treewise.data.importers import FORMATS, ImportReport, import_rollouts
 from treewise.data.io.field_checks import shown
 from treewise.data.render.template import template_text
@@ -76,26 +75,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _told(rows: Iterable[object]) -> Iterator[object]:
-    begin_work("importing")
-    for number, row in enumerate(rows, 1):
-        tell_progress("importing", number, None, "row")
-        yield row
+    with busy_with("importing"):
+        for number, row in enumerate(rows, 1):
+            tell_progress("importing", number, None, "row")
+            yield row
 
 
 def _write(path: Path, rows: Iterable[object]) -> None:
-    """Writes beside the file and moves it into place, so that an import that fails leaves nothing half-written."""
-    part = path.with_name(f".{path.name}.part")
+    """An import that fails leaves nothing half-written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("w", encoding="utf-8") as stream:
+        with moved_into_place(path) as part, part.open("w", encoding="utf-8") as stream:
             for row in rows:
                 stream.write(json.dumps(row) + "\n")
-        os.replace(part, path)
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written ({error.strerror or error}).") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def _show(console: Console, report: ImportReport, output: str) -> None:

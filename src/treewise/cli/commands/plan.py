@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from annotated_types import Ge
 from rich.console import Console
 
-from treewise.base.progress import begin_work, tell_progress
+from treewise.base.progress import busy_with, tell_progress
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import (
     add_data_arguments,
@@ -87,23 +87,23 @@ def run(args: argparse.Namespace) -> int:
     if flops is not None:
         data.check_vocabulary(flops.vocabulary)
     count = len(data) if args.limit is None else min(args.limit, len(data))
-    begin_work("merging trees")
     forests = []
-    for index in range(count):
-        tell_progress("merging trees", index, count, "tree")
-        forests.append(data[index].forest())
-    begin_work("planning")
-    forest = one_forest(forests)
+    with busy_with("merging trees"):
+        for index in range(count):
+            tell_progress("merging trees", index, count, "tree")
+            forests.append(data[index].forest())
     planned = plan if flops is None else flops.plan
-    whole = planned(forest, args.max_tokens, hold=args.hold)
     sizes: dict[str, Any] = {
         "optim": training.get("optim"),
         "float32_gradients": bool(training.get("float32_gradients")),
     }
-    report = report_plan(whole, flops, args.model, args.dtype, memory=memory, **sizes)
     budgets: tuple[BudgetMemory, ...] = ()
-    if flops is not None and args.max_tokens is None:
-        budgets = report_budgets(forest, flops, report, args.hold, memory)
+    with busy_with("planning"):
+        forest = one_forest(forests)
+        whole = planned(forest, args.max_tokens, hold=args.hold)
+        report = report_plan(whole, flops, args.model, args.dtype, memory=memory, **sizes)
+        if flops is not None and args.max_tokens is None:
+            budgets = report_budgets(forest, flops, report, args.hold, memory)
     processes = None
     fit = fit_of(report, budgets, gpu) if gpu is not None and mesh is None else None
     if mesh is not None:

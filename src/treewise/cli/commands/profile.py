@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from annotated_types import Ge
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from treewise.base.columns import Columns
 from treewise.cli import training_run
 from treewise.cli.config import RunConfig
 from treewise.cli.data_arguments import (
@@ -148,14 +147,11 @@ def _profiled(
     return mean(profiles)
 
 
-def _view(profiles: dict[str, "Profile"]) -> Table:
+def _view(profiles: dict[str, "Profile"]) -> Columns:
     from treewise.engine.profiling import PARTS
 
-    table = Table(box=box.SIMPLE)
-    table.add_column("part")
-    for name in profiles:
-        for column in (f"{name}, s", "%", "GFLOP/s"):
-            table.add_column(column, justify="right")
+    names = ["part", *(f"{name}, {unit}" for name in profiles for unit in ("s", "%", "GFLOP/s"))]
+    rows: list[list[str]] = []
     for part in [part for part in PARTS if any(part in one.parts for one in profiles.values())]:
         cells = [part]
         for profile in profiles.values():
@@ -165,10 +161,9 @@ def _view(profiles: dict[str, "Profile"]) -> Table:
                 continue
             rate = f"{cost.flops_per_second / 1e9:,.1f}" if cost.flops else ""
             cells += [f"{cost.seconds:.3f}", f"{100 * cost.seconds / profile.seconds:.0f}", rate]
-        table.add_row(*cells)
+        rows.append(cells)
     totals = ["all"]
     for profile in profiles.values():
         flops = sum(cost.flops for cost in profile.parts.values())
         totals += [f"{profile.seconds:.3f}", "100", f"{flops / profile.seconds / 1e9:,.1f}"]
-    table.add_row(*totals, style="bold")
-    return table
+    return Columns("", names, [*rows, totals])

@@ -12,7 +12,7 @@ NEEDED = ("starlette", "uvicorn", "httpx")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each field of `RecordSettings`."""
     add_flags(parser, RecordSettings)
-    parser.epilog = "How agents use it: docs/agents.md."
+    parser.epilog = "How agents use it: docs/endpoint.md."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.formatter_class = formatter_with(lambda: key_names([*KEYS, *online_run.names()]))
     parser.epilog = (
-        "Objectives and advantages are explained in docs/rl.md, those with --tasks in docs/online-rl.md, "
-        "further keys in docs/training.md."
+        "Objectives and advantages are explained in docs/objectives.md, those with --tasks in docs/online-rl.md, "
+        "further keys in docs/keys.md."
     )
     training_run.add_flags(parser, "the folder")
 
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS.items():
         config.training.setdefault(name, value)
     objective = rollout_objective(config)
-    return _run_recorded(args, config, objective)
+    training_run.training_arguments(config)  # whose errors come before data is read
+    return _run_recorded(args, training_run.with_template_date(args, config), objective)
 
 
 def _run_recorded(args: argparse.Namespace, config: RunConfig, objective: "Objective") -> int:
@@ -162,7 +163,9 @@ def rollout_objective(config: RunConfig) -> "Objective":
 
     name = config.more.get("objective")
     if name is None:
-        raise ConfigError("give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/rl.md).")
+        raise ConfigError(
+            "give --objective: grpo, dr_grpo, dapo, gspo, cispo, ppo, reinforce, ... (docs/objectives.md)."
+        )
     if name in PREFERENCES:
         raise ConfigError(f"objective {name!r} learns from preferences, not from advantages: use treewise train.")
     settings = typed_settings(name, config.more.get("objective_settings") or {})

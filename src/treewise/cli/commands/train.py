@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--resume [CHECKPOINT]] [--overwrite] [--dry_run]"
     )
     parser.formatter_class = formatter_with(lambda: key_names(KEYS))
-    parser.epilog = "Keys are explained in docs/training.md; `treewise schema` prints them for editors."
+    parser.epilog = "Keys are explained in docs/keys.md; `treewise schema` prints them for editors."
     training_run.add_flags(parser, "output_dir")
 
 
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     objective = preference_objective(config)
     training_run.check_flags(args, config)
     arguments = training_run.training_arguments(config)
+    config = training_run.with_template_date(args, config)
     train_data, eval_data, tokenizer = training_run.load_data(config, read_only=args.dry_run)
     model = training_run.load_model(config, arguments)
     for dataset in (train_data, *([] if eval_data is None else [eval_data])):

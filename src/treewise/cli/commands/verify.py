@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = {} if arguments is None else _settings(arguments)
     forest, is_cut = _rows(data, objective, args, config)
     if may_merge_trees(objective) if arguments is None else arguments.merges_trees(objective):
-        forest = Forest.from_trajectories(forest.trajectories)
+        forest = Forest.from_trajectories(forest.trajectories, tree_of=range(forest.num_trajectories))
     print(_first_line(forest, flop_model(model), is_cut=is_cut), file=sys.stderr, flush=True)
     num_updates = 1 if arguments is None else num_optimizer_steps(arguments, len(data))
     forest = _with_streams(forest, objective, config, _engines(args, config, model, settings), num_updates)

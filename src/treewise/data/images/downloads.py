@@ -10,6 +10,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from treewise.base.addresses import client_settings
 from treewise.data.io.field_checks import shown
 from treewise.errors import ConfigError, DataError, pip_install
 
@@ -22,11 +23,12 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Embed an IPv4 address in their last 32 bits: compatible and mapped ones, and those of NAT64 and of local networks.
 _EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")]
 _ISATAP = (0x00005EFE, 0x02005EFE)  # the third 32 bits; the last are an IPv4 address
-# Where Azure, Alibaba, Oracle, AWS and Google keep what only a machine of theirs may read; others use link-local ones.
-_OF_CLOUDS = {
-    ipaddress.ip_address(each)
-    for each in ("168.63.129.16", "100.100.100.200", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254")
-}
+# Where Azure, Alibaba, Oracle, AWS (for machines and pods), Google and Scaleway keep what only a machine of theirs may
+# read; others use link-local ones. AWS and Google have all of a network for such services.
+_OF_CLOUDS = [
+    *(ipaddress.ip_network(each) for each in ("168.63.129.16/32", "100.100.100.200/32", "192.0.0.192/32")),
+    *(ipaddress.ip_network(each) for each in ("fd00:ec2::/32", "fd20:ce::/32", "fd00:42::42/128")),
+]
 _SHARED = ipaddress.IPv4Network("100.64.0.0/10")  # of a provider's or an overlay network
 _NEAR = "an address of this machine or its network"
 
@@ -89,12 +91,13 @@ async def _asked(url: "httpx.URL", addresses: list[Address], max_bytes: int) -> 
     import httpx
 
     for number, address in enumerate(addresses, 1):
+        place = url.copy_with(host=str(address))
         try:
             async with (
-                httpx.AsyncClient(timeout=None) as client,
+                httpx.AsyncClient(**{**client_settings([str(place)], MAX_SECONDS), "timeout": None}) as client,
                 client.stream(
                     "GET",
-                    url.copy_with(host=str(address)),
+                    place,
                     headers={"Host": url.netloc.decode("ascii")},
                     extensions={"sni_hostname": url.raw_host.decode("ascii")},
                 ) as answer,
@@ -140,7 +143,8 @@ def why_refused(address: Address, allows_local: bool) -> str | None:
         if int(address) >> 32 & 0xFFFFFFFF in _ISATAP and (why := why_refused(_last_bits(address), allows_local)):
             return why
     is_site = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
-    if address in _OF_CLOUDS or address.is_multicast or address.is_link_local or address.is_unspecified:
+    is_of_cloud = any(address in network for network in _OF_CLOUDS)  # of the other version it is in none
+    if is_of_cloud or address.is_multicast or address.is_link_local or address.is_unspecified:
         return _NEAR
     if address.is_loopback or is_site or address in _SHARED or (address.is_private and not address.is_reserved):
         return None if allows_local else f"{_NEAR} (images_from_local_network)"

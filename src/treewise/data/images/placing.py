@@ -1,8 +1,9 @@
 """Images of chat messages: found in every form that people have, written by the template, placed by the processor.
 
-Inside of treewise a message's content is text in which `IMAGE` stands for an image, and `message["images"]` lists them
-in order; the template gets content parts. It writes one placeholder for each, which is replaced by the tokens that the
-processor makes of that image: what the processor does with text and images, per message instead of per conversation.
+Inside of treewise a message's content is text, `message["images"]` lists its images in order and
+`message["image_places"]` where in the text each stands; the template gets content parts. It writes one placeholder for
+each, which is replaced by the tokens that the processor makes of that image: what the processor does with text and
+images, per message instead of per conversation.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from treewise.data.images.reading import NEEDS_PROCESSOR, ImageReader
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
-from treewise.data.render.messages import IMAGE, IMAGES, Message, WeightedMessages
+from treewise.data.render.messages import IMAGES, PLACES, Message, WeightedMessages
 from treewise.data.render.piece_tokenizer import Pieces
 from treewise.errors import DataError, num
 from treewise.tree import checks
@@ -62,8 +63,7 @@ def with_column(messages: Sequence[Message], column: object, location: str) -> l
     ]
     first = next((message for message in result if message["role"] == "user"), None)
     if column and not any(message.get(IMAGES) for message in result) and first is not None:
-        first["content"] = IMAGE * len(column) + first["content"]
-        first[IMAGES] = list(column)
+        first |= {IMAGES: list(column), PLACES: [0] * len(column)}
         return result
     if len(waiting) != len(column):
         raise DataError(
@@ -103,7 +103,7 @@ def row_images(item: Placed, token_ids: object, reader: ImageReader | None) -> t
     """
     if reader is None:
         raise DataError(f"{item.location}: the record {NEEDS_PROCESSOR}")
-    ids = checks.token_ids(token_ids, item.location)
+    ids = checks.checked_ids(token_ids, item.location)
     return tuple(reader.spans(item.value["images"], ids, item.file, item.location))
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base.durable import moved_into_place
 from treewise.base.paths import path_of
 from treewise.data.images.downloads import downloaded
 from treewise.data.io.field_checks import printable, shown
-from treewise.data.io.files import moved_into_place
 from treewise.data.io.options import RenderOptions
 from treewise.errors import ConfigError, DataError, num, pip_install
 from treewise.tree.images import ImageSpan
@@ -279,7 +279,7 @@ class ImageReader:
                 logger.warning("%s: damaged: the image is written again", path)
                 path.unlink()
             if not path.is_file():
-                with moved_into_place(path) as part:
+                with moved_into_place(path, is_durable=False) as part:
                     part.write_bytes(data)
         except OSError as error:
             raise DataError(

@@ -1,8 +1,8 @@
 """One call of a chat model, in whatever record it was logged, as `{request, response, rollout, ...}` of `openai_log`.
 
 Shapes are those of public interfaces: observations and traces of langfuse (`GET /api/public/observations`, `/traces`),
-runs of LangSmith (`run_type: llm`; messages of OpenAI or of LangChain), the two files of OpenAI's batch interface
-(https://platform.openai.com/docs/guides/batch), and flat records that hold messages beside the response.
+runs of LangSmith (`run_type: llm`; messages of OpenAI or of LangChain), the two files of batches of OpenAI's
+(https://platform.openai.com/docs/guides/batch) or Anthropic's, and flat records that hold messages beside the response.
 """
 
 import json
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treewise.data.importers.common import Context, first_of, talk_of, tools_of
+from treewise.data.importers.interfaces import RESPONSE_ITEMS
+from treewise.data.importers.times import times_of
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
@@ -18,8 +20,8 @@ from treewise.errors import DataError
 
 LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "chat": "user"}
 REPLY_KEYS = {"role", "type", "kwargs", "message", "messages", "choices", "body", "generations", "output"}
-REQUEST_KEYS = ("messages", "system", "tools", "functions", "model")
-RESPONSE_ITEMS = {"function_call", "reasoning"}  # of OpenAI's Responses, which name no role
+REQUEST_KEYS = ("messages", "system", "tools", "functions", "model", "input", "instructions", "previous_response_id")
+SESSIONS = ("session_id", "sessionId", "langfuse_session_id", "thread_id", "threadId", "conversation_id")
 MANY_SCORES = "several scores of a trace, none of which is used as its reward; name one: treewise import --reward NAME"
 
 
@@ -35,27 +37,53 @@ def langfuse_calls(records: Iterable[Placed], context: Context) -> Iterator[Plac
             raise DataError(
                 f"{record.location}: observations must be a list of objects; export them in full, not their ids."
             )
-        labels = {"rollout": trace.get("id"), "reward": _score(trace.get("scores"), record.location, context)}
-        for index, observation in enumerate(
-            sorted(observations, key=lambda item: str(first_of(item, "startTime", "start_time")))
-        ):
+        labels = {
+            "rollout": trace.get("id"),
+            "reward": _score(trace.get("scores"), record.location, context),
+            "session": _session(trace),
+            "times": times_of(context, trace),
+            "metadata": _json(trace.get("metadata")),
+        }
+        for index, observation in enumerate(observations):
             yield from _langfuse_call(f"{record.location}: observations[{index}]", observation, labels, context)
 
 
 def _langfuse_call(location: str, value: Record, labels: Record, context: Context) -> Iterator[Placed]:
+    """labels: of its trace, which win but for times and metadata."""
     kind = str(value.get("type", "GENERATION")).upper()
     if kind != "GENERATION":
         context.leave_out(location, f"no call of a model (type {kind})")
         return
-    asked = _json(value.get("input"))
-    tools = tools_of(asked) if isinstance(asked, dict) else None
-    own = {"rollout": first_of(value, "traceId", "trace_id"), "reward": _score(value.get("scores"), location, context)}
-    fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
-    messages = talk_of(asked) if isinstance(asked, dict) and "messages" in asked else asked
     if str(value.get("level")).upper() == "ERROR":
         context.leave_out(location, f"a call that failed ({shown(value.get('statusMessage'))})")
         return
-    yield _call(location, messages, value.get("output"), tools, value.get("metadata"), fields, context)
+    own = {
+        "rollout": first_of(value, "traceId", "trace_id"),
+        "reward": _score(value.get("scores"), location, context),
+        "session": _session(value),
+    }
+    fields = {**own, **{name: item for name, item in labels.items() if item is not None}}
+    fields["times"] = times_of(context, value) or labels.get("times")
+    outer, inner = labels.get("metadata"), _json(value.get("metadata"))
+    fields["metadata"] = {**(outer if isinstance(outer, dict) else {}), **(inner if isinstance(inner, dict) else {})}
+    asked = _json(value.get("input"))
+    tools = tools_of(asked) if isinstance(asked, dict) else None
+    yield _call(location, _messages_in(asked), value.get("output"), tools, fields, context)
+
+
+def _session(value: Record) -> object:
+    """The session that a record or its metadata names."""
+    metadata = _json(value.get("metadata"))
+    return first_of({**(metadata if isinstance(metadata, dict) else {}), **value}, *SESSIONS)
+
+
+def _messages_in(asked: object) -> object:
+    """The messages that an input holds, or the input itself: a request of OpenAI's Responses, messages or text."""
+    if not isinstance(asked, dict):
+        return asked
+    if "messages" in asked:
+        return talk_of(asked)
+    return asked if "instructions" in asked or "previous_response_id" in asked else asked.get("input", asked)
 
 
 def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -74,21 +102,21 @@ def langsmith_calls(records: Iterable[Placed], context: Context) -> Iterator[Pla
         invocation = extra.get("invocation_params") if isinstance(extra, dict) else None
         holders = [holder for holder in (inputs, invocation) if isinstance(holder, dict)]
         tools = next((found for holder in holders if (found := tools_of(holder))), None)
-        messages = inputs
-        if isinstance(inputs, dict):
-            messages = talk_of(inputs) if "messages" in inputs else inputs.get("input")
         stats = _json(value.get("feedback_stats"))
         scores = [
             {"name": name, "value": stat.get("avg")}
             for name, stat in (stats.items() if isinstance(stats, dict) else ())
             if isinstance(stat, dict)
         ]
-        labels = {
-            "rollout": first_of(value, "trace_id", "session_id"),
-            "reward": _score(scores, record.location, context),
-        }
         metadata = extra.get("metadata") if isinstance(extra, dict) else None
-        yield _call(record.location, messages, value.get("outputs"), tools, metadata, labels, context)
+        labels = {
+            "rollout": value.get("trace_id"),
+            "reward": _score(scores, record.location, context),
+            "session": _session({"metadata": metadata}),  # the record's own `session_id` is its project
+            "times": times_of(context, value),
+            "metadata": metadata,
+        }
+        yield _call(record.location, _messages_in(inputs), value.get("outputs"), tools, labels, context)
 
 
 def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed]:
@@ -100,6 +128,9 @@ def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed
         elif "request" not in value and ("response" in value or "choices" in value):
             request = {name: value[name] for name in REQUEST_KEYS if value.get(name) is not None}
             rest = {name: item for name, item in value.items() if name not in (*request, "response", "choices")}
+            settings = _json(value.get("model_parameters"))  # where LiteLLM logs tools
+            if not tools_of(request) and isinstance(settings, dict) and tools_of(settings):
+                request["tools"] = tools_of(settings)
             answer = {"choices": value["choices"]} if "choices" in value else value.get("response")
             reply = _reply(answer, record.location, value.get("messages"))
             yield Placed(record.location, {**rest, "request": request, "response": reply})
@@ -110,10 +141,13 @@ def openai_calls(records: Iterable[Placed], context: Context) -> Iterator[Placed
 def _batch_call(record: Placed, context: Context) -> Iterator[Placed]:
     """A line of a batch's input or output file, as soon as its other half is known, in any order of the files."""
     value, name = record.value, str(record.value["custom_id"])
-    half = "request" if "body" in value else "response"
-    body = value.get("body") if half == "request" else value.get("response")
+    half = "request" if "body" in value or "params" in value else "response"
+    inner = value.get("result")  # Anthropic's
+    result = inner if isinstance(inner, dict) else {}
+    names = ("body", "params") if half == "request" else ("response", "message")
+    body = first_of({**result, **value}, *names)
     if half == "response" and body is None:
-        error = value.get("error")
+        error = value.get("error") or result.get("error") or result.get("type")
         context.leave_out(record.location, f"a call without a reply ({shown(error)})" if error else "no response")
         body = {"choices": []}
     other = "response" if half == "request" else "request"
@@ -133,25 +167,35 @@ def _batch_call(record: Placed, context: Context) -> Iterator[Placed]:
         yield Placed(location if other == "request" else record.location, {**both, **labels, "rollout": name})
 
 
-def _call(
-    location: str, messages: object, output: object, tools: object, metadata: object, labels: Record, context: Context
-) -> Placed:
-    """The record of a call, whose messages may be text, OpenAI's or LangChain's."""
+def _call(location: str, asked: object, output: object, tools: object, labels: Record, context: Context) -> Placed:
+    """The record of a call, whose messages may be text, OpenAI's, LangChain's, or items of OpenAI's Responses."""
+    messages: Any = asked
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if isinstance(messages, list) and len(messages) == 1 and isinstance(messages[0], list):
         messages = messages[0]  # LangChain calls models with batches
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{location}: the input of a call must be messages or text, found {shown(messages)}.")
-    schemas = [message["content"] for message in messages if _is_schema(message)]
-    messages = [message for message in messages if not _is_schema(message)]
-    request: Record = {"messages": _openai_messages(messages, location)}
-    if tools or schemas:
-        request["tools"] = tools or schemas
+    if isinstance(messages, dict) and "input" in messages:
+        request = dict(messages)
+    elif not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise DataError(f"{location}: the input of a call must be messages or text, found {shown(asked)}.")
+    elif _are_items(messages):
+        request = {"input": messages}
+    else:
+        schemas = [message["content"] for message in messages if _is_schema(message)]
+        talk = [message for message in messages if not _is_schema(message)]
+        request = {"messages": _openai_messages(talk, location)}
+        tools = tools or schemas
+    if tools:
+        request["tools"] = tools
     rest = {context.reward_field or "reward" if name == "reward" else name: item for name, item in labels.items()}
-    reply = _reply(output, location, request["messages"])
-    value = {"request": request, "response": reply, "metadata": _json(metadata), **rest}
+    value = {**rest, "request": request, "response": _reply(output, location, request.get("messages"))}
     return Placed(location, {name: item for name, item in value.items() if item is not None})
+
+
+def _are_items(items: list[Record]) -> bool:
+    """Whether a list is of items of OpenAI's Responses."""
+    kinds = {str(item.get("type")) for item in items if item.keys().isdisjoint(("kwargs", "data"))}
+    return not kinds.isdisjoint(RESPONSE_ITEMS)
 
 
 def _is_schema(message: Record) -> bool:
@@ -196,10 +240,10 @@ def _reply_of_several(items: list[Any], location: str, asked: object) -> Record:
     """
     if not items or not all(isinstance(item, dict) for item in items):
         return {"choices": []}
+    if _are_items(items):
+        return {"object": "response", "output": items}
     named = [item for item in items if not item.keys().isdisjoint(("role", "kwargs", "data", "parts"))]
     kinds = {str(item.get("type")) for item in items if item not in named}
-    if kinds & RESPONSE_ITEMS:
-        return {"object": "response", "choices": []}
     if kinds and not named and kinds.isdisjoint((*LANGCHAIN_ROLES, "system", "tool", "function")):
         return {"choices": [{"message": {"role": "assistant", "content": items}}]}
     messages = [_openai_message(item, location) for item in items]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
@@ -19,6 +19,7 @@ from treewise.errors import DataError
 from treewise.tree.trajectory import STREAMS
 
 MISSHAPEN = (LookupError, TypeError, AttributeError)  # of a record without the keys or lists that its format promises
+OF_TOOLS = ("type", "cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples")
 T = TypeVar("T")
 
 
@@ -27,8 +28,8 @@ class Context:
     """Settings of one import, and its findings.
 
     `reward_field` names the reward where a record holds several. `tokenizer` is there for dumps of text alone. `halves`
-    are lines of batches that wait for their request or response, which may stand in another file. `drop` takes a bad
-    record and its error, where these do not stop the import.
+    are lines of batches that wait for their request or response, which may stand in another file. `known` are digests
+    of what was read. `drop` takes a bad record and its error, where these do not stop the import.
     """
 
     reward_field: str | None = None
@@ -36,7 +37,15 @@ class Context:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
     halves: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    known: set[bytes] = field(default_factory=set)
     drop: Callable[[Placed, str], None] | None = None
+
+    def is_known(self, text: str) -> bool:
+        """Whether this was asked of the same text before."""
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        is_new = digest not in self.known
+        self.known.add(digest)
+        return not is_new
 
     def leave_out(self, location: str, reason: str) -> None:
         """Counts something that is not imported."""
@@ -214,9 +223,10 @@ def experts(value: object, name: str, num_tokens: int, location: str) -> np.ndar
     """
     if value is None:
         return None
+    given = features.encoded_arrays.decoded(value, name, location, num_tokens)
     try:
-        table = np.asarray(feature("encoded_arrays").decoded(value, name, location))
-    except ValueError:
+        table = np.asarray(given)
+    except (ValueError, OverflowError):  # ragged
         table = np.zeros(0)
     if table.ndim != 3 or len(table) not in (num_tokens, num_tokens - 1) or table.dtype.kind not in "iu":
         raise DataError(f"{location}: {name} has shape {table.shape}; [{num_tokens}, layers, experts] is expected.")
@@ -250,17 +260,23 @@ def tools_of(request: Record) -> Any:
     return request.get("tools") or request.get("functions")
 
 
-def openai_tools(value: object, location: str) -> list[Record] | None:
+def openai_tools(value: object, location: str, context: Context) -> list[Record] | None:
     """Function schemas in OpenAI's shape, from that or from flat ones (`name`, `description`, and `parameters`, which
-    Anthropic calls `input_schema`).
+    Anthropic calls `input_schema`). Tools of other types, which providers run and describe to their models, are
+    counted.
     """
-    return [
-        tool if "function" in tool or "name" not in tool else {"type": "function", "function": _function(tool)}
-        for tool in messages(value or [], "tools", location)
-    ] or None
+    found = []
+    for tool in messages(value or [], "tools", location):
+        kind = tool.get("type", "function")
+        if kind == "function" or (kind == "custom" and "input_schema" in tool):
+            is_flat = "function" not in tool and "name" in tool
+            found.append({"type": "function", "function": _function(tool)} if is_flat else tool)
+        else:
+            context.warn(f"tools of type {shown(kind)}, which are not read")
+    return found or None
 
 
 def _function(tool: Record) -> Record:
-    """A flat schema without what belongs to its tool."""
+    """A flat schema without what belongs to its tool, or tells a provider how to take calls of it."""
     names = {"input_schema": "parameters"}
-    return {names.get(k, k): v for k, v in tool.items() if v is not None and k not in ("type", "cache_control")}
+    return {names.get(k, k): v for k, v in tool.items() if v is not None and k not in OF_TOOLS}

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from treewise.data.importers.common import MISSHAPEN, Context, kept, unjoined
+from treewise.data.importers.runs import CallLog
 from treewise.data.io.files import PathLike, Placed, RawRecord, find_files
 from treewise.data.io.formats import FORMATS, detect_format
 from treewise.data.io.forms import Record, parse
 from treewise.data.io.options import LoadReport, RenderOptions
 from treewise.data.records import RecordReader
 from treewise.data.render.messages import clean_conversation
-from treewise.data.sources import read_records
+from treewise.data.sources import Source, read_records
 from treewise.errors import ConfigError, DataError, did_you_mean, num
 
-LOGS = ("openai", "langfuse", "langsmith")  # whose runs may go on in the next file
 TORCH_SUFFIXES = (".pt", ".pth")
 REFUSED = (".pkl", ".pickle", ".bin", ".dill")
 MAX_SHOWN_DRIFTS = 20
@@ -50,20 +50,24 @@ class ImportReport:
         return asdict(self)
 
 
-def _rows(source: str, name: str, records: Iterable[Placed], context: Context) -> Iterator[Record]:
-    """What the reader of a format makes of the records of a source."""
+def _reader(name: str) -> Callable[[Iterable[Placed], Context], Iterator[Any]]:
     module, _, function = FORMATS[name].reader.partition(".")
-    read = getattr(import_module(f"treewise.data.importers.{module}"), function)
+    found: Callable[[Iterable[Placed], Context], Iterator[Any]] = getattr(
+        import_module(f"treewise.data.importers.{module}"), function
+    )
+    return found
+
+
+def _rows(source: str, name: str, records: Iterable[Placed], context: Context) -> Iterator[Placed]:
+    """What the reader of a format that is no log makes of the records of a source."""
     try:
-        if name in LOGS:  # whose records belong together
-            yield from read(records, context)
-            return
         for record in records:
-            yield from kept(context, read([record], context), record)
+            for row in kept(context, _reader(name)([record], context), record):
+                yield Placed(row["source"], row, record.file)
     except MISSHAPEN as error:
         raise DataError(
-            f"{source}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); see docs/rl.md, or "
-            "name another format (treewise import --from)."
+            f"{source}: does not have the shape of a {name} dump ({type(error).__name__}: {error}); see "
+            "docs/import.md, or name another format (treewise import --from)."
         ) from error
 
 
@@ -80,6 +84,7 @@ class RolloutImport:
         self._prefix = ""
 
     def __iter__(self) -> Iterator[Record]:
+        logs: dict[str, CallLog] = {}
         for path in self.files:
             records = self._records(path)
             first = next(records, None)
@@ -90,19 +95,26 @@ class RolloutImport:
                 keys = ", ".join(str(key) for key in list(first.value)[:12]) or "none"
                 raise DataError(
                     f"{first.location}: a record with the keys {keys} matches no known format; name it with --from "
-                    f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/data.md) need no import."
+                    f"({', '.join(FORMATS)}). Records in treewise's own forms (docs/forms.md) need no import."
                 )
             self.report.formats[str(path)] = name
             # Most stacks count groups anew in each dump; the calls of a log may go on in its next file.
-            self._prefix = f"{path.name}: " if len(self.files) > 1 and name not in LOGS else ""
+            self._prefix = f"{path.name}: " if len(self.files) > 1 else ""
             try:
+                if FORMATS[name].is_log:
+                    logs.setdefault(name, CallLog(_reader(name), self.context)).take(chain([first], records))
+                    continue
                 for row in _rows(str(path), name, chain([first], records), self.context):
-                    yield from self._checked(row)
+                    yield from self._checked(row.value)
             except DataError as error:
                 seen = detect_format(first.value)
                 if seen in (None, name):
                     raise
                 raise DataError(f"{error} The record's keys are those of {seen!r}, not of {name!r}.") from None
+        self._prefix = ""
+        for log in logs.values():
+            for row in log.rows():
+                yield from self._checked(row.value)
         unjoined(self.context)
         if not self.report.num_rows:
             left_out = self.report.left_out
@@ -202,7 +214,7 @@ def _files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
         if path.name.endswith(REFUSED):
             raise DataError(
                 f"{path}: pickles and binary dumps are not read; export JSON lines, or torch.save of plain tensors "
-                "(docs/rl.md)."
+                "(docs/import.md)."
             )
         if path.name.endswith(TORCH_SUFFIXES):
             if not path.is_file():
@@ -223,29 +235,61 @@ class Dumps:
 
     def __init__(self, report: LoadReport, drop: Callable[[Placed, str], None] | None) -> None:
         self._report, self._drop = report, drop
-        self._halves: dict[str, tuple[str, Any]] = {}
+        self._logs: dict[str, _OpenLog] = {}  # by format
+        self._known: set[bytes] = set()
 
-    def read(self, source: str, format: str, records: Iterable[RawRecord], num_bytes: int) -> Iterator[RawRecord]:
-        """The records of a source. num_bytes: of each, about.
+    def read(
+        self, source: Source, format: str, records: Iterable[RawRecord]
+    ) -> Iterator[tuple[RawRecord, Path | None]]:
+        """The records of a source, with its file; those of a log come with `finish`, after the last source.
 
         Raises:
             DataError: it has not the shape of its format.
         """
-        context = Context(halves=self._halves, drop=self._drop)
-        placed = (each for raw in records for each in _parsed(raw, context))
-        for row in _rows(source, format, placed, context):
-            yield RawRecord(row.pop("source"), row, num_bytes=num_bytes)
+        file = source.data_file or source.place
+        if FORMATS[format].is_log:
+            context = Context(drop=self._drop)
+            log = self._logs.setdefault(format, _OpenLog([], CallLog(_reader(format), context), context))
+            log.sources.append(source.name)
+            log.calls.take(_placed(records, file, log.context))
+            return
+        context = Context(drop=self._drop, known=self._known)
+        for row in _rows(source.name, format, _placed(records, file, context), context):
+            yield _raw(row), file
+        self._tell(source.name, context)
+
+    def finish(self) -> Iterator[tuple[RawRecord, Path | None]]:
+        """The records of logs, and reports what no other source has completed."""
+        for log in self._logs.values():
+            for row in log.calls.rows():
+                yield _raw(row), row.file
+            unjoined(log.context)
+            more = f" and {num(len(log.sources) - 1, 'other')}" if len(log.sources) > 1 else ""
+            self._tell(f"{log.sources[0]}{more}", log.context)
+
+    def _tell(self, source: str, context: Context) -> None:
         self._report.dropped += context.left_out
         self._report.warnings += [f"{source}: {text} ({count} times)" for text, count in context.warnings.items()]
 
-    def finish(self) -> None:
-        """Reports what no other source has completed."""
-        context = Context(halves=self._halves)
-        unjoined(context)
-        self._report.dropped += context.left_out
+
+@dataclass(slots=True)
+class _OpenLog:
+    """A log, and the names of the sources that it was read from so far."""
+
+    sources: list[str]
+    calls: CallLog
+    context: Context
 
 
-def _parsed(raw: RawRecord, context: Context) -> Iterator[Placed]:
-    """A record of a dump; none where it is bad and may be dropped."""
-    text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else ""
-    yield from kept(context, (Placed(each.location, parse(each)) for each in [raw]), Placed(raw.location, {"": text}))
+def _placed(records: Iterable[RawRecord], file: Path | None, context: Context) -> Iterator[Placed]:
+    """Records of a dump as objects, without those that are bad and may be dropped."""
+    for raw in records:
+        text = raw.payload.decode(errors="replace") if isinstance(raw.payload, bytes) else ""
+        found = (Placed(each.location, parse(each), file) for each in [raw])
+        yield from kept(context, found, Placed(raw.location, {"": text}))
+
+
+def _raw(row: Placed) -> RawRecord:
+    """A row as a source has it."""
+    fields = {name: value for name, value in row.value.items() if name != "source"}
+    return RawRecord(row.location, fields, num_bytes=sum(map(len, map(repr, fields.values()))))

@@ -1,277 +1,196 @@
-"""A recorded agent log: OpenAI chat requests with their responses, one call per line.
+"""A recorded agent log: chat requests with their responses, one call per line.
 
 The shapes are those of the public OpenAI chat completions API (`messages`, `tools`; `choices[].message`), with what
-vLLM adds under `return_token_ids` (`prompt_token_ids`, `choices[].token_ids`). A line is a `request` and a `response`,
-each of them bare, under `body`, or as JSON text, with optional `rollout` (or `session_id`, `run_id`, `trace_id`),
-`group` (or `task_id`) and `reward` beside them.
+vLLM adds under `return_token_ids` (`prompt_token_ids`, `choices[].token_ids`), and of what `interfaces` reads. A line
+is a `request` and a `response`, each of them bare, under `body`, or as JSON text, with optional `rollout` (or
+`session_id`, `run_id`, `trace_id`), `group` (or `task_id`), `reward` and a time beside them.
 
 Calls of one run belong together: those with the same id, or where lines have none, a call whose messages continue an
-earlier call and its reply. They form a tree by their message prefixes; each reply is trained once.
+earlier call and its reply (`runs`). They form a tree by their message prefixes; each reply is trained once.
 
 A log of requests alone works, too: the reply to a request is what later requests of its run show after its messages.
 What nothing shows any more (the last reply of a run) cannot be trained.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from pathlib import Path
 
-from treewise.data.importers.call_records import langfuse_calls, langsmith_calls, openai_calls
-from treewise.data.importers.common import (
-    Context,
-    integers,
-    kept,
-    messages,
-    openai_tools,
-    sampled_row,
-    stream,
-    talk_of,
-    tools_of,
-)
-from treewise.data.importers.replies import Ids, ImportedCall, pooled, trainable, with_arguments
+from treewise.data.importers.common import Context, integers, messages, openai_tools, stream, tools_of
+from treewise.data.importers.interfaces import Responses, asked_messages, choices_of, is_of_responses, one_message
+from treewise.data.importers.replies import Ids, ImportedCall, with_arguments
+from treewise.data.importers.times import times_of
 from treewise.data.io.endings import with_reason
 from treewise.data.io.field_checks import shown, whole
 from treewise.data.io.files import Placed, parse_text
 from treewise.data.io.forms import Record
 from treewise.data.io.replies import KEYS, REASONING_NAMES, UnusableError
 from treewise.data.other_names import MEDIA
+from treewise.data.render.canonical import canonical, canonical_all, chain, content_text, following
 from treewise.errors import DataError
 
-RUN_NAMES = ("rollout", "rollout_id", "session_id", "run_id", "trace_id")
+RUN_NAMES = (
+    *("rollout", "rollout_id", "rolloutId", "session_id", "sessionId", "litellm_session_id"),
+    *("run_id", "runId", "trace_id", "traceId"),
+)
 GROUP_NAMES = ("group", "task_id")
 # What belongs to a message when it is sent back; the rest of a reply (refusal, annotations, audio) is not.
-CONTENT_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
-MESSAGE_KEYS = (*CONTENT_KEYS, *REASONING_NAMES)
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_NAMES)
 # Of a reply, and no part of what is sent back; of LangChain's messages, what describes them.
 BESIDE = frozenset({"type", "id", "refusal", "annotations", "function_call", "parsed", "stop_sequence", "usage", *KEYS})
 BESIDE |= {"response_metadata", "usage_metadata", "example", "status", "artifact", "model", "container"}
 OF_PROMPTS = {"chat_template", "chat_template_kwargs", "continue_final_message", "documents"}  # vLLM's, and others'
-AMBIGUOUS = "calls that continue several equal conversations; name runs with a rollout id per line"
-ANTHROPIC = "a call of Anthropic's Messages interface"
-RESPONSES = "a call of OpenAI's Responses interface"
-CHAT = "log it as a chat completion (messages, choices), or write it as a chat record (docs/data.md)"
 TOKEN_MARK = "token_id:"  # vLLM's return_tokens_as_token_ids
+BEGUN = "a reply that goes on from a turn which its request began, with reasoning or tool calls"
 
 
 @dataclass(slots=True)
-class _LoggedRun:
-    name: str
-    prompt: str  # key of the messages of its first call
-    group: Any = None
-    reward: float | None = None
-    calls: list[ImportedCall] = field(default_factory=list)
+class LoggedCall:
+    """A request and its replies: one line of a log.
 
-
-@dataclass(slots=True)
-class _Line:
-    """A request and its replies. name, group: those that it gives."""
+    Parameters:
+        history: the messages that it asks with; keys: a name of none of them, of the first, of the first two, and so
+            on (`canonical.chain`).
+        name, session, group, reward, id: those that it gives, id that of the response.
+        times: when it was made, by the names of `times.CLOCKS`.
+        replies: of a request alone there are none; ends: for each, the name of the messages that it ends.
+    """
 
     location: str
-    name: str | int | float | None
+    file: Path | None
+    history: list[Record]
+    tools: list[Record] | None
+    keys: list[str]
+    name: str | None
+    session: str | None
     group: str | int | float | None
     reward: float | None
-    calls: list[ImportedCall]
+    id: str | None
+    times: dict[str, int]
+    previous: str | None = None  # the id of a response that it goes on from
+    is_alone: bool = False
+    replies: list[ImportedCall] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """Equal for calls that are the same, logged twice: tools, messages, and what was answered."""
+        thoughts = [[reply.reply.get(name) for name in REASONING_NAMES] for reply in self.replies]
+        return (self.keys[-1], repr((self.tools, thoughts)), *(canonical(reply.reply) for reply in self.replies))
 
 
-def _read(
-    records: Iterable[Placed], context: Context, *, calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]]
-) -> Iterator[Record]:
-    """Records of the runs, in the order in which they began.
-
-    calls_of: makes of what was logged records that hold a request and a response each, or a request alone.
-    """
-    runs: dict[str, _LoggedRun] = {}
-    ends, asked = _Standing(), _Standing()  # of calls with their replies, and of requests alone
-    for line in _lines(records, calls_of, asked, context):
-        name, calls = line.name, line.calls
-        if name is None and calls:
-            keys = list(_prefix_keys(calls[0].history))
-            name, length = ends.run_at(keys, None, context)
-            ends.open.pop((name, keys[length - 1] if length else ""), None)
-        key = str(name or line.location)
-        run = runs.setdefault(key, _LoggedRun(key, _key(calls[0].history) if calls else ""))
-        for call in calls:
-            run.prompt = run.prompt or _key(call.history)
-            ends.add(_key([*call.history, call.reply]), run.name, call.location)
-        run.calls += trainable(calls, context)
-        _label(run, line, context)
-    for location in asked.open.values():
-        context.leave_out(location, "a request whose reply no later request shows")
-    for run in runs.values():
-        if run.calls:
-            yield from _rows(run, context)
-
-
-read_openai = partial(_read, calls_of=openai_calls)
-read_langfuse = partial(_read, calls_of=langfuse_calls)
-read_langsmith = partial(_read, calls_of=langsmith_calls)
-
-
-def _lines(
-    records: Iterable[Placed],
-    calls_of: Callable[[Iterable[Placed], Context], Iterator[Placed]],
-    asked: "_Standing",
-    context: Context,
-) -> "Iterator[_Line]":
-    """What was logged, request by request; a reply that is not there, or of another interface, is counted."""
-
-    def read(record: Placed) -> Iterator[_Line]:
-        for call in calls_of([record], context):
-            name, group, reward = _named(call.value, RUN_NAMES), _named(call.value, GROUP_NAMES), _reward(call, context)
-            if call.value.get("response") is None:
-                name, calls = _replies_shown(call, name, asked, context)
-                yield _Line(call.location, name, group, reward, calls)
-            elif calls := list(_calls(call, context)):
-                yield _Line(call.location, name, group, reward, calls)
-
-    for record in records:
-        yield from kept(context, read(record), record)
-
-
-def _rows(run: _LoggedRun, context: Context) -> Iterator[Record]:
-    group = run.group
-    if group is None:  # samples of one prompt are compared with one another
-        group = "prompt " + run.prompt[-16:]
-    shared = {"group": group, "rollout": run.name, "reward": run.reward}
-    by_tools: dict[str, list[ImportedCall]] = {}
-    for call in run.calls:
-        if call.ids is None:
-            by_tools.setdefault(json.dumps(call.tools, sort_keys=True), []).append(call)
-            continue
-        prompt, completion, logprobs = call.ids
-        streams = {"sampler_logprobs": ("logprobs", logprobs)}
-        talk = [*call.history, call.reply]
-        yield from sampled_row(
-            context, call.location, prompt, completion, None, streams, messages=talk, tools=call.tools, **shared
-        )
-    for calls in by_tools.values():
-        yield pooled(calls, shared)
-
-
-class _Standing:
-    """Where conversations stand: the runs that have got to some messages, by the key of these.
-
-    open: run and key, with the location, of what nothing has gone on from yet. known: replies that were shown already.
-    """
-
-    def __init__(self) -> None:
-        self.runs: dict[str, list[str]] = {}
-        self.open: dict[tuple[str | None, str], str] = {}
-        self.known: set[tuple[str, str]] = set()
-
-    def add(self, key: str, run: str, location: str) -> None:
-        runs = self.runs.setdefault(key, [])
-        if run not in runs:
-            runs.append(run)
-        self.open[run, key] = location
-
-    def run_at(self, keys: list[str], name: str | None, context: Context) -> tuple[str | None, int]:
-        """The run that has got furthest into a conversation, one that is open first, and how many messages far; name:
-        the only one that may. None where the messages begin a run.
-        """
-        for length in range(len(keys), 0, -1):
-            runs = [run for run in self.runs.get(keys[length - 1], ()) if name in (None, run)]
-            if len(runs) > 1:
-                context.warn(AMBIGUOUS)
-            if runs:
-                return next((run for run in runs if (run, keys[length - 1]) in self.open), runs[0]), length
-        return None, 0
-
-
-def _replies_shown(
-    record: Placed, name: str | int | float | None, asked: _Standing, context: Context
-) -> tuple[str, list[ImportedCall]]:
-    """The run of a request alone, and the calls whose replies it shows: its assistant messages after the longest
-    messages that the run has asked with. What the first request of a run holds was given to it.
-    """
-    location = record.location
-    request = _body(record.value.get("request", record.value), f"{location}: request")
-    if not isinstance(request, dict) or "messages" not in request:
-        context.leave_out(location, _why_no_call(request, {}))
-        return str(name or location), []
-    history = _history(request, location, context)
-    keys = list(_prefix_keys(history))
-    found, start = asked.run_at(keys[:-1], None if name is None else str(name), context)
-    run, tools = found or str(name or location), openai_tools(tools_of(request), location)
-    calls = []
-    for index in range(start if found else len(history), len(history)):
-        asked.open.pop((run, keys[index - 1]), None)
-        if history[index].get("role") == "assistant" and (run, keys[index]) not in asked.known:
-            asked.known.add((run, keys[index]))
-            calls.append(ImportedCall(location, history[:index], {"content": "", **history[index]}, tools))
-    if keys:
-        asked.add(keys[-1], run, location)
-    return run, calls
-
-
-def _history(request: Record, location: str, context: Context) -> list[Record]:
-    """The messages that a request asks with."""
-    for name in OF_PROMPTS & request.keys():
-        if request[name]:
-            context.warn(f"requests hold {shown(name)}, which decides their prompts and is not read from a log")
-    return [_plain(message, location, context) for message in messages(talk_of(request), "messages", location)]
-
-
-def _prefix_keys(history: list[Record]) -> Iterator[str]:
-    """A key for every prefix of a conversation."""
-    digest = hashlib.sha256()
-    for message in history:
-        same = {name: message[name] for name in CONTENT_KEYS if message.get(name)}
-        parts = same.get("content")
-        if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            same["content"] = "".join(str(part.get("text", "")) for part in parts)  # of one text, however it is written
-        digest.update(json.dumps(same, sort_keys=True).encode() + b"\n")
-        yield digest.hexdigest()
-
-
-def _key(history: list[Record]) -> str:
-    return ["", *_prefix_keys(history)][-1]
-
-
-def _calls(record: Placed, context: Context) -> Iterator[ImportedCall]:
-    """The calls of one line: one, or one per choice."""
-    location = record.location
-    request, response = (_body(record.value.get(name), f"{location}: {name}") for name in ("request", "response"))
+def with_bodies(call: Placed) -> Placed:
+    """A call with its request and its response as objects; a request alone has no response."""
+    location, value = call.location, call.value
+    is_alone = value.get("response") is None
+    request = _body(value.get("request", value if is_alone else None), f"{location}: request")
+    response = {} if is_alone else _body(value.get("response"), f"{location}: response")
     if not isinstance(request, dict) or not isinstance(response, dict):
         kind = type(response if isinstance(request, dict) else request).__name__
         raise DataError(
             f"{location}: request and response must be objects, found {kind}; log assembled replies, "
             "not streamed chunks."
         )
-    if "messages" not in request:
-        context.leave_out(location, _why_no_call(request, response))
+    return Placed(location, {**value, "request": request, "response": None if is_alone else response}, call.file)
+
+
+def logged_call(call: Placed, responses: Responses, context: Context) -> Iterator[LoggedCall]:
+    """A call with its replies; nothing where it has none, or is none of a chat, which is counted.
+
+    call: of `with_bodies`.
+    """
+    location, value = call.location, call.value
+    request, is_alone = value["request"], value["response"] is None
+    response = value["response"] or {}
+    if "messages" not in request and not is_of_responses(request, response):
+        context.leave_out(location, "no chat call (its request has no messages)")
         return
-    choices = response.get("choices")
+    history = _history(request, responses, location, context)
+    prefill = _begun_turn(history, response)
+    history = history[:-1] if prefill else history
+    keys = chain("", canonical_all(history, with_reasoning=False, with_margins=False))
+    own, previous = response.get("id"), request.get("previous_response_id")
+    found = LoggedCall(
+        location,
+        call.file,
+        history,
+        openai_tools(tools_of(request), location, context),
+        keys,
+        _text_or_none(_named(value, RUN_NAMES)),
+        _text_or_none(_named({"session": value.get("session")}, ("session",))),
+        _named(value, GROUP_NAMES),
+        _reward(call, context),
+        own if isinstance(own, str) else None,
+        value.get("times") or times_of(context, value, metadata_of(value), response),
+        previous if isinstance(previous, str) else None,
+        is_alone,
+    )
+    if not is_alone:
+        _take_replies(found, response, responses, value, prefill, context)
+    if is_alone or found.replies:
+        yield found
+
+
+def _take_replies(
+    found: LoggedCall, response: Record, responses: Responses, value: Record, prefill: str, context: Context
+) -> None:
+    location = found.location
+    choices = list(choices_of(response, responses, location, context))
     if not choices:
         error = response.get("error")
         why = f" ({shown(error.get('message') if isinstance(error, dict) else error)})" if error else ""
-        kinds = {RESPONSES: response.get("object") == "response", ANTHROPIC: response.get("type") == "message"}
-        other = next((kind for kind, is_it in kinds.items() if is_it and not why), None)
-        context.leave_out(location, f"{other}; {CHAT}" if other else f"a call without a reply{why}")
+        context.leave_out(location, f"a call without a reply{why}")
         return
-    history = _history(request, location, context)
-    tools = openai_tools(tools_of(request), location)
     rest = {name: item for name, item in response.items() if name != "choices"}
-    for choice_index, choice in enumerate(messages(choices, "choices", location)):
-        where = location if len(choices) == 1 else f"{location}: choices[{choice_index}]"
-        if not isinstance(choice.get("message"), dict):
-            raise DataError(f"{where}: a choice without a message; log assembled replies, not streamed chunks.")
-        reply = {**_plain(choice["message"], where, context), "role": "assistant"}
-        reply.setdefault("content", "")
-        said = {key: record.value[key] for key in KEYS if key in record.value}
-        ending = with_reason({}, choice, rest, said, _metadata(record.value))
-        if choice["message"].get("refusal") and not choice["message"].get("content"):
-            ending = {"finish_reason": "refusal"}
-        yield ImportedCall(where, history, reply, tools, _tokens(response, choice, where), ending)
+    said = {key: value[key] for key in KEYS if key in value}
+    for index, turns in enumerate(choices):
+        where = location if len(choices) == 1 else f"{location}: choices[{index}]"
+        history, key = found.history, found.keys[-1]
+        for number, choice in enumerate(messages(turns, "choices", location)):
+            is_last = number == len(turns) - 1
+            ending = with_reason({}, choice, rest, said, metadata_of(value)) if is_last else {}
+            reply = _reply(choice, prefill, where, context)
+            if choice["message"].get("refusal") and not choice["message"].get("content"):
+                ending = {"finish_reason": "refusal"}
+            ids = _tokens(response, choice, where) if len(turns) == 1 else None
+            found.replies.append(ImportedCall(where, history, reply, found.tools, ids, ending))
+            key = following(key, canonical(reply, with_reasoning=False, with_margins=False))
+            found.ends.append(key)
+            history = [*history, reply]
 
 
-def _why_no_call(request: object, response: Record) -> str:
-    if (isinstance(request, dict) and "input" in request) or response.get("object") == "response":
-        return f"{RESPONSES}; {CHAT}"
-    return "no chat call (its request has no messages)"
+def _reply(choice: Record, prefill: str, location: str, context: Context) -> Record:
+    if not isinstance(choice.get("message"), dict):
+        raise DataError(f"{location}: a choice without a message; log assembled replies, not streamed chunks.")
+    reply = _plain(one_message({**choice["message"], "role": "assistant"}, location, context), location, context)
+    reply.setdefault("content", "")
+    if not prefill:
+        return reply
+    if reply.get("tool_calls") or any(reply.get(name) for name in REASONING_NAMES):
+        raise UnusableError(location, BEGUN)
+    text = content_text(reply["content"])
+    detail = [{"begin_offset": len(prefill), "end_offset": len(prefill + text) - 1, "train": True}] if text else []
+    return {**reply, "content": prefill + text, "train_detail": detail}
+
+
+def _begun_turn(history: list[Record], response: Record) -> str:
+    """What a request of Anthropic's wrote of the turn that its reply goes on from."""
+    last = history[-1] if history and response.get("type") == "message" else {}
+    is_text = last.get("role") == "assistant" and not last.get("tool_calls")
+    return content_text(last.get("content")) if is_text else ""
+
+
+def _history(request: Record, responses: Responses, location: str, context: Context) -> list[Record]:
+    """The messages that a request asks with."""
+    for name in OF_PROMPTS & request.keys():
+        if request[name]:
+            context.warn(f"requests hold {shown(name)}, which decides their prompts and is not read from a log")
+    asked = asked_messages(request, responses, location, context)
+    found = [_plain(message, location, context) for message in messages(asked, "messages", location)]
+    for message in found:
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"{location}: a message without a role: {shown(message)}.")
+    return found
 
 
 def _tokens(response: Record, choice: Record, location: str) -> Ids | None:
@@ -292,31 +211,27 @@ def _tokens(response: Record, choice: Record, location: str) -> Ids | None:
 
 def _reward(record: Placed, context: Context) -> float | None:
     name = context.reward_field or "reward"
-    fields = {**(_metadata(record.value)), **record.value}
+    fields = {**(metadata_of(record.value)), **record.value}
     return context.reward(fields.get(name), f"{record.location}: {name}")
 
 
-def _label(run: _LoggedRun, line: _Line, context: Context) -> None:
-    if line.group is not None:
-        run.group = line.group
-    if line.reward is None:
-        return
-    if run.reward is not None and line.reward != run.reward:
-        context.warn("runs whose calls have different rewards: the last one counts for the whole run")
-    run.reward = line.reward
+def _text_or_none(name: object) -> str | None:
+    return None if name is None else str(name)
 
 
 def _named(value: Record, names: Iterable[str]) -> str | int | float | None:
-    metadata = _metadata(value)
+    metadata = metadata_of(value)
+    inner = metadata.get("requester_metadata")  # LiteLLM's, what a client sent
     for name in names:
-        for holder in (value, metadata):
+        for holder in (value, metadata, inner if isinstance(inner, dict) else {}):
             found = holder.get(name)
             if isinstance(found, str | int | float) and not isinstance(found, bool) and found == found and found != "":
                 return whole(found)
     return None
 
 
-def _metadata(value: Record) -> Record:
+def metadata_of(value: Record) -> Record:
+    """The metadata of a call, and those that its request had."""
     request = value.get("request")
     outer = request.get("metadata") if isinstance(request, dict) else None
     own = value.get("metadata")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.importers.common import (
     Context,
     experts,
@@ -155,7 +155,7 @@ def _verl_text(value: Record, location: str, context: Context) -> Iterator[Recor
             raise DataError(f"{location}: {name} must be text.")
     context.warn(
         "verl's generation dump is text without special tokens: chat markers and the end token are gone, so these "
-        "rows are not what was sampled; save a batch's tensors where that matters (docs/rl.md)"
+        "rows are not what was sampled; save a batch's tensors where that matters (docs/import.md)"
     )
     yield from text_pair(
         context,
@@ -338,7 +338,7 @@ def _streams(
 
 
 def _routes(table: np.ndarray | None) -> Record:
-    return {} if table is None else {"routed_experts": feature("encoded_arrays").encoded(table)}
+    return {} if table is None else {"routed_experts": features.encoded_arrays.encoded(table)}
 
 
 def _unpadded_row(

@@ -71,6 +71,9 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
         context.leave_out(location, f"agent {shown(agent.get('name'))} is not trained")
         return
     nodes = objects(trace["nodes"], "nodes", location)
+    if trace.get("id") is not None and context.is_known(repr((trace["id"], nodes))):
+        context.leave_out(location, "a trace that is logged twice: one before it has its id and its nodes")
+        return
     shared = {"group": group, "rollout": trace.get("id"), "reward": _total(trace, location, context)}
     sampled = [index for index, node in enumerate(nodes) if node.get("sampled")]
     if not sampled:
@@ -85,7 +88,7 @@ def _trace(trace: Record, group: object, location: str, context: Context) -> Ite
     else:  # the model calls went through a server that gave no tokens
         pool = messages([node.get("message") for node in nodes], "message", location)
         pool = [with_arguments(message, context) for message in pool]
-        tools = openai_tools(trace.get("tools"), location)
+        tools = openai_tools(trace.get("tools"), location, context)
         last = {"is_truncated": trace.get("is_truncated")}  # of the whole rollout
         logged = {call.get("node"): call for call in objects(trace.get("calls") or [], "calls", location)}
         calls = [
@@ -213,7 +216,7 @@ def _result(value: Record, location: str, context: Context) -> Iterator[Record]:
     after = [with_reason(message, message) for message in messages(completion, "completion", location)]
     if after and after[-1].get("role") == "assistant":
         after[-1] = with_reason(after[-1], after[-1], {key: value[key] for key in KEYS if key in value})
-    tools = openai_tools(value.get("tool_defs"), location)
+    tools = openai_tools(value.get("tool_defs"), location, context)
     talk = trainable_talk([with_arguments(message, context) for message in (*before, *after)], location, context)
     if talk is not None:
         yield text_row(location, messages=talk, tools=tools, **shared)
@@ -271,7 +274,7 @@ def _art_trajectory(value: Record, group: str | None, location: str, context: Co
         ):
             context.leave_out(where, "no message that the model sampled")
             continue
-        tools = openai_tools(_decoded(history.get("tools"), f"{where}: tools"), where)
+        tools = openai_tools(_decoded(history.get("tools"), f"{where}: tools"), where, context)
         found = trainable_talk(talk, where, context)
         if found is not None:
             yield text_row(where, messages=found, tools=tools, **shared)

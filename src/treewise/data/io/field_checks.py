@@ -72,7 +72,10 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
     """A printable one-line excerpt of any value: control characters escaped, at most about `limit` characters."""
     if isinstance(value, str | bytes) and len(value) > limit:
         return ascii(value[:limit]) + "..."
-    text = re.sub(r"\s*\n\s*", " ", ascii(value))  # arrays are written in several lines
+    try:
+        text = re.sub(r"\s*\n\s*", " ", ascii(value))  # arrays are written in several lines
+    except ValueError:  # Python writes no integer of over 4,300 digits
+        text = f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
     return text if len(text) <= limit + 2 else text[:limit] + "..."
 
 

@@ -8,16 +8,14 @@ import errno
 import glob
 import gzip
 import json
-import os
-import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.paths import path_of
 from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.errors import DataError
@@ -27,6 +25,7 @@ FOLDER_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # what a folder is search
 SUFFIXES = (*FOLDER_SUFFIXES, ".json", ".json.gz")
 UTF8_MARK = b"\xef\xbb\xbf"
 GZIP_MAGIC = b"\x1f\x8b"
+BLOCK_BYTES = 1 << 20
 DEFAULT_MAX_RECORD_BYTES = 1 << 28  # 256 MiB: a line, or a .json file, which is read whole
 
 
@@ -99,21 +98,6 @@ def errors_named(path: Path) -> Iterator[None]:
         raise DataError(f"{printable(path)}: damaged gzip data ({error}); write it again or restore it.") from None
     except OSError as error:
         raise DataError(f"{printable(path)}: cannot be read ({error.strerror or error}).") from error
-
-
-@contextmanager
-def moved_into_place(path: Path, named: Callable[[Path], Path] | None = None) -> Iterator[Path]:
-    """A new file beside `path`, whose folder is made, which takes its place in the end: a process that is killed leaves
-    nothing half-written. named: gives the whole file another name.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".write-", suffix=path.suffix)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.replace(name, path if named is None else named(Path(name)))
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def stem(path: Path) -> str:
@@ -213,7 +197,9 @@ def read_text(path: Path) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return path.open("rb", buffering=BLOCK_BYTES)
 
 
 def _too_long(location: str, what: str, limit: int) -> str:
@@ -234,6 +220,17 @@ def json_lines(path: Path, limit: int) -> Iterator[RawRecord]:
                 body, start = body[len(UTF8_MARK) :], start + len(UTF8_MARK)
             if body.strip():
                 yield RawRecord(location, body, start, not line.endswith(b"\n"), num_bytes=len(line))
+                continue
+            while skipped := _blank_lines(stream):  # there may be millions
+                number, offset = number + skipped.count(b"\n"), offset + len(skipped)
+
+
+def _blank_lines(stream: Any) -> bytes:
+    """The blank lines that follow and are in the buffer, which are read; empty where a line with something follows."""
+    ahead: bytes = stream.peek(BLOCK_BYTES)[:BLOCK_BYTES]
+    blank = ahead[: len(ahead) - len(ahead.lstrip(b" \t\r\n"))]
+    skipped = blank[: blank.rfind(b"\n") + 1]
+    return stream.read(len(skipped)) if skipped else b""
 
 
 class PartialTailError(DataError):
@@ -282,7 +279,11 @@ def parsed_object(raw: RawRecord, *, is_padded: bool = False) -> dict[str, Any]:
     is_padded: leave nulls out of structs, which Arrow pads for the keys of other rows.
     """
     if not isinstance(raw.payload, bytes):
-        return feature("tables").row_values(raw.payload, raw.location, is_padded) if raw.is_row else raw.payload
+        found: dict[str, Any] = raw.payload
+        if raw.is_row:
+            found = features.tables.row_values(raw.payload, raw.location, is_padded)
+        refuse_half_pairs(found, raw.location)
+        return found
     try:
         text = raw.payload.decode()
         value = json.loads(text, object_pairs_hook=_unique)
@@ -318,9 +319,37 @@ def _check_surrogates(text: str, value: dict[str, Any], raw: RawRecord) -> None:
         code = ord(error.object[error.start])
         at = text.lower().find(f"\\u{code:04x}")
         column = "" if at < 0 else f" at byte {raw.offset + len(text[:at].encode())} of the file"
-        raise DataError(
-            f"{raw.location}: lone surrogate \\u{code:04x}{column} is not text; escape pairs in full or replace it."
-        ) from None
+        raise DataError(f"{raw.location}: {_no_text(code, column)}") from None
+
+
+def refuse_half_pairs(value: object, location: str) -> None:
+    """Raises `DataError` for half of a surrogate pair in a text of nested values: it is no text to any tokenizer."""
+    try:
+        code = _half_pair_in(value)
+    except RecursionError:
+        raise DataError(f"{location}: nested too deeply to read.") from None
+    if code is not None:
+        raise DataError(f"{location}: {_no_text(code)}")
+
+
+def _half_pair_in(value: object) -> int | None:
+    if isinstance(value, str):
+        try:
+            value.isascii() or value.encode()
+        except UnicodeEncodeError as error:
+            return ord(value[error.start])
+        return None
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    if isinstance(value[0], int | float) and isinstance(value[-1], int | float):  # ids and numbers
+        return None
+    return next((code for item in value if (code := _half_pair_in(item)) is not None), None)
+
+
+def _no_text(code: int, place: str = "") -> str:
+    return f"lone surrogate \\u{code:04x}{place} is not text; escape pairs in full or replace it."
 
 
 def raw_text(raw: RawRecord) -> str:

@@ -11,13 +11,16 @@ class Format:
 
     Parameters:
         text: what it is, for messages and `--help`.
-        reader: module and function of `treewise.data.importers`.
+        reader: module and function of `treewise.data.importers`, which makes rows of records.
         signs: alternatives, each the keys that must all be there; no other format has them.
+        is_log: whether it is a log of calls, of which several records, and files, make one run: `reader` then makes
+            requests with their responses of records, for `importers.runs`.
     """
 
     text: str
     reader: str
     signs: tuple[str, ...]
+    is_log: bool = False
 
 
 FORMATS = {
@@ -66,16 +69,24 @@ FORMATS = {
         ("prompt_ids completion_ids", "prompt completion advantage step"),
     ),
     "openai": Format(
-        "recorded chat calls, {request, response} or {messages, response} a line; requests alone; batch files",
-        "openai_log.read_openai",
-        ("request", "custom_id body", "custom_id response", "messages response", "messages choices"),
+        "recorded calls of OpenAI's chats and Responses and of Anthropic's Messages, {request, response} or "
+        "{messages, response} a line; requests alone; batch files",
+        "call_records.openai_calls",
+        (
+            *("request", "custom_id body", "custom_id response", "messages response", "messages choices"),
+            *("custom_id params", "custom_id result"),
+        ),
+        is_log=True,
     ),
     "langfuse": Format(
         "observations, or traces with their observations, as .jsonl or .json",
-        "openai_log.read_langfuse",
+        "call_records.langfuse_calls",
         ("traceId type", "trace_id type input", "id observations"),
+        is_log=True,
     ),
-    "langsmith": Format("runs, as .jsonl, .json or .parquet", "openai_log.read_langsmith", ("run_type inputs",)),
+    "langsmith": Format(
+        "runs, as .jsonl, .json or .parquet", "call_records.langsmith_calls", ("run_type inputs",), is_log=True
+    ),
 }
 
 

@@ -1,12 +1,15 @@
 """Files that hold one JSON list of records (`.json`, `.json.gz`)."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from treewise.data.io.field_checks import json_kind, printable, shown
 from treewise.data.io.files import UTF8_MARK, RawRecord, read_bytes
 from treewise.errors import DataError
+
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def json_list(path: Path, limit: int) -> Iterator[RawRecord]:
@@ -53,6 +56,5 @@ def json_list(path: Path, limit: int) -> Iterator[RawRecord]:
 
 
 def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
+    match = _SPACE.match(text, position)
+    return position if match is None else match.end()

@@ -3,7 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -36,6 +38,8 @@ class RenderOptions:
         images_from_local_network: also those of addresses of this machine and its private network.
         image_folder: where image files may lie besides the folder of the data's file, with all below; "/" for anywhere.
         chat_template_kwargs: further variables for the template (`enable_thinking`, ...).
+        template_date: the date that a chat template writes as today's, as 2026-11-28; that of the first start where not
+            given.
 
     Raises:
         ConfigError: a value outside its choices.
@@ -56,9 +60,11 @@ class RenderOptions:
     images_from_local_network: bool = False
     image_folder: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_date: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_date(self.template_date)
         try:
             json.dumps(dict(self.chat_template_kwargs))
         except (TypeError, ValueError) as error:
@@ -75,8 +81,22 @@ class RenderOptions:
         return cls(**values)
 
     def to_json(self) -> str:
-        """One line that is equal for equal options."""
-        return json.dumps(asdict(self) | {"chat_template_kwargs": dict(self.chat_template_kwargs)}, sort_keys=True)
+        """One line that is equal for equal options; without the date, which few templates write."""
+        values = asdict(self) | {"chat_template_kwargs": dict(self.chat_template_kwargs)}
+        return json.dumps({name: value for name, value in values.items() if name != "template_date"}, sort_keys=True)
+
+
+def today_as() -> str:
+    """Today's date as a setting."""
+    return date.today().isoformat()
+
+
+def check_date(value: str | None) -> None:
+    """Raises `ConfigError` where `template_date` is no date."""
+    with suppress(ValueError):
+        if value is None or date.fromisoformat(value).isoformat() == value:
+            return
+    raise ConfigError(f"template_date is {shown(value)}; write a date as 2026-11-28.")
 
 
 @dataclass(slots=True)
@@ -86,6 +106,7 @@ class LoadReport:
     `num_compared` rows hold both token ids and text; the text of `num_drifted` of them gives other ids. `unused_keys`
     are keys that nothing reads, with the number of records that hold each.
     `num_preferences` records are preference pairs or labelled completions, which SFT must not imitate.
+    `dates` are those that chat templates wrote as today's.
     """
 
     num_files: int = 0
@@ -98,6 +119,7 @@ class LoadReport:
     num_preferences: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    dates: list[str] = field(default_factory=list)
 
     def unused_key_lines(self) -> list[str]:
         """`meta (367 records)` for every key that nothing reads, the most frequent first."""

@@ -17,15 +17,15 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 import treewise
+from treewise.base.durable import moved_into_place
 from treewise.base.paths import path_of
-from treewise.data.io.files import moved_into_place
 from treewise.errors import DataError
 from treewise.tree.images import ImageSpan
 from treewise.tree.trajectory import STREAMS, Stream, Trajectory
@@ -108,6 +108,7 @@ class RecordResult:
     name: str = ""
     is_declared: bool = False
     node: tuple[str, dict[str, Any]] | None = None  # (tree, node): one node per line
+    dates: list[str] = field(default_factory=list)  # that the chat template wrote as today's
     warnings: list[str] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)  # what was mended or left out of it, how often
     unused_keys: list[str] = field(default_factory=list)
@@ -149,7 +150,7 @@ def rows_to_table(trees: Iterable[int], rows: Sequence[Row]) -> pa.Table:
 
 def table_columns(part: pa.Table) -> dict[str, list[Any]]:
     """The columns of some rows as rows have them: streams as one mapping for each; arrays are views of the table."""
-    columns = {item.name: column_values(_whole(part.column(item.name))) for item in SCHEMA}
+    columns = {item.name: column_values(part.column(item.name).combine_chunks()) for item in SCHEMA}
     for name in LABELS:
         columns[name] = [None if value is None else json.loads(value) for value in columns[name]]
     images = [[json.loads(value or "[]") for value in columns.pop(name)] for name in ("image_sources", "images")]
@@ -209,15 +210,15 @@ def content_hash(table: pa.Table, names: Sequence[str]) -> str:
             continue
         digest.update(np.asarray(column.is_valid().to_numpy()).tobytes())
         if pa.types.is_large_list(item.type):  # stays in its chunks: a mapped file may exceed the memory
-            for offsets in (chunk.offsets for chunk in column.chunks):
+            for offsets in (chunk.offsets for chunk in _lists(column)):
                 digest.update(np.diff(np.asarray(offsets)).tobytes())
-            for values in (chunk.flatten() for chunk in column.chunks):
+            for values in (chunk.flatten() for chunk in _lists(column)):
                 digest.update(np.ascontiguousarray(values.to_numpy(zero_copy_only=False)).data)
         elif pa.types.is_string(item.type):
             digest.update(json.dumps(column.to_pylist()).encode())
         else:
             zero = False if pa.types.is_boolean(item.type) else 0
-            digest.update(_whole(column).fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
+            digest.update(column.combine_chunks().fill_null(zero).to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
 
 
@@ -230,7 +231,7 @@ def has_images(table: pa.Table) -> bool:
 def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] | None:
     """(row, position in its trajectory, token id) of the first id that is not in the vocabulary."""
     start = 0
-    for chunk in table.column("token_ids").chunks:
+    for chunk in _lists(table.column("token_ids")):
         ids = chunk.flatten().to_numpy(zero_copy_only=False)
         bad = np.flatnonzero(ids >= vocab_size)
         if len(bad):
@@ -244,22 +245,18 @@ def first_id_outside(table: pa.Table, vocab_size: int) -> tuple[int, int, int] |
 
 def column_values(column: pa.Array) -> list[Any]:
     """Python values of a column; lists of numbers stay NumPy arrays, which is most of the work saved."""
-    kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    lists = column if isinstance(column, pa.ListArray | pa.LargeListArray) else None
+    kind = pa.null() if lists is None else lists.values.type
+    if lists is None or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)) or lists.values.null_count:
         return column.to_pylist()
-    if not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)) or column.values.null_count:
-        return column.to_pylist()
-    values = column.values.to_numpy(zero_copy_only=False)
-    offsets = np.asarray(column.offsets)
+    values = lists.values.to_numpy(zero_copy_only=False)
+    offsets = np.asarray(lists.offsets)
     valid = column.is_valid().to_pylist()
     return [values[offsets[i] : offsets[i + 1]] if ok else None for i, ok in enumerate(valid)]
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    whole = column.combine_chunks()
-    if isinstance(whole, pa.ChunkedArray):
-        return whole.chunk(0) if whole.num_chunks else pa.array([], column.type)
-    return whole
+def _lists(column: pa.ChunkedArray) -> list[pa.LargeListArray]:
+    return cast("list[pa.LargeListArray]", column.chunks)
 
 
 # -- rows on disk ------------------------------------------------------------------------------------------------------
@@ -307,7 +304,7 @@ def write_entry(path: Path, table: pa.Table, facts: dict[str, Any]) -> None:
     JSON values that belong to it.
     """
     stored = table.replace_schema_metadata({ENTRY_FIELD: json.dumps(facts).encode()})
-    with moved_into_place(path, lambda part: path.with_stem(f"{path.stem}-{_hash_of(part)}")) as part:
+    with moved_into_place(path, lambda part: path.with_stem(f"{path.stem}-{_hash_of(part)}"), is_durable=False) as part:
         if path.suffix != MAPPED:
             pq.write_table(stored, part, compression="zstd")
         else:
@@ -387,6 +384,7 @@ class RowStore:
             return table
         self._flush()
         self._writer.close()
+        assert self._path is not None
         table = pa.ipc.open_file(pa.memory_map(self._path)).read_all()
         trees = index_of_tree[table.column("tree").to_numpy()].astype(np.int32)
         return table.set_column(0, SCHEMA.field("tree"), pa.array(trees))

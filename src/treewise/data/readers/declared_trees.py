@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io import field_checks
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import Placed
@@ -133,9 +133,9 @@ def token_rows(
             raise DataError(f"{node.location}: no token_ids; all nodes of a tree need token_ids, or all a message.")
         if mark is not None and not isinstance(mark, bool):
             raise DataError(f"{node.location}: end must be true or false, found {shown(mark)}.")
-        ids = checks.token_ids(value, node.location, "merge the node into its parent")
+        ids = checks.checked_ids(value, node.location, "merge the node into its parent")
         weights = _weights(node, len(ids), is_root=parent < 0)
-        images = () if node.value.get("images") is None else feature("image_records").row_images(node, ids, reader)
+        images = () if node.value.get("images") is None else features.image_records.row_images(node, ids, reader)
         for image in images if node.value.get("loss_weights") is None else ():
             weights[image.start : image.end] = 0
         streams = {name: _stream(node, name, weights) for name in names if name not in ("loss_weights", *ROUTED)}
@@ -175,7 +175,7 @@ def message_calls(
         location = f"{node.location}: message"
         message, weight = clean_message(node.value.get("message"), location)
         if message.get(IMAGES) or node.value.get("images") is not None:
-            message = feature("image_records").with_node_images(message, node, reader, location)
+            message = features.image_records.with_node_images(message, node, reader, location)
         cleaned.append((prepared(message, location), weight))
     inner = set(parents)
     calls = []
@@ -250,8 +250,8 @@ def _stream(node: Placed, name: str, weights: np.ndarray) -> np.ndarray:
 
 
 def _routes(node: Placed, name: str, num_tokens: int) -> np.ndarray:
-    values: Any = feature("encoded_arrays").decoded(node.value[name], name, node.location)
-    experts: np.ndarray = feature("routes").checked_experts(values, name, num_tokens, node.location)
+    values: Any = features.encoded_arrays.decoded(node.value[name], name, node.location, num_tokens)
+    experts: np.ndarray = features.routes.checked_experts(values, name, num_tokens, node.location)
     return experts
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io.field_checks import flat_list, shown
 from treewise.data.io.forms import CUMULATIVE, LENGTHS, PACKING, Record
 from treewise.data.readers.token_rows import PER_TOKEN, with_mask
@@ -53,7 +53,7 @@ def samples_of(record: Record, location: str) -> Samples | None:
     if "routed_experts" in record:
         record = {
             **record,
-            "routed_experts": feature("encoded_arrays").decoded(record["routed_experts"], "routed_experts", location),
+            "routed_experts": features.encoded_arrays.decoded(record["routed_experts"], "routed_experts", location),
         }
     of_token = [key for key in record if key in (name, "loss_weights", *PER_TOKEN, *STREAMS)]
     of_token = [key for key in of_token if isinstance(record[key], list | np.ndarray)]

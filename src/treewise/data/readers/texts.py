@@ -100,7 +100,7 @@ def _plain_pair(template: Template, prompt: str, completion: str, location: str,
     if not is_cut:
         completion = _with_end(template, completion)
     context = (_begin_ids(template, prompt), *encoder.encode([prompt])[0])
-    ids = encoder.encode_continuations([completion])[0]
+    [ids] = encoder.encode_behind([(prompt or encoder.begin_token(), completion)])
     if not sum(map(len, context)):
         raise DataError(
             f"{location}: prompt is empty and the tokenizer has no begin token; nothing predicts the completion."

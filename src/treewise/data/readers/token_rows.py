@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io.field_checks import flat_list, label, number_list, shown
 from treewise.data.io.files import Placed
 from treewise.data.io.forms import Record
@@ -81,11 +81,11 @@ def token_row(item: Placed, group: Label, rollout: Label, reader: "ImageReader |
         if STREAMS[name].is_logprob:
             streams[name] = _without_null_context(streams[name], weights, name, location)
         elif STREAMS[name].is_routes:
-            streams[name] = feature("encoded_arrays").decoded(streams[name], name, location)
+            streams[name] = features.encoded_arrays.decoded(streams[name], name, location, len(ids))
     trajectory = Trajectory(
         token_ids=ids,
         **{**streams, "loss_weights": weights},
-        images=() if record.get("images") is None else feature("image_records").row_images(item, ids, reader),
+        images=() if record.get("images") is None else features.image_records.row_images(item, ids, reader),
         group=group,
         reward=record.get("reward"),
         rollout=rollout,

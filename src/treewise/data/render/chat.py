@@ -143,10 +143,11 @@ def rendered_calls(
 def sampled_ids(template: Template, texts: Sequence[turns.RenderedCall]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Token ids of what each call sampled, and which of them are trained ([len(ids)] bool; None: all)."""
     encoder = template.encoder
-    ids = encoder.encode_continuations([text.sampled for text in texts])
+    prompts = [text.prompt + text.opening for text in texts]
+    ids = encoder.encode_behind([(before, text.sampled) for before, text in zip(prompts, texts, strict=True)])
     return [
-        (ids_of_text, None if text.spans is None else encoder.trained_tokens(text.sampled, text.spans, ids_of_text))
-        for text, ids_of_text in zip(texts, ids, strict=True)
+        (own, None if text.spans is None else encoder.trained_tokens(before, text.sampled, text.spans))
+        for text, before, own in zip(texts, prompts, ids, strict=True)
     ]
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from treewise.data.io.replies import UnusableError
 from treewise.data.io.rows import Row
 from treewise.data.render.chat import NOTHING_MARKED, LeftOut, checked_calls, rendered_calls, row_of, sampled_ids
-from treewise.data.render.messages import IMAGES, Message, Tools
-from treewise.data.render.template import MARK, Template
-from treewise.data.render.turns import Call, RenderedCall
+from treewise.data.render.messages import IMAGES, Tools
+from treewise.data.render.template import Template
+from treewise.data.render.turns import Call, RenderedCall, behind_turn
 from treewise.errors import DataError
 
 
@@ -26,7 +26,9 @@ def render_kept(template: Template, calls: Sequence[Call], tools: Tools, locatio
     encoder = template.encoder
     pieces = list(encoder.encode([texts[0].prompt + texts[0].opening])[0])
     sampled = sampled_ids(template, texts)
-    between = encoder.encode_continuations([tail + text.opening for tail, text in zip(tails, texts[1:], strict=True)])
+    between = encoder.encode_behind(
+        [(text.sampled, tail + later.opening) for text, tail, later in zip(texts, tails, texts[1:], strict=False)]
+    )
     trained = []
     for number, (call, (ids, mask)) in enumerate(zip(calls, sampled, strict=True)):
         if number:
@@ -47,31 +49,16 @@ def _tails(
     Raises:
         DataError: the template has no append-only form, so `thinking="keep"` cannot be honoured.
     """
-    steps = list(zip(calls, calls[1:], texts, texts[1:], strict=False))
-    marked = [_with_mark(later.history, len(call.history)) for call, later, _, _ in steps]
-    others = template.render(marked, tools, location, generation=True) if marked else []
     found = []
-    for (call, later, text, later_text), other in zip(steps, others, strict=True):
-        turn = len(call.history)
-        if MARK not in other:  # a template that writes either content or tool calls
-            alone = _with_mark(later.history, turn, with_calls=False)
-            other = template.render([alone], tools, location, generation=True)[0]
-        whole = text.sampled + text.closing
+    for call, later, text, later_text in zip(calls, calls[1:], texts, texts[1:], strict=False):
+        turn, whole = len(call.history), text.sampled + text.closing
         closing = template.encoder.end_of_turn(whole)
         assert closing is not None
-        _, closed, tail = other.rpartition(MARK)[2].partition(whole[slice(*closing)])
-        if not closed or not later_text.prompt.endswith(tail):
+        around = behind_turn(template, later.history, turn, tools, whole[slice(*closing)], location)
+        if around is None or not later_text.prompt.endswith(around[2]):
             raise DataError(
                 f"{location}: the chat template has no append-only form after turn {turn}, so thinking='keep' is "
                 "not possible; use thinking='as_inference'."
             )
-        found.append(text.closing + tail)
+        found.append(text.closing + around[2])
     return found
-
-
-def _with_mark(history: list[Message], turn: int, *, with_calls: bool = True) -> list[Message]:
-    marked: Message = {**history[turn], "content": MARK}
-    marked.pop("reasoning_content", None)
-    if not with_calls:
-        marked.pop("tool_calls", None)
-    return [*history[:turn], marked, *history[turn + 1 :]]

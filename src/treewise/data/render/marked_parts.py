@@ -1,12 +1,13 @@
 """Parts of a turn that are marked as trained: by a template's `{% generation %}` blocks, as transformers'
-`return_assistant_tokens_mask` and TRL's `assistant_only_loss` read them, or by a message's `train_detail` (axolotl).
+`return_assistant_tokens_mask` and TRL's `assistant_only_loss` read them, by a message's `train_detail` (axolotl), or by
+the weights of the parts of its content.
 """
 
 from collections.abc import Sequence
 
 from treewise.data.io.field_checks import shown
-from treewise.data.render.messages import Tools
-from treewise.data.render.template import MARK, Template, common_prefix
+from treewise.data.render.messages import KINDS, Message, Tools, train_mark
+from treewise.data.render.template import Template, common_prefix
 from treewise.data.render.turns import Call, Span, behind_end, difference, has_generation_blocks, with_turn
 from treewise.errors import DataError
 
@@ -42,21 +43,12 @@ def within(spans: Sequence[Span], length: int) -> list[Span] | None:
 
 def _generation_spans(template: Template, call: Call, tools: Tools, whole: str) -> list[Span]:
     """The spans of the rendered conversation that the template's `{% generation %}` blocks wrote."""
-    from transformers.utils.chat_template_utils import render_jinja_template  # loaded with the tokenizer
-
-    with template.limited(tools, call.location):
-        again, spans = render_jinja_template(
-            conversations=[template.shaped([*call.history, call.turn])],
-            tools=tools,
-            chat_template=template.tokenizer.get_chat_template(template.text, tools),
-            return_assistant_tokens_mask=True,
-            **{**template.tokenizer.special_tokens_map, **template.kwargs},
-        )
-    if again[0] != whole:
+    [again] = template.rendered([[*call.history, call.turn]], tools, call.location)
+    if again.text != whole:
         raise DataError(
-            f"{call.location}: the chat template renders another text each time; {difference(whole, again[0])}"
+            f"{call.location}: the chat template renders another text each time; {difference(whole, again.text)}"
         )
-    return [(int(start), int(end)) for start, end in spans[0]]
+    return again.spans
 
 
 def spans_of_sampled(spans: Sequence[Span], sampled: str, whole: str, eos: str | None) -> list[Span]:
@@ -77,7 +69,8 @@ def spans_of_sampled(spans: Sequence[Span], sampled: str, whole: str, eos: str |
 def _detail_in_sampled(template: Template, call: Call, sampled: str, tools: Tools) -> list[Span]:
     """`train_detail` in characters of the sampled turn; what stands behind the content (its end) is trained."""
     content = call.turn["content"]
-    at = with_turn(template, call, {**call.turn, "content": MARK}, tools)[0].find(MARK)
+    mark = template.mark([*call.history, call.turn], tools)
+    at = with_turn(template, call, {**call.turn, "content": mark}, tools)[0].find(mark)
     kept = content if sampled.startswith(content, max(at, 0)) else content.strip()  # templates may trim it
     start = at - content.index(kept)
     if at < 0 or not sampled.startswith(kept, at):
@@ -87,6 +80,37 @@ def _detail_in_sampled(template: Template, call: Call, sampled: str, tools: Tool
     details = detail_spans(call.turn["train_detail"], content, call.location)
     spans = [(low + start, high + start) for low, high in details]
     return union([*clip(spans, (at, at + len(kept))), (at + len(kept), len(sampled))])
+
+
+def with_marked_parts(message: Message, parts: Sequence[Message], location: str) -> Message:
+    """The message with the weights of the parts of its content as `train_detail`: 1 is trained, 0 is context.
+
+    parts: as they were given; the text of the content is theirs, one after the other.
+
+    Raises:
+        DataError: another weight, a part of another role that is trained, or `train_detail` beside weights.
+    """
+    detail, at = [], 0
+    for index, part in enumerate(parts):
+        where = f"{location}.content[{index}]"
+        mark, weight = train_mark(part, where), part.get("weight")
+        if isinstance(weight, bool) or weight not in (None, 0, 1):
+            raise DataError(
+                f"{where}: weight {shown(weight)} of a part; a part is trained (1) or context (0). To scale the loss, "
+                "write the weight beside the content."
+            )
+        if message["role"] != "assistant" and (mark or weight):
+            raise DataError(f"{where} ({message['role']}) has a weight; only assistant messages can be trained.")
+        size = 0 if part.get("type") in KINDS else len(part["text"])
+        if size:
+            is_trained = weight != 0 and mark is not False
+            detail.append({"begin_offset": at, "end_offset": at + size - 1, "train": is_trained})
+        at += size
+    if message["role"] != "assistant" or all(part["train"] for part in detail):
+        return message
+    if message.get("train_detail") is not None:
+        raise DataError(f"{location} has train_detail and weights of parts; mark them once.")
+    return {**message, "train_detail": detail}
 
 
 def detail_spans(value: object, content: str, location: str) -> list[Span]:

@@ -1,20 +1,22 @@
 """Chat messages of OpenAI's shape, checked and in one spelling, and what of them is trained."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io.field_checks import shown, weight
-from treewise.data.io.files import Placed
+from treewise.data.io.files import Placed, refuse_half_pairs
 from treewise.data.io.forms import TOOLS
 from treewise.data.io.replies import KEYS, REASONING_NAMES
 from treewise.errors import DataError
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
-IMAGE = "\ue0b8"  # private use: no text holds it
-IMAGES = "images"  # key of a message
+# Keys of a message: its images in order, and for each how many characters of the content stand before it.
+IMAGES, PLACES = "images", "image_places"
 KINDS = ("image", "image_url", "input_image")
+TEXTS = ("text", "input_text", "output_text")  # kinds of parts, as KINDS
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BAD_CALL = "bad_call"  # key of a message with a tool call that cannot be written: the error
 OF_ASSISTANT = ("tool_calls", "function_call", *REASONING_NAMES)
@@ -58,6 +60,7 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
     """
     if not isinstance(value, dict):
         raise DataError(f"{location} must be an object with role and content, found {type(value).__name__}.")
+    refuse_half_pairs(value, location)
     if "trainable" in value:
         raise DataError(
             f"{location} has trainable; write weight (0: not trained), or let `treewise import` read the dump."
@@ -71,12 +74,16 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
     message = {key: item for key, item in value.items() if key not in WEIGHTS and item is not None}
     if "content" not in message and role != "assistant":
         raise DataError(f"{location} ({role}) has no content.")
-    message["content"], images = _text_and_images(message.get("content", ""), location)
+    message.pop(PLACES, None)
+    message["content"], images, places = _text_and_images(message.get("content", ""), location)
     if images:
-        message[IMAGES] = images
+        message |= {IMAGES: images, PLACES: places}
     if images and role == "assistant":
         raise DataError(f"{location} (assistant) holds an image, and images are not sampled; give it to another role.")
-    trains, own_weight = _train_mark(value, location), weight(value.get("weight"), location)
+    parts = value.get("content")
+    if isinstance(parts, list) and any(part.get(name) is not None for part in parts for name in WEIGHTS):
+        message = features.marked_parts.with_marked_parts(message, parts, location)
+    trains, own_weight = train_mark(value, location), weight(value.get("weight"), location)
     if role != "assistant":
         if isinstance(message.get("train_detail"), list) and any(
             isinstance(part, dict) and part.get("train") for part in message["train_detail"]
@@ -90,7 +97,7 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
             raise DataError(f"{location} ({role}) has {own}, which only messages of the assistant have.")
         return message, 0.0
     if said := {key: message.pop(key) for key in KEYS if key in message}:
-        message = feature("endings").with_reason(message, said)
+        message = features.endings.with_reason(message, said)
     for other in REASONING_NAMES[1:]:
         if not isinstance(message.get(other), str):
             continue
@@ -103,34 +110,38 @@ def clean_message(value: object, location: str) -> tuple[Message, float]:
             raise DataError(f"{location} has both function_call and tool_calls; give the calls once, as tool_calls.")
         message["tool_calls"] = [old]
     if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = feature("tools").clean_calls(calls, location)
+        message["tool_calls"] = features.tools.clean_calls(calls, location)
     if message.get("train_detail") is not None:
         if message.get("tool_calls") or message.get("reasoning_content"):
             raise DataError(
-                f"{location}: train_detail marks parts of the content, and this message has tool calls or reasoning, "
-                "too; put them into a message of their own, or mark the whole message by weight."
+                f"{location}: parts of the content are marked (train_detail, or weights of parts), and this message "
+                "has tool calls or reasoning, too; put them into a message of their own, or mark the whole message by "
+                "weight."
             )
-        if not feature("marked_parts").detail_spans(message["train_detail"], message["content"], location):
+        if not features.marked_parts.detail_spans(message["train_detail"], message["content"], location):
             return message, 0.0
     return message, 0.0 if trains is False else own_weight
 
 
+def text_parts(message: Message) -> list[str]:
+    """The texts of a message before, between and behind its images."""
+    content, bounds = message["content"], [0, *message.get(PLACES, ()), len(message["content"])]
+    return [content[low:high] for low, high in pairwise(bounds)]
+
+
 def as_parts(message: Message, *, always: bool) -> Message:
     """A message as templates take it: content parts where it has images, or `always`; else text."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    if IMAGE not in content and not always:
+    if not isinstance(message.get("content"), str) or not (message.get(PLACES) or always):
         return message
     parts: list[Message] = []
-    for index, text in enumerate(content.split(IMAGE)):
+    for index, text in enumerate(text_parts(message)):
         parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": text}] if text else []
-    return {**{key: value for key, value in message.items() if key != IMAGES}, "content": parts}
+    return {**{key: value for key, value in message.items() if key not in (IMAGES, PLACES)}, "content": parts}
 
 
-def _train_mark(value: Message, location: str) -> bool | None:
-    """The mark of a message in other libraries, `train`, `training` or `loss`; None without one."""
+def train_mark(value: Message, location: str) -> bool | None:
+    """The mark of a message (or part) in other libraries, `train`, `training` or `loss`; None without one."""
     marks = {name: value[name] for name in WEIGHTS[1:] if value.get(name) is not None}
     if not marks:
         return None
@@ -140,20 +151,20 @@ def _train_mark(value: Message, location: str) -> bool | None:
     return bool(mark)
 
 
-def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
-    """The text of a message, with `IMAGE` where an image stands, and its images in order."""
+def _text_and_images(content: object, location: str) -> tuple[str, list[Any], list[int]]:
+    """The text of a message, its images in order, and the place of each in the text."""
     if isinstance(content, str):
-        return content, []
+        return content, [], []
     if not isinstance(content, list):
         raise DataError(f"{location}: content must be text, found {type(content).__name__}.")
-    parts, images = [], []
+    text, images, places = "", [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind in KINDS:
-            images.append(feature("image_records").image_of_part(part))
-            parts.append(IMAGE)
+            images.append(features.image_records.image_of_part(part))
+            places.append(len(text))
             continue
-        is_text = kind in ("text", "input_text", "output_text")
+        is_text = kind in TEXTS
         if is_text and not isinstance(part.get("text"), str):
             raise DataError(f"{location}: a part of content of type {shown(kind)} has no text; give its `text`.")
         if not is_text:
@@ -161,10 +172,10 @@ def _text_and_images(content: object, location: str) -> tuple[str, list[Any]]:
             raise DataError(
                 f"{location}: content of type {shown(kind)} is not supported, only text and images. {hint}".rstrip()
             )
-        parts.append(part["text"])
-    return "".join(parts), images
+        text += part["text"]
+    return text, images, places
 
 
 def find_tools(item: Placed) -> Tools:
     """Function schemas of a record, or None. Raises as `tools.tools_of` does."""
-    return None if TOOLS.isdisjoint(item.value) else feature("tools").tools_of(item)
+    return None if TOOLS.isdisjoint(item.value) else features.tools.tools_of(item)

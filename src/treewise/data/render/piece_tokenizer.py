@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Pieces = tuple[np.ndarray, ...]
 MAX_REMEMBERED_CHARS = 64_000_000
+MAX_CONTEXT = 256  # characters in front of a text, behind which it is encoded
 
 
 class Encoder:
@@ -43,14 +44,13 @@ class Encoder:
         self._endings = re.compile(rf"(?:{any_special}\s*)+\Z")
         self._known: dict[str, np.ndarray] = {}
         self._known_chars = 0
-        self._newline = self._encode_all(["\n"])[0]
-        alone, after = self._encode_all(["a", "\na"])
+        newline, alone, after = self._encode_all(["\n", "a", "\na"])
         if not len(alone) and not len(self._encode_all(["the Quick 0"])[0]):
             raise ConfigError(
                 f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}: {type(tokenizer).__name__} makes no "
                 "token of a text; are its files (tokenizer.json) complete?"
             )
-        self._adds_space = not np.array_equal(alone, after[len(self._newline) :])
+        self._adds_space = not np.array_equal(alone, after[len(newline) :])
 
     def encode(self, texts: Sequence[str]) -> list[Pieces]:
         """Ids of texts, as pieces to be put in a row. Equal pieces are the same array."""
@@ -65,25 +65,40 @@ class Encoder:
         self._known_chars += sum(map(len, new))
         return [tuple(known[piece] for piece in pieces) for pieces in cut]
 
-    def encode_continuations(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of texts that continue another text, so no space is put in front of the first word."""
-        if not self._adds_space:
-            return [joined(pieces) for pieces in self.encode(texts)]
-        ids = self._encode_all(["\n" + text for text in texts])
-        plain = self._encode_all(texts)
-        cut = len(self._newline)
-        return [
-            with_line[cut:] if np.array_equal(with_line[:cut], self._newline) else without
-            for with_line, without in zip(ids, plain, strict=True)
-        ]
+    def encode_behind(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+        """Ids of texts that follow others, each given behind what it follows, as the tokenizer writes them there.
 
-    def trained_tokens(self, text: str, spans: Sequence[tuple[int, int]], ids: np.ndarray) -> np.ndarray:
-        """[len(ids)] bool, the tokens of a continuation whose characters all lie in a span.
+        A special token may take the white space behind it along, and tokenizers with a prefix space put it in front of
+        a text, or of the text behind each special token. So the text is encoded behind the end of what it follows, and
+        the ids of that are cut off. Where they are others then (a token reaches over the border, which a model that
+        sampled apart cannot have sampled), it is encoded behind a line, or alone.
+        """
+        contexts = [self._contexts(before) for before, _ in pairs]
+        firsts = [(own[0], own[0] + text) for own, (_, text) in zip(contexts, pairs, strict=True)]
+        self.encode([text for both in firsts for text in both])  # all at once, so that each is remembered
+        return [self._behind(own, text)[1] for own, (_, text) in zip(contexts, pairs, strict=True)]
+
+    def _behind(self, contexts: Sequence[str], text: str) -> tuple[str, np.ndarray]:
+        """The first context that stays as it is in front of a text, and the ids of the text behind it."""
+        for context in contexts:
+            own, whole = map(joined, self.encode([context, context + text]))
+            if np.array_equal(whole[: len(own)], own):
+                return context, whole[len(own) :]
+        raise AssertionError
+
+    def _contexts(self, before: str) -> list[str]:
+        """What a text is encoded behind: the end of what it follows from its last special token on, a line, nothing."""
+        end = before[-MAX_CONTEXT:]
+        last = max((match.start() for match in self._special.finditer(end)), default=-1)
+        return [*([end[last:]] if last >= 0 else []), *(["\n"] if self._adds_space else []), ""]
+
+    def trained_tokens(self, before: str, text: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """[tokens] bool, the tokens of a text whose characters all lie in a span; as `encode_behind` writes it.
 
         White space at a token's border does not count: " tree" belongs to a span that begins with "tree".
 
         Parameters:
-            text: one that `encode_continuations` turned into `ids`.
+            before: what the text follows.
             spans: half-open ranges of characters.
 
         Raises:
@@ -94,16 +109,13 @@ class Encoder:
                 "parts of a turn are marked as trained ({% generation %} blocks, train_detail), which needs a fast "
                 "tokenizer: this one gives no character offsets of its tokens."
             )
-        for before in ("\n", "") if self._adds_space else ("",):
-            found = self.tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            skipped = len(self._newline) if before else 0
-            if np.array_equal(found["input_ids"][skipped:], ids):
-                break
-        else:
+        context, ids = self._behind(self._contexts(before), text)
+        found = self.tokenizer(context + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if not np.array_equal(found["input_ids"][len(found["input_ids"]) - len(ids) :], ids):
             raise DataError(f"the tokens of {text[:40]!r} cannot be found again in the text.")
         is_trained = np.zeros(len(ids), dtype=bool)
-        for index, (start, end) in enumerate(found["offset_mapping"][skipped:]):
-            low, high = max(0, start - len(before)), max(0, end - len(before))
+        for index, (start, end) in enumerate(found["offset_mapping"][len(found["input_ids"]) - len(ids) :]):
+            low, high = max(0, start - len(context)), max(0, end - len(context))
             word = text[low:high].strip()
             if word:
                 low = text.index(word, low)
@@ -133,6 +145,10 @@ class Encoder:
     def begin_ids(self) -> np.ndarray:
         """The ids that the tokenizer puts in front of a plain text (a begin-of-sequence token), if any."""
         return self._begin
+
+    def begin_token(self) -> str:
+        """The text of that token; empty where there is none."""
+        return str(self.tokenizer.bos_token) if len(self._begin) else ""
 
     def begins(self, text: str) -> bool:
         """Whether a plain text begins with the token that the tokenizer puts in front of it."""

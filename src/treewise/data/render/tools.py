@@ -6,14 +6,14 @@ Tools are a record's own, or a `tools_ref` into a file that lies beside the data
 import ast
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from treewise.data.io.field_checks import json_kind, shown
-from treewise.data.io.files import Placed, parse_text, read_bytes, stem, tool_files
-from treewise.data.render.messages import BAD_CALL, Message, Tools
+from treewise.data.io.files import Placed, parse_text, read_bytes, refuse_half_pairs, stem, tool_files
+from treewise.data.render.messages import BAD_CALL, WEIGHTS, Message, Tools
 from treewise.errors import DataError
 
 OTHER_ARGUMENTS = ("input", "parameters", "args", "params", "kwargs")  # what others call them
@@ -56,6 +56,7 @@ def _tools_of(path: Path) -> dict[str, Any]:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({shown(str(error))}).") from None
+    refuse_half_pairs(value, str(path))
     if not isinstance(value, dict):
         raise DataError(f"{path}: must be one JSON object of tool lists by name.")
     return value
@@ -96,17 +97,19 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, str | dict):
         raise DataError(f"{location}: arguments must be an object or JSON text, found {type(arguments).__name__}.")
+    if (mark := next((name for name in WEIGHTS if call.get(name) is not None), None)) is not None:
+        raise DataError(f"{location} has {mark}, which a call of its own does not take; write it beside the content.")
     rest = {key: item for key, item in call.items() if key != "function" and "function" in call}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 
 
-def with_arguments(message: Message, as_text: bool, location: str, counted: Counter[str]) -> Message:
+def with_arguments(message: Message, takes_text: Mapping[bool, bool], location: str, counted: Counter[str]) -> Message:
     """The message with all tool-call arguments as JSON text, or as objects: what the template at hand can write.
 
     Arguments that are no object are left, with the error as `BAD_CALL`: `Template.render` raises it for a message that
     some prompt or turn would hold.
 
-    counted: gets what was mended.
+    takes_text: which of them, by whether there are any arguments. counted: gets what was mended.
     """
     changed = []
     for number, call in enumerate(message["tool_calls"]):
@@ -116,7 +119,7 @@ def with_arguments(message: Message, as_text: bool, location: str, counted: Coun
         except ValueError as error:
             where = f"{location}.tool_calls[{number}]"
             return {**message, BAD_CALL: f"{where}: the arguments of {shown(function['name'])} are {error}."}
-        changed.append({**call, "function": {**function, "arguments": written if as_text else read}})
+        changed.append({**call, "function": {**function, "arguments": written if takes_text[bool(read)] else read}})
     return {**message, "tool_calls": changed}
 
 
@@ -161,11 +164,11 @@ def _python_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
 
 
-def marked_call(call: dict[str, Any], number: int, sentinel: Callable[[str], str]) -> dict[str, Any]:
-    """A call of the same shape whose texts are sentinels."""
-    function = {**call["function"], "name": sentinel(f"tool_calls[{number}].name")}
+def marked_call(call: dict[str, Any], number: int, word_of: Callable[[str], str]) -> dict[str, Any]:
+    """A call of the same shape whose texts are words that `word_of` gives to fields."""
+    function = {**call["function"], "name": word_of(f"tool_calls[{number}].name")}
     arguments = function["arguments"]
     if arguments and arguments != "{}":
-        key = sentinel(f"tool_calls[{number}].arguments")
+        key = word_of(f"tool_calls[{number}].arguments")
         function["arguments"] = f'{{"{key}": "x"}}' if isinstance(arguments, str) else {key: "x"}
     return {**call, "function": function}

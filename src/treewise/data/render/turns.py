@@ -12,13 +12,15 @@ mark which parts of a turn are trained: `marked_parts`.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.io.field_checks import shown
 from treewise.data.io.replies import STOP_SEQUENCE, UnusableError
 from treewise.data.render.messages import Message, Tools
-from treewise.data.render.template import MARK, THINK, THINK_END, Template, common_prefix
+from treewise.data.render.probes import MAX_CALLS, THINK, THINK_END
+from treewise.data.render.template import Template, common_prefix
 from treewise.errors import DataError
 
 # Thinking that holds nothing, at the start of a turn; in the tags of Qwen, DeepSeek, Seed and Mistral.
@@ -31,6 +33,8 @@ _EMPTY_THINKING_NOTE = (
     "trained. Give chat_template_kwargs: {enable_thinking: false} if the model was sampled without thinking, or "
     "reasoning_content if it did think."
 )
+
+_CALL_NAME = {f"tool_calls[{number}].name" for number in range(MAX_CALLS)}
 
 Span = tuple[int, int]  # a half-open range of characters
 
@@ -73,20 +77,25 @@ def check_turn(template: Template, call: Call, tools: Tools) -> None:
     if call.weight:
         _check_ending(call, reason)
     hidden = template.hidden_in_turn(
-        call.history, call.turn, bool(tools), lambda marked: with_turn(template, call, marked, tools)
+        call.history, call.turn, tools, lambda marked: with_turn(template, call, marked, tools)
     )
     if hidden and call.weight and not call.turn["content"] and _ending_of(call.turn) == "cut":
         raise UnusableError(call.location, "reasoning alone that was cut off, which the chat template does not write")
+    if hidden and (calls := [each for each in call.turn.get("tool_calls", ()) if _CALL_NAME.intersection(hidden)]):
+        raise DataError(
+            f"{call.location}: the chat template does not write tool calls, so {shown(calls[0]['function']['name'])} "
+            "would not be trained; give one as chat_template that does, for instance 'chatml'."
+        )
     if hidden:
         template.report_hidden(hidden, f"{call.location}: this trained message")
-    if call.weight and reason is not None and not feature("endings").is_known(reason):
+    if call.weight and reason is not None and not features.endings.is_known(reason):
         note = f"finish_reason {shown(reason)} is not known: such turns are trained without an end of turn"
         template.notes[note] = None
 
 
 def _check_ending(call: Call, reason: str | None) -> None:
     if reason is not None:
-        why = feature("endings").why_unusable(call.turn, reason)
+        why = features.endings.why_unusable(call.turn, reason)
         if why is not None:
             raise UnusableError(call.location, why)
     elif not any(call.turn.get(field) for field in ("content", "tool_calls", "refusal")):
@@ -111,10 +120,10 @@ def rendered(template: Template, call: Call, tools: Tools, prompt: str, whole: s
         opening, sampled = _completion(template, call, tools, prompt, whole)
     spans = None
     if _is_marked(template, call):
-        spans = feature("marked_parts").trained_spans(template, call, tools, whole, sampled)
+        spans = features.marked_parts.trained_spans(template, call, tools, whole, sampled)
     end = _last_sampled(template, call, sampled) if is_cut else len(sampled)
     if spans is not None:
-        spans = feature("marked_parts").within(spans, end)
+        spans = features.marked_parts.within(spans, end)
     return RenderedCall(prompt, opening, sampled[:end], spans, sampled[end:])
 
 
@@ -125,9 +134,7 @@ def _is_marked(template: Template, call: Call) -> bool:
 
 def has_generation_blocks(template: Template) -> bool:
     """Whether a template marks by `{% generation %}` blocks what is trained."""
-    return (
-        _GENERATION_BLOCK.search(str(template.text or getattr(template.tokenizer, "chat_template", None))) is not None
-    )
+    return _GENERATION_BLOCK.search(template.source) is not None
 
 
 def _content_of(template: Template, sampled: str) -> str:
@@ -148,7 +155,7 @@ def _is_cut(template: Template, call: Call, sampled: str) -> bool:
 def _ending_of(turn: Message) -> str | None:
     """What may be trained of a turn for how it ended; None where it does not say."""
     reason = turn.get("finish_reason")
-    return None if reason is None else feature("endings").ending_of(reason)
+    return None if reason is None else features.endings.ending_of(reason)
 
 
 def _last_sampled(template: Template, call: Call, sampled: str) -> int:
@@ -174,12 +181,6 @@ def _completion(template: Template, call: Call, tools: Tools, prompt: str, whole
     turn, location = call.turn, call.location
     text = whole[len(prompt) :] if whole.startswith(prompt) else _behind_header(template, call, tools, prompt, whole)
     text = text.removesuffix(behind_end(template, text))
-    for each in turn.get("tool_calls", ()):
-        if each["function"]["name"] not in text:
-            raise DataError(
-                f"{location}: the chat template does not write tool calls, so {shown(each['function']['name'])} "
-                "would not be trained; give one as chat_template that does, for instance 'chatml'."
-            )
     opening = ""
     empty = _EMPTY_THINKING.match(text)
     if empty is None and _OPENED_THINKING.search(prompt) and THINK_END not in turn["content"]:
@@ -211,7 +212,7 @@ def behind_end(template: Template, text: str) -> str:
 def _behind_header(template: Template, call: Call, tools: Tools, prompt: str, whole: str) -> str:
     """The turn where the whole does not begin with the prompt: behind the last header that opens the model's turn."""
     location = call.location
-    mark: Message = {"role": "assistant", "content": MARK}
+    mark: Message = {"role": "assistant", "content": template.mark([*call.history, call.turn], tools)}
     marked = template.render([[*call.history, mark]], tools, location)[0]
     base = template.render([call.history], tools, location)[0]
     if not prompt.startswith(base):
@@ -237,6 +238,38 @@ def _behind_header(template: Template, call: Call, tools: Tools, prompt: str, wh
         f"{difference(prompt, whole)} If the turn was sampled with other template settings, give them in "
         "chat_template_kwargs."
     )
+
+
+def behind_turn(
+    template: Template, talk: Sequence[Message], index: int, tools: Tools, end: str, location: str
+) -> tuple[str, str, str] | None:
+    """What the template writes in front of the content of message `index`, behind it up to the end of the turn, and
+    behind that through the header of the next turn; found by a mark in place of the content. None where the turn does
+    not end there as it does where it is the last.
+
+    end: the token that closes the turn; "" where the template has none.
+    """
+    mark = template.mark(talk, tools)
+    for without in ((), ("tool_calls",)):  # templates may write either content or calls
+        turn = {key: value for key, value in talk[index].items() if key not in ("reasoning_content", *without)}
+        before = [*talk[:index], {**turn, "content": mark}]
+        try:
+            [last] = template.render([before], tools, location)
+            [whole] = template.render([[*before, *talk[index + 1 :]]], tools, location, generation=True)
+            bare = {key: value for key, value in before[-1].items() if key != "tool_calls"}
+            [called] = [last] if end else template.render([[*before[:-1], bare]], tools, location)
+        except DataError:  # a template with demands of its own
+            continue
+        head, found, rest = whole.partition(mark)
+        last = last.removesuffix(behind_end(template, last))
+        span = template.encoder.end_of_turn(last)
+        if not end:  # the turn ends behind its calls, in front of what the template writes behind a text, too
+            at = len(last) - len(called.removesuffix(behind_end(template, called)).rpartition(mark)[2])
+            span = (at, at)
+        closing = last[: span[1]].rpartition(mark)[2] if span else ""  # what a text holds may look like an end, too
+        if found and span and last[slice(*span)] == end and rest.startswith(closing):
+            return head, closing, rest[len(closing) :]
+    return None
 
 
 def difference(a: str, b: str) -> str:

@@ -49,6 +49,10 @@ def arrow_records(
         if schema is None or not batch.schema.equals(schema, check_metadata=True):
             schema = batch.schema
             mends = mends_of(schema, _features_of(schema, name) if features is None else features, name)
+        try:
+            batch.validate(full=True)  # else what a damaged file points to is read, wherever that is
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(f"{name}: damaged behind row {number} ({shown(str(error))}); write it again.") from None
         num_bytes = batch.nbytes // max(1, batch.num_rows)
         columns = [_values(column, mends[key]) for key, column in zip(schema.names, batch.columns, strict=True)]
         for values in zip(*columns, strict=True):
@@ -58,11 +62,19 @@ def arrow_records(
 
 
 def parquet_records(path: Path) -> Iterator[RawRecord]:
-    """The rows of a Parquet file."""
+    """The rows of a Parquet file. A text that rows share is held once, so that a small file stays small."""
     try:
         with pq.ParquetFile(path) as file:
+            plain = {field.name for field in file.schema_arrow if not _is_extension(field)}
+            columns = (file.schema.column(index) for index in range(len(file.schema)))
+            texts = [
+                column.path
+                for column in columns
+                if column.physical_type == "BYTE_ARRAY" and column.path.partition(".")[0] in plain
+            ]
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
             yield from arrow_records(file.iter_batches(batch_size=BATCH_ROWS), printable(path))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{printable(path)}: damaged Parquet file ({shown(str(error))}); write it again.") from None
 
 
@@ -86,8 +98,23 @@ def _value(value: Any, location: str, is_padded: bool) -> object:
     return value
 
 
-def _values(column: pa.Array, mend: Mend | None) -> list[Any]:
-    return column_values(column) if mend is None else [mended(mend, value) for value in column.to_pylist()]
+def _is_extension(field: pa.Field) -> bool:
+    """Whether a field is of an extension of Arrow's types, or holds one."""
+    kind = field.type
+    if isinstance(kind, pa.BaseExtensionType) or b"ARROW:extension:name" in (field.metadata or {}):
+        return True
+    if pa.types.is_struct(kind):
+        return any(map(_is_extension, kind))
+    inner = kind.item_field if pa.types.is_map(kind) else getattr(kind, "value_field", None)
+    return inner is not None and _is_extension(inner)
+
+
+def _values(column: pa.Array, mend: Mend | None) -> Iterable[Any]:
+    """The values of a column; those that are no lists of numbers are made one by one, as they are asked for."""
+    kind = column.type
+    if mend is None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return column_values(column)
+    return (mended(mend, value.as_py()) for value in column)
 
 
 def mends_of(
@@ -126,6 +153,8 @@ def _mend_of(field: pa.Field, feature: object, where: str, stored: Callable[...,
         return partial(stored, field=field.name)
     if isinstance(kind, pa.BaseExtensionType):
         return str if extension == "arrow.uuid" else None
+    if pa.types.is_run_end_encoded(kind):
+        raise DataError(f"{where} is run-end encoded, which is not read; write plain values.")
     return _mend_of_nested(field, feature, where, stored)
 
 

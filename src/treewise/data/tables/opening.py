@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from treewise.base.hub import asking_nobody, why_unreachable
 from treewise.base.paths import path_of
 from treewise.data.io.field_checks import shown
 from treewise.data.io.files import RawRecord
@@ -43,7 +44,7 @@ def opened(data: Any) -> Source:
 
 def _open_object(data: Any) -> Source:
     if isinstance(data, pa.Table):
-        return _of_table(data, "table")
+        return _of_table(data, "table", data.nbytes)
     if is_of("pandas", data):
         return Source("data frame", lambda: _frame_records(data), num_bytes=int(data.memory_usage().sum()))
     if isinstance(data, dict):
@@ -67,12 +68,18 @@ def _open_hub(text: str) -> Source:
         raise DataError(f"{shown(text)}: a data set of the hub is written {HUB_SYNTAX}.")
     datasets = _datasets(text)
     name, config, split = match["name"], match["config"], match["split"]
+    unreachable = None if path_of(name).exists() else why_unreachable()
     try:
-        data = datasets.load_dataset(name, config, split=split)
+        from huggingface_hub import constants
+
+        with asking_nobody([] if unreachable is None else [constants, datasets.config]):
+            data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of many libraries: no connection, no such name or split, a loading script
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         offline = any(word in reason.lower() for word in ("connect", "offline", "reach", "timed out"))
-        hint = " The hub cannot be reached: download the data set where there is a network, and give its files."
+        why = f" ({unreachable})" if unreachable else ""
+        hint = f" The Hub cannot be reached{why}: download the data set where there is a network, and give its files."
+        offline = offline or unreachable is not None
         raise DataError(f"{text}: the data set cannot be loaded: {reason}{hint if offline else ''}") from error
     if isinstance(data, dict) and len(data) > 1:
         names = ", ".join(f"hf:{name}{':' + config if config else ''}[{each}]" for each in data)
@@ -163,9 +170,11 @@ def _mapping_records(
         yield RawRecord(f"{name}:row {number}", record, is_row=True)
 
 
-def _of_table(table: pa.Table, name: str, path: Path | None = None, identity: str | None = None) -> Source:
+def _of_table(
+    table: pa.Table, name: str, num_bytes: int, path: Path | None = None, identity: str | None = None
+) -> Source:
     batches = partial(table.to_batches, max_chunksize=BATCH_ROWS)
-    return Source(name, lambda: arrow_records(batches(), name), path, num_bytes=table.nbytes, identity=identity)
+    return Source(name, lambda: arrow_records(batches(), name), path, num_bytes=num_bytes, identity=identity)
 
 
 def _open_arrow_file(path: Path) -> Source:
@@ -176,12 +185,15 @@ def _open_arrow_file(path: Path) -> Source:
             table = pa.ipc.open_stream(mapped).read_all()
         except pa.ArrowInvalid:
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        mends_of(table.schema, {}, str(path))  # an error for types that are not read, before anything is
     except FileNotFoundError:
         raise DataError(f"{path}: no such file or folder.") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{path}: not an Arrow file ({shown(str(error))}).") from None
     facts = path.stat()
-    return _of_table(table, str(path), path, f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
+    if table.num_rows > 8 * facts.st_size:
+        raise DataError(f"{path}: {table.num_rows:,} rows in {facts.st_size:,} bytes; write it again.")
+    return _of_table(table, str(path), facts.st_size, path, f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
 
 
 def _frame_records(frame: Any) -> Iterator[RawRecord]:

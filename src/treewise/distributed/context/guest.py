@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed import groups, ranks
 from treewise.distributed.context.exchange import ContextExchange
 from treewise.distributed.context.parts import ContextPart, context_part, part_bounds
@@ -97,7 +97,7 @@ class ContextWalk(Guest):
             )
         base = lm.base
         if lm.is_recurrent:
-            path, kind = next(iter(feature("recurrent").kinds_of(lm.decoder).items()))
+            path, kind = next(iter(features.recurrent.kinds_of(lm.decoder).items()))
             raise UnsupportedModelError(
                 f"{type(base).__name__} has recurrent layers ({path}: {kind}), whose states do not cross from rank to "
                 f"rank; leave context_size={ranks.size} out and give max_tokens a number."

@@ -7,7 +7,7 @@ last scored label and sequences without one are not computed: no result depends 
 Letters: B rows of the batch, L tokens of a row, F real tokens, P scored labels, E edges.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,24 @@ IGNORED = -100
 
 class NotShareable(Exception):
     """A batch that has to be computed by the model's own forward; the message is the reason."""
+
+
+class OwnCall(NotShareable):
+    """A call that is meant for the model's own forward, as in generation: nothing to warn of."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How a model's own forward reads the positions of a row.
+
+    is_relative: whether it depends on differences of positions only; otherwise a sequence has to begin at position 0.
+    max_length: rows with larger positions, padding included, have other rotary frequencies; None: none has.
+    cuts_rows: whether sequences of one row are computed as if each stood alone; asked where a row has several.
+    """
+
+    is_relative: Callable[[], bool] = lambda: True
+    max_length: int | None = None
+    cuts_rows: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +84,8 @@ def rows_to_forest(
     labels: np.ndarray,
     attention_mask: np.ndarray | None = None,
     position_ids: np.ndarray | None = None,
+    rules: RowRules = RowRules(),
     *,
-    is_relative: bool = True,
     keeps_all: bool = False,
     images: BatchImages | None = None,
     routed_experts: np.ndarray | None = None,
@@ -77,17 +95,14 @@ def rows_to_forest(
     token_ids: [B, L] integers. labels: [B, L - 1] or [B, L], `labels[b, j]` is what the token at (b, j) predicts, -100
     where nothing is. attention_mask: [B, L], zero for padding, on either side. position_ids: [B, L]; without an
     attention mask a row in which they start anew holds several sequences that do not attend to one another, as in
-    transformers. is_relative: whether the model depends on differences of positions only; otherwise a sequence has to
-    begin at position 0. keeps_all: whether every real token is computed, scored or not. routed_experts: [F, layers, k],
-    of the real tokens, -1 where none were recorded.
+    transformers. keeps_all: whether every real token is computed, scored or not. routed_experts: [F, layers, k], of the
+    real tokens, -1 where none were recorded.
 
     Raises:
-        NotShareable: padding inside a sequence, positions that jump, or a label predicted by padding.
+        NotShareable: padding inside a sequence, positions that jump or that the model reads otherwise, or a label
+            predicted by padding.
     """
-    is_real = np.ones(token_ids.shape, dtype=bool) if attention_mask is None else attention_mask != 0
-    is_first = _first_tokens(is_real, position_ids, may_restart=attention_mask is None)
-    if not is_relative and (np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]).any():
-        raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
+    is_real, is_first = _sequences(token_ids, attention_mask, position_ids, rules)
     row, column = np.nonzero(labels != IGNORED)
     if not len(row):
         return None
@@ -128,6 +143,74 @@ def rows_to_forest(
         num_real=int(is_real.sum()),
         images=images,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRows:
+    """A batch as a forest of all its real tokens.
+
+    place: [cells] int64, the tree position of each token of the flattened rows; of padding the number of tree tokens.
+    num_real: tokens of the batch without padding. images: of the forest.
+    """
+
+    forest: Forest
+    place: np.ndarray
+    num_real: int
+    images: BatchImages | None = None
+
+
+def whole_rows_to_forest(
+    token_ids: np.ndarray,
+    attention_mask: np.ndarray | None = None,
+    position_ids: np.ndarray | None = None,
+    rules: RowRules = RowRules(),
+    *,
+    images: BatchImages | None = None,
+) -> WholeRows:
+    """Merges the rows' shared prefixes, whichever tokens are scored; arguments as in `rows_to_forest`.
+
+    Raises:
+        NotShareable: as in `rows_to_forest`, and a batch of padding alone.
+    """
+    is_real, is_first = _sequences(token_ids, attention_mask, position_ids, rules)
+    flat_of = np.cumsum(is_real).reshape(is_real.shape) - 1
+    flat_ids, starts = token_ids[is_real], flat_of[is_first]
+    if not len(starts):
+        raise NotShareable("it holds no token but padding")
+    lengths = np.diff(starts, append=len(flat_ids))
+    spans, _ = _spans_of_sequences(images, flat_of, starts, lengths)
+    forest = Forest.from_trajectories(
+        [
+            # A trajectory has at least two tokens: one that stands alone gets a second that nothing reads.
+            Trajectory(
+                flat_ids[start : start + length] if length > 1 else flat_ids[[start, start]],
+                images=own,
+                source="the batch",
+            )
+            for start, length, own in zip(starts, lengths, spans, strict=True)
+        ]
+    )
+    within = np.arange(len(flat_ids)) - np.repeat(starts, lengths)
+    place = np.full(token_ids.size, forest.num_tokens)
+    place[is_real.reshape(-1)] = forest.path_index[np.repeat(forest.path_offsets[:-1], lengths) + within]
+    return WholeRows(forest, place, len(flat_ids), images)
+
+
+def _sequences(
+    token_ids: np.ndarray, attention_mask: np.ndarray | None, position_ids: np.ndarray | None, rules: RowRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens are none of padding, and which are the first of a sequence, [B, L] bool each."""
+    is_real = np.ones(token_ids.shape, dtype=bool) if attention_mask is None else attention_mask != 0
+    is_first = _first_tokens(is_real, position_ids, may_restart=attention_mask is None)
+    begins_later = (np.nonzero(is_first)[1] if position_ids is None else position_ids[is_first]).any()
+    if begins_later and not rules.is_relative():
+        raise NotShareable("the model has absolute positions, and a row does not begin at position 0 (left padding)")
+    if is_first.sum(axis=1).max(initial=0) > 1 and not rules.cuts_rows():
+        raise NotShareable("the model does not cut rows where positions start anew: sequences see those before them")
+    longest = token_ids.shape[1] if position_ids is None else int(position_ids.max(initial=-1)) + 1
+    if rules.max_length is not None and longest > rules.max_length:
+        raise NotShareable(f"positions reach {longest}, and beyond {rules.max_length} all rows get other frequencies")
+    return is_real, is_first
 
 
 def _spans_of_sequences(

@@ -6,10 +6,12 @@ of a batch become a forest with edges, each edge gets its fields once, and an in
 Letters: E edges, M model width.
 """
 
+import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,21 +20,32 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
 from treewise.distributed.parts import mesh_of
-from treewise.engine.edge_scorer import Entries
+from treewise.engine.edge_scorer import Entries, Values
 from treewise.engine.engine import TreeEngine
 from treewise.engine.values import Reader
 from treewise.errors import ConfigError, UnsupportedModelError, num
-from treewise.integrations.batches.batch_forest import NotShareable, Rows
+from treewise.integrations.batches.accumulation import AccumulationWindow
+from treewise.integrations.batches.batch_forest import (
+    BatchImages,
+    NotShareable,
+    OwnCall,
+    RowRules,
+    Rows,
+    WholeRows,
+)
+from treewise.integrations.batches.positions import cuts_packed_rows, has_relative_positions
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
 from treewise.nn.guest import MicroBatchOutput
-from treewise.nn.model_checks import refuse_dropout
+from treewise.nn.model_checks import length_limit, refuse_dropout
 from treewise.nn.platform.tensors import to_device
 from treewise.nn.router_loss import RouterLoss, RouterLossRule
 from treewise.planning.plans import Plan
+from treewise.tree.forest import Forest
 
 logger = logging.getLogger("treewise")
 
 Fields = dict[str, torch.Tensor]
+AnyRows = TypeVar("AnyRows", Rows, WholeRows)
 
 
 class RowHead(Protocol):
@@ -74,14 +87,16 @@ class StandIn:
 class Counts:
     """Batches and tokens that a model computed so far.
 
-    num_calls: batches computed as trees. num_left: batches computed by the model's own forward. Of the former:
+    num_calls: batches computed as trees. left: batches computed by the model's own forward, by reason. num_cached:
+    calls with a cache, as in generation, which are the model's own, too. Of batches computed as trees:
     num_rows; num_flat_tokens, without padding; num_tree_tokens, without repeated prefixes and tokens that no label
     depends on; num_computed_tokens, forwards of tokens with recomputed ones; num_recorded, tree tokens with recorded
     experts; num_otherwise, of these, that some router would have sent to others.
     """
 
     num_calls: int = 0
-    num_left: int = 0
+    left: dict[str, int] = field(default_factory=dict)
+    num_cached: int = 0
     num_rows: int = 0
     num_flat_tokens: int = 0
     num_tree_tokens: int = 0
@@ -90,101 +105,151 @@ class Counts:
     num_otherwise: int = 0
 
     @property
+    def num_left(self) -> int:
+        """Batches computed by the model's own forward."""
+        return sum(self.left.values())
+
+    def leave(self, reason: str) -> None:
+        """Counts a batch that is computed by the model's own forward."""
+        self.left[reason] = self.left.get(reason, 0) + 1
+
+    @property
     def share_ratio(self) -> float:
         """Flat tokens / tree tokens; 1 before the first batch."""
         return self.num_flat_tokens / self.num_tree_tokens if self.num_tree_tokens else 1.0
 
     def __str__(self) -> str:
+        cached = f"; {num(self.num_cached, 'call')} with a cache, as in generation"
         replay = f"; {self.num_otherwise:,} of {self.num_recorded:,} replayed tokens would have gone to other experts"
         return (
             f"{num(self.num_calls, 'batch', 'batches')}, {num(self.num_rows, 'row')}, "
             f"{self.num_flat_tokens:,} flat tokens, {self.num_tree_tokens:,} tree tokens, "
             f"{self.num_computed_tokens:,} computed, share ratio "
             f"{self.share_ratio:.2f}; {num(self.num_left, 'batch', 'batches')} left as they were"
+            f"{''.join(f' ({count:,}: {reason})' for reason, count in self.left.items())}"
+            f"{cached if self.num_cached else ''}"
             f"{replay if self.num_recorded else ''}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a batch's tree gave: each reader's values, and how many tokens were new to a window (all, without one) and
+    computed forward."""
+
+    values: list[Values]
+    num_tree_tokens: int
+    num_computed_tokens: int
 
 
 class TreeBatches:
     """Computes batches of one model as trees, and counts them.
 
-    min_ratio: batches with fewer tokens than this for each tree token are not worth it, unless they exceed the budget.
+    model: of the engine, without wrappers. min_ratio: batches with fewer tokens than this for each tree token are not
+    worth it, unless they exceed the budget. windows: whether calls between two optimizer steps share, where a loop says
+    which these are.
 
     Raises:
         ConfigError: a negative `min_ratio`.
     """
 
-    def __init__(self, engine: TreeEngine, min_ratio: float) -> None:
+    def __init__(self, engine: TreeEngine, model: nn.Module, min_ratio: float, *, windows: bool = False) -> None:
         if not min_ratio >= 0:
             raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
-        self.engine, self.min_ratio = engine, min_ratio
+        self.engine, self.model, self.min_ratio = engine, model, min_ratio
         self.counts = Counts()
-        self.is_relative = not _has_absolute_positions(engine)
+        self.rules = _rules_of(engine)
+        self.windows = AccumulationWindow(engine, model, min_ratio) if windows else None
         self._logged: set[str] = set()
 
-    def rows(
-        self, model: nn.Module, make: Callable[[], tuple[Rows | None, int]], *, whatever_size: bool = False
-    ) -> Rows | None:
+    def rows(self, make: Callable[[], tuple[AnyRows | None, int]], *, whatever_size: bool = False) -> AnyRows | None:
         """The rows of a batch; None for one that is left to the model's own forward, which is counted, and told once:
-        every row would have a dropout mask of its own, `make` raises `NotShareable`, or there is little to share.
+        every row would have noise of its own, `make` raises `NotShareable`, or there is little to share.
 
         make: the rows, and tokens of the batch, padding included. The tree should be smaller than these by enough,
-        unless they do not fit the budget. whatever_size: also where little is shared.
+        unless they do not fit the budget, or meet those of other calls in a window. whatever_size: also where little is
+        shared.
         """
-        rows, num_padded, why = None, 0, ""
         try:
-            refuse_dropout(model)
+            refuse_dropout(self.model)
             rows, num_padded = make()
         except UnsupportedModelError as error:
-            why = f"every row would have a dropout mask of its own. {str(error).rstrip('.')}"
+            noise = f"every row would have a dropout mask or noise of its own. {str(error).rstrip('.')}"
+            self._left(noise, logging.WARNING)
+            return None
+        except OwnCall:
+            self.counts.num_cached += 1
+            return None
         except NotShareable as reason:
-            why = str(reason)
-        if why:
-            self._log_once(logging.WARNING, f"a batch is left to the model's own forward: {why}.")
+            self._left(str(reason), logging.WARNING)
+            return None
+        if rows is None:
+            self._left("no label is scored", logging.DEBUG)
+            return None
         fits = self.engine.max_tokens is None or num_padded <= self.engine.max_tokens
-        if rows is not None and fits and not whatever_size and num_padded < self.min_ratio * rows.forest.num_tokens:
-            rows = None
-            self._log_once(
-                logging.INFO,
-                f"batches with little to share (fewer than {self.min_ratio:g} tokens of the rows, padding included, "
-                "for each tree token) are left to the model's own forward.",
-            )
-        self.counts.num_left += rows is None
+        if fits and not whatever_size and num_padded < self.min_ratio * rows.forest.num_tokens:
+            if self.windows is not None and self.windows.is_worth_it:
+                return rows
+            if self.windows is not None:
+                self.windows.observe(rows.forest)
+            little = f"little to share: fewer than {self.min_ratio:g} tokens, padding included, for each tree token"
+            self._left(little, logging.INFO)
+            return None
         return rows
 
-    def fields(
-        self, rows: Rows, head: RowHead, rule: RouterLossRule | None = None
-    ) -> tuple[Fields, torch.Tensor | None, Plan]:
-        """[E] values of the edges by name, the router loss if there is a rule, and the plan that gave them.
+    def _left(self, reason: str, level: int) -> None:
+        self.counts.leave(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.log(level, f"a batch is left to the model's own forward: {reason}.")
+
+    def values(self, forest: Forest, readers: Sequence[Reader], images: BatchImages | None = None) -> Computed:
+        """Each reader's values of a forest, within the window if there is one.
 
         Raises:
             ConfigError: several ranks, and a batch that exceeds `max_tokens`.
         """
-        plan = self.engine.plan(rows.forest)
-        _refuse_pieces_on_several_ranks(plan, self.engine.model)
-        reader, pixels_of = _field_reader(rows, head), None if rows.images is None else rows.images.pixels_of
-        if rule is None:
-            return self.engine.values(plan, [reader], pixels_of)[0], None, plan
-        router_loss = RouterLoss(rule, plan.forest.multiplicity)
-        fields, parts = self.engine.values(plan, [reader, router_loss_reader(router_loss, plan)], pixels_of)
-        return fields, router_loss_of(router_loss, parts), plan
+        pixels_of = None if images is None else images.pixels_of
+        with nullcontext() if self.windows is None else self.windows.around(forest):
+            window = self.engine.in_window
+            before = (0, 0) if window is None else (window.num_calls, window.num_tokens)
+            plan = self.engine.plan(forest)
+            if window is None:
+                refuse_pieces_on_several_ranks(plan, self.engine.model)
+            values = self.engine.values(plan, readers, pixels_of)
+            if window is None or window.num_calls == before[0]:  # by itself
+                return Computed(values, forest.num_tokens, plan.num_computed_tokens)
+            new = window.num_tokens - before[1]
+            return Computed(values, new, new)
 
-    def count(self, rows: Rows, num_rows: int, plan: Plan) -> None:
+    def fields(
+        self, rows: Rows, head: RowHead, rule: RouterLossRule | None = None
+    ) -> tuple[Fields, torch.Tensor | None, Computed]:
+        """[E] values of the edges by name, the router loss if there is a rule, and what gave them.
+
+        Raises:
+            ConfigError: see `values`.
+        """
+        reader = _field_reader(rows, head)
+        if rule is None:
+            computed = self.values(rows.forest, [reader], rows.images)
+            return computed.values[0], None, computed
+        router_loss = RouterLoss(rule, rows.forest.multiplicity)
+        plan = self.engine.plan(rows.forest)
+        computed = self.values(rows.forest, [reader, router_loss_reader(router_loss, plan)], rows.images)
+        return computed.values[0], router_loss_of(router_loss, computed.values[1]), computed
+
+    def count(self, rows: Rows | WholeRows, num_rows: int, computed: Computed) -> None:
         """Adds a batch that was computed as a tree."""
         counts = self.counts
         counts.num_calls += 1
         counts.num_rows += num_rows
         counts.num_flat_tokens += rows.num_real
-        counts.num_tree_tokens += rows.forest.num_tokens
-        counts.num_computed_tokens += plan.num_computed_tokens
+        counts.num_tree_tokens += computed.num_tree_tokens
+        counts.num_computed_tokens += computed.num_computed_tokens
         if (replay := self.engine.replay) is not None:
             counts.num_recorded += replay.num_recorded
             counts.num_otherwise += replay.num_otherwise
-
-    def _log_once(self, level: int, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            logger.log(level, message)
 
 
 def as_numpy(tensor: torch.Tensor | None) -> Any:
@@ -219,7 +284,7 @@ def _field_reader(rows: Rows, head: RowHead) -> Reader:
     return Reader(read, head.names, len(rows.source), without_gradient=head.without_gradient)
 
 
-def _refuse_pieces_on_several_ranks(plan: Plan, model: nn.Module) -> None:
+def refuse_pieces_on_several_ranks(plan: Plan, model: nn.Module) -> None:
     """Raises for several micro-batches on ranks with rows of their own: each runs a backward and, sharded, gathers of
     its own, which no other rank would join."""
     mesh = mesh_of(model)
@@ -230,9 +295,10 @@ def _refuse_pieces_on_several_ranks(plan: Plan, model: nn.Module) -> None:
         )
 
 
-def _has_absolute_positions(engine: TreeEngine) -> bool:
-    """Whether the decoder has a table of position embeddings, so that left padding changes its rows."""
-    return any(
-        isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
-        for name, module in engine.lm.decoder.named_modules()
+def _rules_of(engine: TreeEngine) -> RowRules:
+    """What the model itself has to show is computed once, when a row needs it."""
+    lm, limit = engine.lm, length_limit(engine.lm.decoder)
+    is_relative, cuts_rows = (
+        functools.cache(functools.partial(asked, lm)) for asked in (has_relative_positions, cuts_packed_rows)
     )
+    return RowRules(is_relative, limit and limit[0], cuts_rows)

@@ -1,5 +1,5 @@
-"""TRL's trainers on trees."""
+"""TRL's fused head on trees."""
 
-from treewise.integrations.trl.prefix_sharing import Sharing, share_prefixes
+from treewise.integrations.trl.fused_seam import FusedSeam, has_fused_head
 
-__all__ = ["Sharing", "share_prefixes"]
+__all__ = ["FusedSeam", "has_fused_head"]

@@ -1,30 +1,21 @@
 """The arguments of a call with `fused_lm_head=True`: the rows of its batch with their images, or why they cannot become
 a forest.
 
-TRL's collators hand over the pixels of a batch as their processor made them. Each image is recognised by its pixels,
-so the copies of a screenshot in several rows are one image of the tree.
-
 Letters: B rows of the batch, L tokens of a row.
 """
 
-import hashlib
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, num
-from treewise.integrations.batches.batch_forest import BatchImages, NotShareable, Rows, rows_to_forest
+from treewise.errors import ConfigError
+from treewise.integrations.batches.batch_forest import NotShareable, RowRules, Rows, rows_to_forest
+from treewise.integrations.batches.batch_images import OF_IMAGES, PIXELS, images_of_call
 from treewise.integrations.batches.tree_batches import as_numpy
-from treewise.nn.support_table import own_table
-from treewise.nn.vision import PixelInputs, image_token_of
+from treewise.nn.vision import image_token_of
 
-PIXELS = "pixel_values"
-# Arguments beside the pixels that tell their sizes, or which tokens are placeholders (as the token ids do).
-OF_IMAGES = (PIXELS, "image_grid_thw", "image_sizes", "mm_token_type_ids", "token_type_ids")
 # Arguments of a forward that define the rows, or that do not change what a fused head returns.
 _SUPPORTED = {"input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
 _SUPPORTED |= {"max_length_k", "seq_idx", "use_cache", "return_dict", "logits_to_keep", "output_router_logits"}
@@ -33,12 +24,17 @@ _OF_THE_HEAD = {"fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 def rows_of_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, config: PretrainedConfig, is_relative: bool, keeps_all: bool
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    config: PretrainedConfig,
+    rules: RowRules,
+    keeps_all: bool,
 ) -> tuple[Rows | None, torch.Tensor]:
     """The batch as a forest (None if no label is scored), and the labels, [B, L - 1] or [B, L], each at the index of
     the token that predicts it.
 
-    config: of the whole model. is_relative, keeps_all: as in `rows_to_forest`.
+    config: of the whole model. rules, keeps_all: as in `rows_to_forest`.
 
     Raises:
         NotShareable: the batch has to be computed by the model's own forward.
@@ -65,7 +61,7 @@ def rows_of_call(
         as_numpy(labels),
         as_numpy(arguments.get("attention_mask")),
         as_numpy(_expanded(arguments.get("position_ids"), token_ids)),
-        is_relative=is_relative,
+        rules,
         keeps_all=keeps_all,
         images=images_of_call(arguments, ids, config, token) if PIXELS in arguments else None,
     )
@@ -99,59 +95,3 @@ def _expanded(position_ids: torch.Tensor | None, token_ids: torch.Tensor) -> tor
     if position_ids.dim() != 2:
         raise NotShareable(f"position_ids has {position_ids.dim()} dimensions")
     return position_ids.expand(token_ids.shape)
-
-
-def images_of_call(
-    arguments: Mapping[str, Any], token_ids: np.ndarray, config: PretrainedConfig, token: int | None
-) -> BatchImages:
-    """The images of a batch, in the order of its rows.
-
-    token_ids: [B, L] int64. config: of the whole model. token: the placeholder.
-
-    Raises:
-        NotShareable: tensors that do not show which image they belong to, or another number of placeholders
-            than these have.
-    """
-    if token is None or config.model_type not in own_table().with_images():
-        raise NotShareable(f"images of {config.model_type!r} are not supported")
-    pixels, grid = arguments[PIXELS], arguments.get("image_grid_thw")
-    if grid is not None:
-        merged = getattr(config.vision_config, "spatial_merge_size", 0) ** 2
-        if not merged:
-            raise NotShareable(f"{config.model_type!r} does not tell how many placeholders an image has")
-        counts = (grid.prod(-1) // merged).tolist()
-        parts = pixels.split(grid.prod(-1).tolist())
-        each = [{PIXELS: part, "image_grid_thw": size[None]} for part, size in zip(parts, grid, strict=True)]
-    else:
-        row, _ = np.nonzero(token_ids == token)
-        counts, each = _of_equal_size(arguments, len(row))
-    row, column = np.nonzero(token_ids == token)
-    if sum(counts) != len(row):
-        raise NotShareable(
-            f"{num(len(each), 'image')} with {sum(counts)} placeholders stand beside {len(row)} image tokens"
-        )
-    bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    first, last = bounds[:-1], bounds[1:] - 1
-    if (row[first] != row[last]).any():
-        raise NotShareable("the placeholders of an image are in two rows")
-    digests = tuple(_digest(tensors) for tensors in each)
-    return BatchImages(row[first], column[first], column[last] + 1, digests, dict(zip(digests, each, strict=True)))
-
-
-def _of_equal_size(arguments: Mapping[str, Any], num_placeholders: int) -> tuple[list[int], list[PixelInputs]]:
-    """Placeholders and tensors of images that a processor brings to one size: one entry of `pixel_values` for each."""
-    pixels, sizes = arguments[PIXELS], arguments.get("image_sizes")
-    if pixels.dim() != 4 or num_placeholders % len(pixels):
-        raise NotShareable(f"pixel_values of shape {tuple(pixels.shape)} do not tell which image is which")
-    if sizes is not None and (sizes != sizes[0]).any():
-        raise NotShareable("images of several sizes (image_sizes) stand in one batch")
-    more = {} if sizes is None else {"image_sizes": sizes[:1]}
-    return [num_placeholders // len(pixels)] * len(pixels), [{PIXELS: pixel[None], **more} for pixel in pixels]
-
-
-def _digest(tensors: PixelInputs) -> str:
-    state = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-        state.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()

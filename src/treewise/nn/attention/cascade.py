@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.shapes import Context, Float
 from treewise.errors import ConfigError
 from treewise.nn.attention.gateway import GatewayRead, LayerCall, take
@@ -175,7 +175,7 @@ def _forward_part(
 ) -> tuple[Float[Tensor, "1 H R D"], Float[Tensor, "1 H R"]]:
     """Output [1, H, R, D] and log-sum-exp [1, H, R] of some rows over some keys."""
     if rule.softcap is not None:
-        out, lse = feature("softcap").softcap_attention(query, key, value, visible, rule)
+        out, lse = features.softcap.softcap_attention(query, key, value, visible, rule)
         return out, lse
     return _forward_kernel(query, key, value, is_causal=visible.is_causal, attn_mask=visible.mask, scale=rule.scaling)
 
@@ -189,7 +189,7 @@ def _backward_part(
     float32 backward (its forward 0.4), except with large heads and many rows.
     """
     if rule.softcap is not None:
-        query_grad, key_grad, value_grad = feature("softcap").softcap_attention_backward(grad, part, visible, rule)
+        query_grad, key_grad, value_grad = features.softcap.softcap_attention_backward(grad, part, visible, rule)
         return query_grad, key_grad, value_grad
     mask = visible.mask
     if grad.dtype in (torch.bfloat16, torch.float16) and (grad.shape[3] < 128 or grad.shape[2] < 256):

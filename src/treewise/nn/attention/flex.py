@@ -409,7 +409,7 @@ def tiles(dtype: torch.dtype, sizes: tuple[int, int], card: Card) -> dict[str, i
     forward in float32 with tiles of M x N in s stages takes, but for 2 KiB, `4 * D * (M + 2 * (s - 1) * N)
     + 4 * M * (N + 3)` bytes for heads of D, a power of two. Then, in half precision, those that spill least: for heads
     of 64, 128 x 64 in the forward; 64 x 64 in the backward of sm_100. `benchmarks/flex_kernels.py resources` compiles
-    them all (docs/benchmarks.md).
+    them all (benchmarks/reports/method.md).
 
     Raises:
         UnsupportedModelError: the card has less shared memory than all of these need.

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.shapes import Context, Float
 from treewise.nn.platform.tensors import on_host
 
@@ -134,7 +134,7 @@ class Gateway:
         if self._has_sums_on_host is None:
             of_all = [*self.keys.values(), *self.values.values(), *self.states.values()]
             num_bytes = sum(each.numel() for each in of_all) * wide.itemsize
-            self._has_sums_on_host = not feature("side_copies").has_room(grad.device, num_bytes)
+            self._has_sums_on_host = not features.side_copies.has_room(grad.device, num_bytes)
         if self._has_sums_on_host:
             return torch.zeros(written.shape, dtype=wide, device="cpu", pin_memory=True)
         return torch.zeros(written.shape, dtype=wide, device=grad.device)
@@ -255,14 +255,14 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, beside the kernels of a GPU."""
     if not tensor.is_cuda:
         return on_host(tensor)
-    sent: Tensor = feature("side_copies").side_copies(tensor.device).to_host(tensor)
+    sent: Tensor = features.side_copies.side_copies(tensor.device).to_host(tensor)
     return sent
 
 
 def fetched(kept: torch.Tensor, device: torch.device) -> "Arrival":
     """Begins to copy what is kept to a device, beside the kernels of a GPU; called, the result gives the copy."""
     if device.type == "cuda" and kept.device != device:
-        arrival: Arrival = feature("side_copies").side_copies(device).to_device(kept)
+        arrival: Arrival = features.side_copies.side_copies(device).to_device(kept)
         return arrival
     there = kept.to(device, non_blocking=True)
     return lambda: there

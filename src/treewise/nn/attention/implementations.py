@@ -10,7 +10,7 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from treewise.base.features import feature, is_there
+from treewise.base import features
 from treewise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def choose(
         UnsupportedModelError: something of the model that its kernels lack.
     """
     if attention == AUTO:
-        if device_type == "cuda" and decoder is not None and is_there("attention_needs"):
-            measured: str | None = feature("attention_needs").fastest(device_type, dtype, decoder)
+        if device_type == "cuda" and decoder is not None and features.is_there("attention_needs"):
+            measured: str | None = features.attention_needs.fastest(device_type, dtype, decoder)
             if measured is not None:
                 return measured
         suiting = [name for name, each in IMPLEMENTATIONS.items() if each.suits(device_type)]
@@ -91,7 +91,7 @@ def choose(
             "'reference', which 'auto' then takes, or a model in another dtype."
         )
     if decoder is not None and IMPLEMENTATIONS[attention].is_gated:
-        needs = feature("attention_needs")
+        needs = features.attention_needs
         needs.require(attention, needs.place_of(device_type, dtype), needs.asked_by(decoder))
     return attention
 

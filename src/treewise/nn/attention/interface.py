@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.errors import UnsupportedModelError
 from treewise.nn.attention import mask_audit
 from treewise.nn.attention.gateway import NOTHING, Carried, Gateway, GatewayRead, carry, inject
@@ -178,7 +178,7 @@ def attend(
     call = context.next_call(module)
     dtype = autocast_dtype(query.device.type)  # which kernels that are called directly bypass
     if vars(module).get("attn_temperature_tuning"):
-        query = feature("depth_scaling").rescaled_for_depth(module, query, context.mask)
+        query = features.depth_scaling.rescaled_for_depth(module, query, context.mask)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if context.carried is not NOTHING and context.carried.includes(*call):

@@ -61,7 +61,7 @@ class Case:
 
 _PLAIN, _ALL = LayerRule(scaling=0.2), LayerRule(0.3, window=150, chunk=300, softcap=0.9)
 _BELOW = (3, 270, 150)
-# Of queries and keys, and of values, for which tiles are chosen; and in which dtypes (docs/benchmarks.md).
+# Of queries and keys, and of values, for which tiles are chosen; and in which dtypes (benchmarks/reports/method.md).
 HEAD_SIZES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CASES = {

@@ -9,6 +9,13 @@ import psutil
 import torch
 
 _NO_LIMIT = 2**62
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+# Of v2 and v1: where the limit stands, what is used, and what of that are files' pages, which can be dropped.
+_V1 = "memory/memory."
+_CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (f"{_V1}limit_in_bytes", f"{_V1}usage_in_bytes", f"{_V1}stat", "total_inactive_file"),
+)
 # Parameters of glibc's mallopt (malloc.h): no memory is mapped for a large tensor alone, none is returned to the
 # system, and the heap grows by 64 MiB at a time.
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2
@@ -24,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
     On CUDA: what nobody has reserved, and what torch's allocator has reserved in pieces that are wholly unused, within
     the process's part of the memory (`torch.cuda.set_per_process_memory_fraction`). The unused rest of a piece in use
     is a fragment, for which a step need not have a tensor. On the CPU: available memory,
-    or what the limit of the container (cgroup v2) leaves if that is less.
+    or what the limit of the container (cgroups v2 and v1) leaves if that is less.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -59,10 +66,12 @@ def keep_few_kernels() -> None:
 
 
 def _cgroup_room() -> int:
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return _NO_LIMIT
-    return _NO_LIMIT if limit == "max" else max(0, int(limit) - used)
+    """What the limit of the container leaves; what its files keep in memory makes room."""
+    for limit_file, used_file, stat_file, cached in _CGROUPS:
+        try:
+            limit, used = ((_CGROUP_ROOT / name).read_text().strip() for name in (limit_file, used_file))
+            stat = dict(line.split() for line in (_CGROUP_ROOT / stat_file).read_text().splitlines())
+            return _NO_LIMIT if limit == "max" else max(0, int(limit) - int(used) + int(stat.get(cached, 0)))
+        except (OSError, ValueError):
+            continue
+    return _NO_LIMIT

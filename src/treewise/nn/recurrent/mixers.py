@@ -7,7 +7,6 @@ decoder layer does not pass it on, a hook on that layer sets it on the mixer for
 recomputation by gradient checkpointing calls the layer again with the same arguments, so the hook sets it again.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from types import CellType, FunctionType
@@ -20,7 +19,8 @@ from treewise.errors import UnsupportedModelError
 from treewise.nn.attention.interface import TreeContext, context_of
 from treewise.nn.lending import lend_to, lent, replace_forward
 from treewise.nn.model import RECURRENT_CLASSES, RECURRENT_PARAMETERS
-from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS
+from treewise.nn.platform.releases import calls_by_name, held_functions, own_forward, replaced_functions
+from treewise.nn.recurrent.kinds import FUNCTIONS, KINDS, MIXERS, SINGLE_STEPS, Replaced
 from treewise.nn.recurrent.rows import LayerContext
 
 _HELP = "Supported models: docs/models.md."
@@ -103,6 +103,8 @@ def _on_tree(mixer: nn.Module, context: TreeContext, args: tuple[object, ...], k
     def stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: FUNCTIONS[name](layer_of(name), original, *args, **kwargs)
 
+    if held_functions(mixer):
+        return type(mixer).forward(Replaced(mixer, **replaced_functions(mixer, stand_in)), *args, **kwargs)
     return _with_globals(type(mixer).forward, stand_in)(mixer, *args, **kwargs)
 
 
@@ -128,8 +130,10 @@ def _kind(module: nn.Module) -> str:
 
 
 def _functions(module: nn.Module) -> set[str]:
-    """Names of known functions over tokens that a module's own forward calls."""
-    function = inspect.unwrap(type(module).forward)
+    """Names of known functions over tokens that a module's own forward calls, or holds."""
+    if not calls_by_name():
+        return held_functions(module)
+    function = own_forward(type(module))
     code = getattr(function, "__code__", None)
     if code is None:
         return set()

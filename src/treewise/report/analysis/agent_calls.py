@@ -47,11 +47,14 @@ class AgentEpisode:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """An iteration of an agent. forks: of each reason, calls and the tokens that they wrote again."""
+    """An iteration of an agent. call_ratio: tokens of one row per call / tree, of what is trained. forks: of each
+    reason, calls and the tokens that they wrote again.
+    """
 
     iteration: int
     num_episodes: int
     num_calls: int
+    call_ratio: float
     share_ratio: float
     leaf_ratio: float
     forks: tuple[tuple[str, int, int], ...]
@@ -59,7 +62,7 @@ class AgentReport:
 
 
 def agent_report(
-    iteration: int, lines: Sequence[Mapping[str, Any]], share_ratio: float, leaf_ratio: float
+    iteration: int, lines: Sequence[Mapping[str, Any]], call_ratio: float, share_ratio: float, leaf_ratio: float
 ) -> AgentReport:
     """Of the lines of an iteration's calls. Those that forked most are shown first."""
     forks: dict[str, tuple[int, int]] = {}
@@ -78,6 +81,7 @@ def agent_report(
         iteration,
         len(lines),
         sum(len(line["calls"]) for line in lines),
+        call_ratio,
         share_ratio,
         leaf_ratio,
         tuple((reason, *forks[reason]) for reason in sorted(forks, key=lambda reason: -forks[reason][1])),

@@ -11,6 +11,7 @@ import numpy as np
 
 from treewise.data import LoadReport
 from treewise.nn.flops import FlopModel
+from treewise.report.analysis.calls import calls_of
 from treewise.report.analysis.token_text import TokenText
 from treewise.tree.forest import Forest
 
@@ -45,7 +46,9 @@ MEANINGS = {
 class TreeFacts:
     """Sizes of one training tree, or sums over several. FLOPs are None without a model.
 
-    Tokens of images are those of their spans; num_images: distinct ones.
+    Tokens of images are those of their spans; num_images: distinct ones. num_calls, num_call_tokens, call_flops: of one
+    row per call (`calls_of`), which the flat ones are where no trajectory holds several. num_rollouts: a trajectory
+    whose record names none is its own.
     """
 
     name: str
@@ -65,6 +68,23 @@ class TreeFacts:
     num_images: int = 0
     num_image_tokens: int = 0
     num_flat_image_tokens: int = 0
+    num_calls: int = 0
+    num_call_tokens: int = 0
+    call_flops: float | None = None
+    num_rollouts: int = 0
+
+    @property
+    def holds_merged_turns(self) -> bool:
+        """Whether trajectories hold several calls, so that they are not one row per call."""
+        return self.num_calls > self.num_trajectories
+
+    @property
+    def call_ratio(self) -> float:
+        return self.num_call_tokens / self.num_tree_tokens
+
+    @property
+    def call_flop_bound(self) -> float | None:
+        return _quotient(self.call_flops, self.tree_flops)
 
     @property
     def share_ratio(self) -> float:
@@ -88,7 +108,10 @@ class TreeFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, ratios included."""
-        ratios = ("share_ratio", "leaf_ratio", "pair_ratio", "flop_bound", "leaf_flop_bound")
+        ratios = (
+            *("share_ratio", "leaf_ratio", "call_ratio", "pair_ratio"),
+            *("flop_bound", "leaf_flop_bound", "call_flop_bound"),
+        )
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
@@ -165,7 +188,7 @@ def inspect_forests(
 
 def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> TreeFacts:
     """Sizes of one tree, and its FLOPs for a model."""
-    above = forest.segments.parent
+    above, calls = forest.segments.parent, calls_of(forest)
     return TreeFacts(
         name=name,
         num_trajectories=forest.num_trajectories,
@@ -188,6 +211,10 @@ def tree_facts(name: str, forest: Forest, flops: FlopModel | None = None) -> Tre
             for item in (forest.trajectories if len(forest.images) else ())
             for image in item.images
         ),
+        num_calls=len(calls.ends),
+        num_call_tokens=int(forest.depth[calls.ends].sum(dtype=np.int64)) + len(calls.ends),
+        call_flops=flops.rows(forest, calls.ends, calls.num_trained) if flops else None,
+        num_rollouts=int(forest.rollout_of_trajectory.max()) + 1,
     )
 
 

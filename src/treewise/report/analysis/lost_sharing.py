@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.nn.flops import FlopModel
 from treewise.report.analysis.alignment import Fork, chain_heads, realigned_forks
 from treewise.report.analysis.facts import sources_of
 from treewise.report.analysis.token_text import TokenText
@@ -122,8 +123,9 @@ def lost_in_tree(name: str, forest: Forest, text: TokenText) -> tuple[list[LostS
     return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, sources, forest.has_routes), text)
 
 
-def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[list[LostSharing], int]:
-    """The same between trees, whose heaviest paths are compared; and the number of tokens with which trees begin alike.
+def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[list[LostSharing], np.ndarray]:
+    """The same between trees, whose heaviest paths are compared; and with how many tokens each begins like an earlier
+    one.
 
     trunks: the first tokens of each tree's heaviest path. Training merges trees of one batch, so equal beginnings are
     computed once, and a loss is one only where trees meet.
@@ -135,7 +137,8 @@ def lost_between_trees(trunks: Sequence[TokenTree], text: TokenText) -> tuple[li
     trained = np.concatenate([trunk.is_trained for trunk in trunks])[source]
     sources = [trunk.sources[0] for trunk in trunks]
     forks, _ = _lost(TokenTree(BETWEEN_TREES, segments, np.concatenate(ids)[source], trained, sources), text)
-    return forks, int(offsets[-1]) - len(source)
+    num_new = np.bincount(np.searchsorted(offsets, source, side="right") - 1, minlength=len(ids))
+    return forks, np.diff(offsets) - num_new
 
 
 def cause_of(
@@ -280,6 +283,7 @@ class LostReport:
     num_trees_compared: int
     num_trees: int
     num_shared_between: int = 0
+    flops_shared_between: float | None = None
     max_branches_per_tree: int = MAX_BRANCHES
     max_tokens_between_trees: int = MAX_ROOT_TOKENS
 
@@ -307,8 +311,8 @@ class LostReport:
 class LostCollector:
     """Adds trees one at a time; keeps totals, the most expensive forks, and the first tokens of each tree."""
 
-    def __init__(self, text: TokenText) -> None:
-        self._text = text
+    def __init__(self, text: TokenText, flops: FlopModel | None = None) -> None:
+        self._text, self._flops = text, flops
         self._forks, self._tokens = Counter[str](), Counter[str]()  # by cause
         self._kept: list[tuple[int, int, LostSharing]] = []
         self._trunks: list[TokenTree] = []
@@ -337,7 +341,9 @@ class LostCollector:
 
     def result(self) -> LostReport:
         """The report; compares the trees with one another."""
-        between, num_shared = lost_between_trees(self._trunks, self._text) if len(self._trunks) > 1 else ([], 0)
+        between, num_shared = list[LostSharing](), np.zeros(0, dtype=np.int64)
+        if len(self._trunks) > 1:
+            between, num_shared = lost_between_trees(self._trunks, self._text)
         forks, tokens = Counter(each.cause for each in between), Counter[str]()
         for each in between:
             tokens[each.cause] += each.num_lost_tokens
@@ -349,7 +355,8 @@ class LostCollector:
             self._num_skipped,
             len(self._trunks),
             self._num_trees,
-            num_shared,
+            int(num_shared.sum()),
+            None if self._flops is None else sum(self._flops.of_tokens(np.arange(each)).sum() for each in num_shared),
         )
 
 

@@ -14,6 +14,7 @@ from treewise.advantages import segment_values
 from treewise.base.own_files import damage, read_own, unsealed
 from treewise.errors import DataError
 from treewise.report.analysis.agent_calls import AgentReport, agent_report, parsed_line
+from treewise.report.analysis.facts import sum_facts, tree_facts
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -186,11 +187,9 @@ def _agent(run: Path) -> AgentReport | None:
     rows = run / FOLDER / files[-1].name
     groups = _groups(rows)[0].values() if rows.is_file() else ()
     forests = [Forest.from_trajectories(own) for own in groups]
-    sizes = np.array(
-        [[forest.num_flat_tokens, forest.num_leaf_tokens, forest.num_tokens] for forest in forests] or [[1, 1, 1]]
-    )
-    flat, leaf, tree = sizes.sum(axis=0).tolist()
-    return agent_report(_iteration(files[-1]) or 0, lines, flat / tree, leaf / tree)
+    total = sum_facts("all", [tree_facts("", forest) for forest in forests]) if forests else None
+    ratios = (1.0, 1.0, 1.0) if total is None else (total.call_ratio, total.share_ratio, total.leaf_ratio)
+    return agent_report(_iteration(files[-1]) or 0, lines, *ratios)
 
 
 def _held_out(run: Path) -> tuple[HeldOutChange, ...]:

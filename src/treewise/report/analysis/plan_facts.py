@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from treewise.models.load_model import DTYPES
-from treewise.nn.flops import FlopModel, gateway_bytes, state_bytes
+from treewise.nn.flops import FlopModel, gateway_bytes, state_bytes, window_bytes
 from treewise.planning.partition import FORWARD_FRACTION
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
@@ -30,7 +30,9 @@ class PlanReport:
     micro-batch. bytes_*: of the model's dtype. bytes_weights: with gradients and the optimizer's state; bytes_peak adds
     what a step holds beside at its fullest moment (`engine.step_memory`): activations of one micro-batch with what is
     held, the graph of the images where it is kept (bytes_images), the gateways, logits, gradients between layers
-    (bytes_others), and on a CPU what the resident set has beyond tensors (bytes_allocator).
+    (bytes_others), and on a CPU what the resident set has beyond tensors (bytes_allocator). Where the rows of a step
+    come in several calls, a window (`TreeEngine.window`) keeps bytes_window of keys, values and hidden rows with their
+    gradients, and bytes_window_graphs of graphs and logits, if it holds all of them.
     """
 
     max_tokens: int | None
@@ -54,6 +56,8 @@ class PlanReport:
     bytes_others: int | None = None
     bytes_allocator: int | None = None
     bytes_peak: int | None = None
+    bytes_window: int | None = None
+    bytes_window_graphs: int | None = None
     relative_time: float | None = None
     relative_leaf_time: float | None = None
     relative_tree_time: float | None = None
@@ -88,6 +92,9 @@ def report_plan(
             "dtype": dtype,
             "bytes_per_gateway_token": gateway_bytes(flops.gateway_values, DTYPES[dtype]),
             "bytes_weights": weights,
+            "bytes_window": plan.forest.num_tokens * window_bytes(flops.gateway_values, flops.hidden_values, width),
+            "bytes_window_graphs": plan.forest.num_tokens
+            * (width * flops.activation_values + max(width, 4) * flops.vocabulary),
             "relative_time": flops.planned(plan) / flops.flat(plan.forest),
             "relative_leaf_time": flops.planned(plan) / flops.leaf(plan.forest),
             "relative_tree_time": flops.planned(plan) / flops.tree(plan.forest),
@@ -176,7 +183,7 @@ class Cost:
     """One way to train all of the data once.
 
     num_tokens: forward and backward. num_recomputed_tokens: a second forward. flops: None without a model. Ratios are
-    flat / this, in tokens of forward and backward (a forward counts `FORWARD_FRACTION`) and in FLOPs.
+    one row per call / this, in tokens of forward and backward (a forward counts `FORWARD_FRACTION`) and in FLOPs.
     """
 
     name: str
@@ -222,10 +229,12 @@ class BudgetCosts:
     def rows(self, total: TreeFacts) -> list[Cost]:
         """Flat, leaves, tree, and the budgets from large to small."""
         rows = [
-            self._cost(total, "flat, one row per call", None, total.num_flat_tokens, total.flat_flops),
+            self._cost(total, "flat, one row per call", None, total.num_call_tokens, total.call_flops),
             self._cost(total, "flat, turns merged", None, total.num_leaf_tokens, total.leaf_flops),
             self._cost(total, "tree, no budget", None, total.num_tree_tokens, total.tree_flops),
         ]
+        if total.holds_merged_turns and total.num_flat_tokens != total.num_leaf_tokens:
+            rows[1:1] = [self._cost(total, "flat, rows as they are", None, total.num_flat_tokens, total.flat_flops)]
         for budget in reversed(self.budgets):
             num_open, held, recomputed = self._sums[budget]
             flops = None if total.tree_flops is None else total.tree_flops + recomputed
@@ -244,7 +253,7 @@ class BudgetCosts:
     ) -> Cost:
         num_open, held = open_and_held
         work = num_tokens + FORWARD_FRACTION * (num_open - held)
-        ratio = None if flops is None or total.flat_flops is None else total.flat_flops / flops
+        ratio = None if flops is None or total.call_flops is None else total.call_flops / flops
         return Cost(
-            name, budget, num_tokens, num_open, held, num_open - held, flops, total.num_flat_tokens / work, ratio
+            name, budget, num_tokens, num_open, held, num_open - held, flops, total.num_call_tokens / work, ratio
         )

@@ -97,6 +97,19 @@ class RunReport:
         rank = {name: index for index, name in reversed(list(enumerate(order)))}
         return [groups[name] for name in sorted(groups, key=lambda name: rank.get(name, len(rank)))]
 
+    @property
+    def learned(self) -> str:
+        """A sentence of the reward before and after, held out where the run was tried so; empty without one."""
+        by_key = {each.key: each for each in self.series}
+        best = next((by_key[key] for key in ("eval_pass@1", "eval_reward", "reward") if key in by_key), None)
+        if best is None:
+            return ""
+        found = [
+            f"{value:.3g} " + (f"after iteration {step}" if step else "before the first update")
+            for step, value in zip(best.steps, best.values, strict=True)
+        ]
+        return f"{best.chart.capitalize()}, {best.label}: {', '.join(dict.fromkeys([found[0], found[-1]]))}."
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self) | {"series": [asdict(each) for each in self.series], "summary": dict(self.summary)}

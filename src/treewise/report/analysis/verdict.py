@@ -1,8 +1,8 @@
 """What decides: whether training on trees is worth it here, what costs most sharing, and what to change.
 
-Two ways of training without trees are compared: one row per call, where every trajectory is a row of its own, and
-trainers that merge turns, which leave out what another row begins with. How much less work the trees are is the FLOP
-bound where a model is named, else the ratio of tokens.
+Two ways of training without trees are compared: one row per call (`calls_of`), and trainers that merge turns, which
+leave out what another row begins with. How much less work the trees are is counted in FLOPs where a model is named,
+else in tokens.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,9 +19,7 @@ from treewise.report.analysis.lost_sharing import (
     LostReport,
 )
 
-WORTH = (
-    1.3  # times less work; with 0.8, the lowest efficiency measured of whole trees, still faster (docs/performance.md)
-)
+WORTH = 1.3  # times less work; with 0.8, the lowest efficiency measured of whole trees, still faster (docs/results.md)
 HARDLY = 1.1  # below it, the gain is within the spread of measured efficiencies
 MIN_PART = 0.01  # of the tree tokens, below which a loss is not named
 PER_CALL, MERGED = "one row per call", "trainers that merge turns"
@@ -39,7 +37,7 @@ IsWorth = Literal["yes", "hardly", "no"]
 class Worth:
     """How much less work the trees are than one way of training without them, and whether that is worth it.
 
-    times: by FLOPs, or by tokens where no model is known. times_in_one_batch: by tokens, with all trees in one batch,
+    times: by FLOPs, or by tokens where no model is known. times_in_one_batch: by the same, with all trees in one batch,
     which computes once what they begin with; None where they do not begin alike.
     """
 
@@ -82,14 +80,16 @@ class Verdict:
 def verdict_on(facts: InspectReport, lost: LostReport) -> Verdict:
     """The verdict on inspected data."""
     total, shared = facts.total, lost.num_shared_between
-    measure: Literal["FLOPs", "tokens"] = "FLOPs" if total.flop_bound and total.leaf_flop_bound else "tokens"
-    both = (total.flop_bound, total.leaf_flop_bound) if measure == "FLOPs" else (total.share_ratio, total.leaf_ratio)
-    in_one_batch: tuple[float, float] | tuple[None, None] = (None, None)
-    if shared >= MIN_PART * total.num_tree_tokens:
-        in_one_batch = ratios_without(total, shared)
+    measure: Literal["FLOPs", "tokens"] = "tokens"
+    work: tuple[float, float] = (total.num_call_tokens, total.num_leaf_tokens)
+    on_trees, saved = float(total.num_tree_tokens), float(shared)
+    if total.call_flops and total.leaf_flops and total.tree_flops:
+        measure, work = "FLOPs", (total.call_flops, total.leaf_flops)
+        on_trees, saved = total.tree_flops, lost.flops_shared_between or 0.0
+    begin_alike = shared >= MIN_PART * total.num_tree_tokens
     per_call, merged = (
-        Worth(against, times or 1.0, measure, together)
-        for against, times, together in zip((PER_CALL, MERGED), both, in_one_batch, strict=True)
+        Worth(against, each / on_trees, measure, each / (on_trees - saved) if begin_alike else None)
+        for against, each in zip((PER_CALL, MERGED), work, strict=True)
     )
     return Verdict((sentence(per_call, merged), _lost(total, lost), _change(facts, lost, merged)), (per_call, merged))
 
@@ -110,9 +110,9 @@ def sentence(per_call: Worth, merged: Worth) -> str:
     begins = f"{_YES_OR_NO[per_call.is_worth]} against {first}"
     if per_call.needs_large_batches:
         return (
-            f"Worth it only where trees that begin alike meet in a batch: by tokens {per_call.times_in_one_batch:.1f} "
-            f"times against {PER_CALL} and {merged.times_in_one_batch:.1f} times against {MERGED} with all in one "
-            f"batch; each tree alone {per_call.times:.1f} and {merged.times:.1f} times."
+            f"Worth it only where trees that begin alike meet in a batch: {per_call.times_in_one_batch:.1f} times by "
+            f"{per_call.measure} against {PER_CALL} and {merged.times_in_one_batch:.1f} times against {MERGED} with "
+            f"all in one batch; each tree alone {per_call.times:.1f} and {merged.times:.1f} times."
         )
     if per_call.is_worth == merged.is_worth == "no":
         return f"Not worth it: little or nothing is shared, neither against {first} nor against {second}."
@@ -121,8 +121,7 @@ def sentence(per_call: Worth, merged: Worth) -> str:
     unless = ""
     if merged.needs_large_batches:
         unless = (
-            " unless trees that begin alike meet in a batch "
-            f"({merged.times_in_one_batch:.1f} times by tokens with all in one)"
+            f" unless trees that begin alike meet in a batch ({merged.times_in_one_batch:.1f} times with all in one)"
         )
     return f"{begins}, {'not' if merged.is_worth == 'no' else merged.is_worth} against {second}{unless}."
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from treewise.base.progress import begin_work, tell_progress
+from treewise.base.progress import busy_with, tell_progress
 from treewise.data import LoadReport, Trees
 from treewise.engine.step_memory import step_memory
 from treewise.nn.flops import FlopModel
 from treewise.nn.model_flops import flop_model
 from treewise.planning.planner import plan
 from treewise.planning.plans import Plan
+from treewise.report.analysis.bill import NO_RATES, Bill, Rates
 from treewise.report.analysis.facts import InspectReport, TreeFacts, inspect_forests
 from treewise.report.analysis.lost_sharing import LostCollector, LostReport
 from treewise.report.analysis.online_log import OnlineReport
@@ -85,6 +86,12 @@ class DataReport:
     segments: tuple[dict[str, Any], ...]
     num_without_room: int
     max_tokens: int | None = None
+    rates: Rates = NO_RATES
+
+    @property
+    def bill(self) -> Bill:
+        """Tokens, FLOPs, hours and dollars of training the data once."""
+        return self.rates.bill_of(self.facts.total, self.facts.model)
 
     @property
     def first_plan(self) -> int:
@@ -98,6 +105,7 @@ class DataReport:
             "sources": list(self.sources),
             "tokenizer": self.tokenizer,
             **self.verdict.to_dict(),
+            "bill": self.bill.to_dict(),
             **self.facts.to_dict(),
             "costs": [asdict(cost) for cost in self.costs],
             "distributions": {name: asdict(histogram(values)) for name, values in _ratios(self.facts).items()},
@@ -130,6 +138,7 @@ class DataReport:
         return [histogram_chart(values, *titles[name]) for name, values in _ratios(self.facts).items()]
 
 
+@busy_with("drawing the page")
 def build_data_report(
     trees: Trees,
     load: LoadReport,
@@ -141,6 +150,7 @@ def build_data_report(
     model_name: str | None = None,
     max_tokens: int | None = None,
     num_drawn: int = 12,
+    rates: Rates = NO_RATES,
 ) -> DataReport:
     """Everything that a page shows about data.
 
@@ -155,7 +165,7 @@ def build_data_report(
     """
     text, flops = TokenText(tokenizer), None if model is None else flop_model(model)
     costs = BudgetCosts(flops, () if max_tokens is None else (max_tokens,))
-    lost, could_save = LostCollector(text), []
+    lost, could_save = LostCollector(text, flops), []
 
     def forests() -> Any:
         for index in range(len(trees)):
@@ -166,10 +176,9 @@ def build_data_report(
             could_save.append(lost.add(tree.name, forest))
             yield tree.name, forest
 
-    begin_work("looking at trees")
-    facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
-    begin_work("drawing the page")
-    chosen = interesting(facts.trees, could_save, num_drawn)
+    with busy_with("looking at trees"):
+        facts = inspect_forests(forests(), load, flops, model_name, max_tokens, text)
+    chosen = drawn_first(facts.trees, could_save, num_drawn)
     drawn = [(trees[index].name, trees[index].forest()) for index in chosen]
     size = sum(forest.num_tokens for _, forest in drawn)
     # From large to small; one micro-batch where none cuts them.
@@ -190,10 +199,11 @@ def build_data_report(
         segments=tuple(segment_table(name, forest) for name, forest in drawn[: len(pictures)]),
         num_without_room=without_room,
         max_tokens=max_tokens,
+        rates=rates,
     )
 
 
-def interesting(facts: Sequence[TreeFacts], could_save: Sequence[int], count: int) -> list[int]:
+def drawn_first(facts: Sequence[TreeFacts], could_save: Sequence[int], count: int) -> list[int]:
     """Indices of the trees to draw, the first by each of three orders in turn (`DRAWN_RULE`)."""
     indices = range(len(facts))
     orders = [
@@ -208,7 +218,7 @@ def interesting(facts: Sequence[TreeFacts], could_save: Sequence[int], count: in
 def twin(
     data: DataReport | None, run: RunReport | None, version: str, sections: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The JSON twin of a page. Its fields are described in docs/inspect.md."""
+    """The JSON twin of a page. Its fields are described in docs/report-fields.md."""
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
@@ -229,24 +239,31 @@ def timeline_chart(drawn: DrawnPlan) -> Chart:
 
 
 def memory_chart(drawn: DrawnPlan) -> Chart | None:
-    """Bytes alive over the schedule, as predicted from the shapes of a model; None without one."""
+    """Bytes alive over the schedule, as predicted from the shapes of a model, whose highest point is the peak of the
+    plan; None without one.
+    """
     facts = drawn.facts
     if facts.bytes_weights is None or facts.bytes_activations is None or facts.bytes_per_gateway_token is None:
         return None
+    gateways, live = np.array([*drawn.timeline, drawn.timeline[-1]], dtype=float).T
     per_live = facts.bytes_activations / max(1, facts.peak_live_tokens)
-    steps = list(range(len(drawn.timeline) + 1))
-    points = (*drawn.timeline, drawn.timeline[-1])
-    gateways = [facts.bytes_per_gateway_token * alive / 2**30 for alive, _ in points]
-    always = (facts.bytes_weights + (facts.bytes_images or 0)) / 2**30
-    above = [always + gateway for gateway in gateways]
-    total = [below + per_live * live / 2**30 for below, (_, live) in zip(above, points, strict=True)]
+    always = facts.bytes_weights + (facts.bytes_images or 0)
+    above = always + facts.bytes_per_gateway_token * gateways
+    kept = above + per_live * live
+    peak = kept.max() if facts.bytes_peak is None else float(facts.bytes_peak)
+    fullest = int(kept.argmax())
+    others = max(0.0, peak - kept[fullest]) / max(1.0, live[fullest])  # of a live token: its logits, for one
+    total = np.minimum(peak, kept + others * live)
     series = [
-        ("with what backwards need", steps, total),
-        ("weights, gradients, AdamW and gateways", steps, above),
-        ("gateways", steps, gateways),
+        ("all, with logits and gradients between layers", total),
+        ("weights, gradients, AdamW, gateways and what backwards need", kept),
+        ("without what backwards need", above),
+        ("gateways", above - always),
     ]
+    steps = list(range(len(live)))
+    lines = [(label, steps, (each / 2**30).tolist()) for label, each in series]
     title = f"Predicted memory, {facts.dtype}"
-    return line_chart(series, title, "step of the schedule", "GiB", is_stepped=True, from_zero=True)
+    return line_chart(lines, title, "step of the schedule", "GiB", is_stepped=True, from_zero=True)
 
 
 FROM_ZERO = ("speed", "share ratio", "efficiency", "memory", "arithmetic")

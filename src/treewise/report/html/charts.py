@@ -1,4 +1,4 @@
-"""Charts as values, which the page's script draws (static/charts.js); and the geometry of trees of rollouts."""
+"""Charts as values, which the page's script draws (static/charts.js); the geometry of rollout trees and bills."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from treewise.report.analysis.bill import Bill, figure_of, measure
 from treewise.report.analysis.online_log import RewardTree
 
 NUM_BINS = 18
@@ -172,3 +173,28 @@ def drawing(tree: RewardTree) -> Drawing:
         paths.append(f"M{x(piece.start):.1f} {above:.1f}V{at:.1f}H{x(piece.end):.1f}")
         marks.append(Mark(round(x(piece.end), 1), round(at, 1), f"{piece.value:.3g}", piece.is_leaf))
     return Drawing(TREE_WIDTH, int(2 * TREE_TOP + ROW * rows), tuple(paths), tuple(marks))
+
+
+# -- the bill: a bar for each way of training --------------------------------------------------------------------------
+
+BAR_WIDTH, BAR_ROW = 460, 50  # pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A labelled bar, its top and its width in pixels."""
+
+    label: str
+    text: str
+    y: int
+    width: float
+
+
+def bars_of(bill: Bill) -> list[Bar]:
+    """A bar for each way, for as many episodes as the bill is made out for; the longest has the whole width."""
+    ways = bill.per_episodes
+    longest = max(map(measure, ways))
+    return [
+        Bar(way.name, figure_of(way)[1], index * BAR_ROW, round(BAR_WIDTH * measure(way) / longest, 1))
+        for index, way in enumerate(ways)
+    ]

@@ -17,10 +17,11 @@ import jinja2
 from markupsafe import Markup
 
 from treewise.errors import ConfigError, bytes_as_text
+from treewise.report.analysis.bill import EPISODES, cells, flops_as_text, headline
 from treewise.report.analysis.lost_sharing import AVOIDABLE
 from treewise.report.analysis.run_log import RunReport
 from treewise.report.html.build import DRAWN_RULE, DataReport, memory_chart, run_charts, timeline_chart, twin
-from treewise.report.html.charts import Chart, drawing
+from treewise.report.html.charts import BAR_ROW, BAR_WIDTH, Chart, bars_of, drawing
 
 SCRIPTS = (
     "arrays.js",
@@ -106,6 +107,12 @@ def _rendered(title: str, charts: dict[str, Chart], page_data: object, version: 
         .render(
             {"data": None, "run": None, "sections": ()} | parts,
             drawing=drawing,
+            bars_of=bars_of,
+            bar_width=BAR_WIDTH,
+            bar_row=BAR_ROW,
+            episodes=EPISODES,
+            bill_cells=cells,
+            bill_headline=headline,
             charts=charts,
             version=version,
             title=title,
@@ -178,7 +185,7 @@ def _environment() -> jinja2.Environment:
         "many": many,
         "count": count,
         "ratio": ratio,
-        "flops": flops,
+        "flops": flops_as_text,
         "size": bytes_as_text,
         "percent": percent,
         "reward": lambda value: "–" if value is None else f"{value:.3g}",
@@ -204,13 +211,3 @@ def ratio(value: float | None) -> str:
 def percent(value: float) -> str:
     """0.123 as 12.3 %; small ones keep two figures."""
     return f"{100 * value:.{1 if value >= 0.001 or value == 0 else 3}f} %"
-
-
-def flops(value: float | None) -> str:
-    """FLOPs with a prefix: 1.2e15 as 1.20 PFLOP."""
-    if value is None:
-        return "–"
-    for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if value >= limit:
-            return f"{value / limit:,.2f} {prefix}FLOP"
-    return f"{value / 1e6:,.2f} MFLOP"

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from treewise.errors import SamplerError
 from treewise.rl.samplers.protocol import Completion, Sampler, SampleRequest, TextStops, sample_in_parts
 
+CLOSED = "the sampler was closed."
+
 
 @dataclass(frozen=True, slots=True)
 class WatchedRequest(TextStops):
@@ -38,8 +40,8 @@ class Batcher:
         on_sampled: is called with the tokens of each completion, in a thread of this.
 
     Attributes:
-        num_sampled: tokens that came from the sampler. num_waiting: requests that wait or are sampled. num_expected:
-            requests for which a batch waits at most: of so many episodes; None where nobody counts these.
+        num_sampled: tokens that came from the sampler. num_expected: requests for which a batch waits at most: of so
+            many episodes; None where nobody counts these.
     """
 
     def __init__(
@@ -53,31 +55,43 @@ class Batcher:
         self.sampler, self.gather_seconds, self.at_once = sampler, gather_seconds, at_once
         self.num_expected: int | None = None
         self._on_sampled = on_sampled
-        self.num_sampled = self.num_batches = self.num_waiting = 0
+        self.num_sampled = self.num_batches = 0
         self._is_closed = False
+        self._open: set[Future[Completion]] = set()
         self._todo: queue.SimpleQueue[tuple[SampleRequest, Future[Completion]] | None] = queue.SimpleQueue()
         self._working = threading.RLock()  # while the sampler works in this process
         self._counting = threading.Lock()
         concurrent = getattr(sampler, "max_concurrent", None)
-        self._calls = None if concurrent is None else ThreadPoolExecutor(concurrent, "treewise-calls")
         self._beside = ThreadPoolExecutor(2, "treewise-records")
-        self._thread = threading.Thread(target=self._run, daemon=True, name="treewise-batches")
-        self._thread.start()
+        self._is_on_servers, run = concurrent is not None, self._run if concurrent is None else self._run_call
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name="treewise-batches") for _ in range(concurrent or 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait or are sampled."""
+        return len(self._open)
 
     def submit(self, request: SampleRequest) -> "Future[Completion]":
         """A request of one continuation."""
         future: Future[Completion] = Future()
         with self._counting:
-            self.num_waiting += 1
+            self._open.add(future)
             if not self._is_closed:
                 self._todo.put((request, future))
                 return future
-        self._answer(future, SamplerError("the sampler was closed."))
+        self._answer(future, SamplerError(CLOSED))
         return future
 
     def beside(self, work: Callable[..., object], *args: object) -> None:
-        """Does what follows a batch, beside the sampler's thread."""
-        self._beside.submit(work, *args)
+        """Does what follows a batch, beside the sampler's thread; after the end, in the caller's."""
+        try:
+            self._beside.submit(work, *args)
+        except RuntimeError:  # of a call that came while it ended: who ends its episode waits for it
+            work(*args)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -86,20 +100,24 @@ class Batcher:
             yield
 
     def close(self) -> None:
-        """Ends the threads; requests that wait are answered with an error."""
+        """Ends the threads; requests that wait are answered with an error. What a server computes is not waited for."""
         with self._counting:
             self._is_closed = True
-            self._todo.put(None)
-        self._thread.join()
-        if self._calls is not None:
-            self._calls.shutdown()
+            for _ in self._threads:
+                self._todo.put(None)
+        if not self._is_on_servers:
+            self._threads[0].join()
+        for future in list(self._open):
+            self._answer(future, SamplerError(CLOSED))
         self._beside.shutdown()
+
+    def _run_call(self) -> None:
+        """In each of as many threads as a server takes calls."""
+        while (item := self._todo.get()) is not None:
+            self._sample([item])
 
     def _run(self) -> None:
         while (first := self._todo.get()) is not None:
-            if self._calls is not None:
-                self._calls.submit(self._sample, [first])
-                continue
             batch, end = [first], time.monotonic() + self.gather_seconds
             while len(batch) < self.at_once:
                 is_whole = self.num_expected is not None and len(batch) >= self.num_expected
@@ -113,9 +131,6 @@ class Batcher:
                 batch.append(more)
             with self._working:
                 self._sample(batch)
-        while not self._todo.empty():
-            if (item := self._todo.get()) is not None:
-                self._answer(item[1], SamplerError("the sampler was closed."))
 
     def _sample(self, batch: Sequence[tuple[SampleRequest, "Future[Completion]"]]) -> None:
         asked = []
@@ -137,12 +152,21 @@ class Batcher:
                 self.num_batches += 1
                 sample_in_parts(self.sampler, [request for request, _ in asked], done)
         except BaseException as error:  # is raised where the answers are waited for
-            for _, future in missing.values():
-                self._answer(future, error)
+            left = list(missing.values())
+            is_of_one = isinstance(error, Exception) and not (isinstance(error, SamplerError) and error.is_away)
+            if len(asked) > 1 and is_of_one:  # one request's fault is no other's: which it was
+                for item in left:
+                    self._sample([item])
+            else:
+                for _, future in left:
+                    self._answer(future, error)
 
     def _answer(self, future: "Future[Completion]", result: Completion | BaseException) -> None:
+        """Once: what comes after the end is nobody's."""
         with self._counting:
-            self.num_waiting -= 1
+            if future not in self._open:
+                return
+            self._open.remove(future)
         if isinstance(result, BaseException):
             future.set_exception(result)
         else:

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.data.render.template import dated
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit, num_positions
@@ -33,13 +34,16 @@ from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
 from treewise.rl.agents.rows import trajectories_of
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
-from treewise.rl.agents.stop_ids import stop_ids_of
 from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.replies import end_ids
+from treewise.rl.samplers.by_name import row_limit
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
 from treewise.rl.tasks.agent_task import AgentTask, request_of
+from treewise.rl.tasks.calls import FailedCall
+from treewise.rl.tasks.reward_functions import number
 from treewise.rl.tasks.rewards import RewardTally
 from treewise.tree.trajectory import Trajectory
 
@@ -100,10 +104,15 @@ class AgentCollector:
         self.calls = Calls(settings.reward_timeout, settings.reward_workers)
         self.tokenizer = tokenizer
         self.max_length = _longest(settings, model)
-        self.writer = Writer(tokenizer, settings.chat_template, keeps_thinking=agent_settings.thinking == "keep")
+        self.writer = Writer(
+            tokenizer,
+            settings.chat_template,
+            keeps_thinking=agent_settings.thinking == "keep",
+            today=settings.template_date,
+        )
         limits = agent_settings.of_endpoint(settings, temperature, self.max_length)
         self.limits = limits
-        stop_ids = stop_ids_of(tokenizer, settings.chat_template, model)
+        stop_ids = end_ids(self.writer.template_of({})[0], getattr(model, "generation_config", None))
         self.episodes = Episodes(self.writer, None, limits, stop_ids)
         with ExitStack() as stack:
             endpoint = Endpoint(self.episodes, host=agent_settings.host)
@@ -125,7 +134,7 @@ class AgentCollector:
         ids: list[int] = self.writer.prompt_ids(written).tolist()
         return ids
 
-    def amount(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
+    def expected_size(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
         """See `Collector`: episodes, whose tokens nobody knows before."""
         return num_groups * self.own.num_episodes(budget // num_groups, state.expected_tokens), "episode"
 
@@ -179,7 +188,7 @@ class AgentCollector:
 
     def facts(self) -> dict[str, str]:
         """The agent and its settings."""
-        return {"agent": self.agent, "agent_settings": str(self.own.facts())}
+        return {"agent": self.agent, "agent_settings": str(self.own.facts()), **dated(self.writer.template_of({})[0])}
 
     def close(self) -> None:
         """Ends the agents and the endpoint."""
@@ -192,6 +201,8 @@ class AgentCollector:
     ) -> tuple[dict[str, float], list[dict[str, dict[str, Any]]]]:
         """What the episodes of every process came to, by name, recalled or run; and the seconds of the slowest."""
         moment.journal.begin_phase()
+        known = [limits.max_length, row_limit(moment.sampler)]
+        limits = replace(limits, max_length=min((limit for limit in known if limit is not None), default=None))
 
         def work() -> Any:
             began = time.perf_counter()
@@ -216,6 +227,7 @@ class AgentCollector:
         first = next((record["rows"][0] for record in records if record["rows"]), None)
         reasons = sum((Counter(record["reasons"]) for record in records), Counter[str]())
         forks = {name: count for name, count in reasons.items() if name not in (NEW, AGAIN, BRANCHED)}
+        ignored = sum((Counter(record.get("ignored", {})) for record in records), Counter[str]())
         counts = {
             "agent_calls": sum(record["account"]["calls"] for record in records),
             "agent_rows": sum(len(record["rows"]) for record in records),
@@ -223,7 +235,10 @@ class AgentCollector:
             "written_again_tokens": sum(record["account"]["again"] for record in records),
             "context_tokens": sum(record["account"]["context"] for record in records),
             **{f"forks/{name}": count for name, count in sorted(forks.items())},
+            **{f"ignored/{name}": count for name, count in sorted(ignored.items())},
         }
+        if beyond := sum(record["account"].get("beyond", 0) for record in records):
+            counts["beyond_tokens"] = beyond
         return Group(
             request=request,
             prompt_ids=self.prompt_ids(request.item) if first is None else _prompt_of(first),
@@ -240,7 +255,7 @@ class AgentCollector:
 
     def _rows(self, key: str, records: Sequence[Mapping[str, Any]], where: str) -> list[Trajectory]:
         rows = trajectories_of(key, records, where)
-        return feature("routes").by_tokens(rows) if self.settings.routing_replay == "by_tokens" else rows
+        return features.routes.by_tokens(rows) if self.settings.routing_replay == "by_tokens" else rows
 
     def _texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
         """The first prompt of an episode, and what its longest row holds behind it."""
@@ -261,8 +276,7 @@ class _InProgress:
         self.events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.found: dict[str, dict[str, Any]] = {}
         self.running: set[Episode] = set()
-        self.is_over = False
-        self._lock = threading.Lock()
+        self.is_over, self._lock = False, threading.Lock()
 
     def run(self, wanted: Sequence[Wanted]) -> dict[str, dict[str, Any]]:
         """What each came to.
@@ -309,8 +323,8 @@ class _InProgress:
                 future.cancel()
             for episode in stopped:
                 collector.runner.stop(episode)
+            batcher.close()  # what a server computes for them holds up no end
             threads.shutdown()
-            batcher.close()
 
     def _advance(self, num_episodes: int) -> None:
         if self.moment.progress is not None:
@@ -319,7 +333,7 @@ class _InProgress:
     def _recalled(self, wanted: Wanted) -> bool:
         journal = self.moment.journal
         record = journal.recall("episode", wanted.name, self.collector.question(wanted, self.limits))
-        if record is None:
+        if record is None or isinstance(number(record["reward"] or 0.0, ""), FailedCall):
             return False
         self._keep(wanted, record)
         self._advance(1)
@@ -387,9 +401,9 @@ class _InProgress:
         ]
         outcomes, logged = runner.rewards(collector.task, requests)
         answers = []
-        for number, ((episode, question), outcome) in enumerate(zip(missing, outcomes, strict=True)):
+        for index, ((episode, question), outcome) in enumerate(zip(missing, outcomes, strict=True)):
             is_known = isinstance(outcome, float)
-            answer = {"reward": outcome if is_known else None, "metrics": logged.metrics if number == 0 else {}}
+            answer = {"reward": outcome if is_known else None, "metrics": logged.metrics if index == 0 else {}}
             if not is_known:
                 answer |= {"failure": str(outcome), "kind": "no reward"}
             answers.append((episode.name, question, answer))
@@ -421,6 +435,7 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
         "account": asdict(account),
         "reasons": dict(episode.recording.reasons),
         "refused": dict(episode.refused),
+        "ignored": dict(episode.ignored),
         "calls": calls_of(episode),
     }
 

@@ -3,42 +3,44 @@
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import re
-import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from treewise.base.http.bodies import Bodies, BodyLimits
+from treewise.base.http.server import check_host, host_guard, is_token, listening_socket, server_of, url_of
 from treewise.data.io.field_checks import printable
-from treewise.errors import ConfigError
-from treewise.rl.agents.endpoint_settings import CONTEXT, LOOPBACK, TRAIN, check_host
+from treewise.errors import ConfigError, DiskError
+from treewise.rl.agents.endpoint_settings import CONTEXT, KEY_FORM, TRAIN
 from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
+from treewise.rl.agents.kept_paths import kept_paths
 from treewise.rl.agents.passing_on import passed_on
 from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
-from treewise.rl.agents.wire import chat, completions, messages, responses
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
-from treewise.rl.agents.wire.common import Fields, Usage, anthropic_error, openai_error
+from treewise.rl.agents.wire.common import Fields, Usage
+from treewise.rl.agents.wire.protocol import Protocol, Provider, key_of, protocols, provider_of, providers
 
 logger = logging.getLogger("treewise")
 
 ODD_VALUE = re.compile(rb"\\u[dD]|NaN|Infinity|[0-9][eE]\+?[0-9]{3}")  # what Python reads, and JSON does not hold
 PING_SECONDS = 10.0  # of a stream in which nothing comes: a comment, for clients that would give up
-SERVED = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "models")
+CLOSE_SECONDS = 20.0  # that calls under way have, all together, once the server ends
 NOT_SERVED = (
     *("embeddings", "audio/speech", "audio/transcriptions", "images/generations", "moderations", "files", "batches"),
-    *("assistants", "threads", "fine_tuning/jobs", "vector_stores", "realtime", "conversations"),
+    *("assistants", "threads", "fine_tuning/jobs", "vector_stores", "realtime"),
 )
 
 
@@ -80,68 +82,67 @@ class Endpoint:
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         if episodes.takes_any_key:
-            check_host(host, token)
+            check_host(host, token, KEY_FORM)
         self.episodes, self.name, self.host, self.token = episodes, name, host, token
         self.on_end, self.on_close = on_end, on_close
+        self._bodies = Bodies(BodyLimits(episodes.settings.max_request_mb))
 
     def app(self) -> Starlette:
         """The ASGI application that answers agents' calls."""
         routes = [
-            self._route("chat/completions", self._chat),
-            self._route("completions", self._completions),
-            self._route("responses", self._responses),
-            self._route("messages", self._messages),
-            self._route("messages/count_tokens", self._count),
-            self._route("models", self._models, "GET"),
-            self._route("models/{model:path}", self._models, "GET"),
-            self._route("reward", self._reward),
+            *(self._route(path, partial(self._call, each)) for each in protocols() for path in each.paths),
+            *(self._route(path, partial(self._count, each)) for each in protocols() for path in each.count_paths),
+            *(self._route(*path) for path in kept_paths(lambda request: self._episode(request).kept, self._json)),
+            *(
+                self._route(path, self._models, "GET")
+                for listed in dict.fromkeys(each.models for each in providers())
+                for path in (listed, f"{listed}/{{model:path}}")
+            ),
+            self._route("/v1/reward", self._reward),
             *(
                 []
                 if self.on_end is None
-                else [self._route("episodes", self._begin), self._route("episodes/end", self._end)]
+                else [self._route("/v1/episodes", self._begin), self._route("/v1/episodes/end", self._end)]
             ),
             Route("/{path:path}", self._missing, methods=["GET", "POST", "DELETE", "PUT", "PATCH"]),
         ]
-        hosts = [*LOOPBACK, "[::1]"] if self.host in LOOPBACK else ["*"]
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             yield
-            for episode in self.episodes.all_open:
-                await run_in_threadpool(episode.end)
+            under_way, end = self.episodes.all_open, time.monotonic() + CLOSE_SECONDS
+            for episode in under_way:  # all calls are cancelled before one is waited for
+                episode.end(0.0)
+            for episode in under_way:
+                await run_in_threadpool(episode.end, max(0.0, end - time.monotonic()))
             await run_in_threadpool(self.on_close)
 
-        return Starlette(
-            routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)], lifespan=lifespan
-        )
+        return Starlette(routes=routes, middleware=[host_guard(self.host)], lifespan=lifespan)
 
     # -- every request ------------------------------------------------------------------------------------------------
 
     def _route(self, path: str, handler: Any, method: str = "POST") -> Route:
         async def guarded(request: Request) -> Response:
             try:
-                request.state.body = await self._body(request) if method == "POST" else b""
+                async with self._bodies.read(request, "", None) as request.state.body:
+                    pass  # it is whole; the call may take long
                 found: Response = await handler(request)
                 return found
             except ClientDisconnect:
                 return Response(status_code=499)
             except RefusedError as error:
                 return _refused(error, request)
+            except HTTPException as error:  # of its body
+                text, status = error.detail, error.status_code
+                return _refused(RefusedError(text, status=status, is_final=status not in (408, 503)), request)
+            except DiskError as error:  # what was to be written is kept; the same request may come again
+                refusal = RefusedError(str(error), status=error.status_code, code="no_room", is_final=False)
+                return _refused(refusal, request)
             except Exception as error:
                 logger.exception("a call to %s fails", request.url.path)
                 return _refused(RefusedError(f"{type(error).__name__}: {error}", status=500), request)
 
-        return Route(f"/v1/{path}", guarded, methods=[method])
-
-    async def _body(self, request: Request) -> bytes:
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise RefusedError("compressed requests are not taken.", status=415)
-        body, limit = bytearray(), self.episodes.settings.max_request_mb << 20
-        async for part in request.stream():  # what is too large is read to its end, or its sender would not hear why
-            body += part[: limit + 1 - len(body)]
-        if len(body) > limit:
-            raise RefusedError(f"the request is larger than {limit >> 20} MB (max_request_mb).", status=413)
-        return bytes(body)
+        return Route(path, guarded, methods=[method])
 
     def _json(self, request: Request) -> dict[str, Any]:
         body: bytes = request.state.body
@@ -170,11 +171,10 @@ class Endpoint:
 
     def _key(self, request: Request) -> str:
         """The key of a request; with a token, one that begins with it."""
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+        key = key_of(request.headers)
         if self.token is not None:
             given, _, name = key.partition(".")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
+            if not is_token(given, self.token):
                 raise RefusedError(
                     "the API key does not begin with this server's token.", status=401, code="invalid_api_key"
                 )
@@ -183,61 +183,43 @@ class Endpoint:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._call(request, chat.read, chat.ReplyStream, chat.answer)
-
-    async def _messages(self, request: Request) -> Response:
-        return await self._call(request, messages.read, messages.ReplyStream, messages.answer)
-
-    async def _responses(self, request: Request) -> Response:
-        def answer(found: Any, text_of_ids: Any, *, shows_ids: bool = False) -> Any:
-            del shows_ids
-            return responses.answer(found, self._json(request), text_of_ids)
-
-        return await self._call(request, responses.read, responses.ReplyStream, answer)
-
-    async def _call(self, request: Request, read: Any, stream: Any, answer: Any) -> Response:
-        episode, body = self._episode(request), self._json(request)
+    async def _call(self, protocol: Protocol, request: Request) -> Response:
+        """A call of a protocol: answered as a whole, or by events."""
+        episode, body = self._episode(request), protocol.body(_place(request), self._json(request))
         use = self.episodes.settings.use_of(str(body.get("model") or ""))
         if use not in (TRAIN, CONTEXT):
+            if not protocol.is_passed_on:
+                raise RefusedError(
+                    f"{body['model']!r} is another endpoint's (models), and calls of {protocol.provider.name} are not "
+                    "passed on.",
+                    param="model",
+                )
             return await self._passed_on(request, episode, body, use)
-        asked: AgentRequest = read(body, self.episodes.writer.source)
-        opened = await self._begun(episode, asked, is_trained=use == TRAIN)
-        decode, shows_ids = self.episodes.writer.decode, bool(body.get("return_token_ids"))
-        if asked.is_streamed:
-            return self._streamed(request, episode, [opened], [stream(opened.answer, body, decode)])
-        await self._ended(request, episode, opened)
-        return JSONResponse(answer(opened.answer, decode, shows_ids=shows_ids))
-
-    async def _completions(self, request: Request) -> Response:
-        episode, body = self._episode(request), self._json(request)
-        use = self.episodes.settings.use_of(str(body.get("model") or ""))
-        if use not in (TRAIN, CONTEXT):
-            return await self._passed_on(request, episode, body, use)
-        asked, decode = completions.read(body), self.episodes.writer.decode
-        opened = [await self._begun(episode, prompt, is_trained=use == TRAIN) for prompt in asked]
-        if asked[0].is_streamed:
-            firsts = [index * prompt.num_choices for index, prompt in enumerate(asked)]
-            streams = [
-                completions.ReplyStream(call.answer, body, decode, at) for call, at in zip(opened, firsts, strict=True)
-            ]
-            return self._streamed(request, episode, opened, streams)
+        exchange = protocol.exchange(body, self.episodes.writer.source, episode.kept)
+        decode, opened = self.episodes.writer.decode, list[OpenCall]()
+        try:
+            for asked in exchange.asked:
+                opened.append(await self._begun(episode, asked, is_trained=use == TRAIN))
+        except BaseException:  # the call gets an error, so nobody waits for those that have begun
+            for call in opened:
+                episode.cancel(call)
+            raise
+        if exchange.asked[0].is_streamed:
+            firsts = [index * asked.num_choices for index, asked in enumerate(exchange.asked)]
+            events = [exchange.events(call.answer, at, decode) for call, at in zip(opened, firsts, strict=True)]
+            return self._streamed(request, episode, opened, events)
         for call in opened:
             await self._ended(request, episode, call)
-        found = completions.answer(
-            [call.answer for call in opened], decode, shows_ids=bool(body.get("return_token_ids"))
-        )
-        return JSONResponse(found)
+        return JSONResponse(exchange.answer([call.answer for call in opened], decode))
 
-    async def _count(self, request: Request) -> Response:
+    async def _count(self, protocol: Protocol, request: Request) -> Response:
         """Tokens of a prompt, which is not sampled from."""
         self._episode(request)
-        asked, writer = (
-            messages.read(self._json(request), self.episodes.writer.source, counts=True),
-            self.episodes.writer,
-        )
+        assert protocol.count is not None
+        body = protocol.body(_place(request), self._json(request))
+        asked, writer = protocol.count(body, self.episodes.writer.source), self.episodes.writer
         ids = await run_in_threadpool(lambda: writer.prompt_ids(writer.written(asked).text))
-        return JSONResponse({"input_tokens": len(ids)})
+        return JSONResponse(protocol.counted(len(ids)))
 
     async def _begun(self, episode: Episode, asked: AgentRequest, *, is_trained: bool) -> OpenCall:
         most = self.episodes.settings.max_waiting
@@ -313,8 +295,7 @@ class Endpoint:
             for part in streams[-1].end(usage):
                 yield part
         except RefusedError as error:
-            form = anthropic_error if _is_anthropic(request) else openai_error
-            for part in streams[0].error(form(error)):
+            for part in streams[0].error(_provider_of(request).error(error)):
                 yield part
 
     async def _passed_on(self, request: Request, episode: Episode, body: dict[str, Any], use: Any) -> Response:
@@ -331,28 +312,14 @@ class Endpoint:
         if wanted is not None:
             self.episodes.settings.use_of(wanted)
             names = {wanted: None}
-        found: list[dict[str, Any]]
-        if _is_anthropic(request):
-            found = [
-                {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-                for name in names
-            ]
-            listed: dict[str, Any] = {
-                "data": found,
-                "has_more": False,
-                "first_id": next(iter(names)),
-                "last_id": list(names)[-1],
-            }
-        else:
-            found = [{"id": name, "object": "model", "created": 0, "owned_by": "treewise"} for name in names]
-            listed = {"object": "list", "data": found}
-        return JSONResponse(listed if wanted is None else found[0])
+        provider = _provider_of(request)
+        return JSONResponse(provider.listed(list(names)) if wanted is None else provider.model(wanted))
 
     async def _reward(self, request: Request) -> Response:
         """Of the episode whose key it is, or of one of its calls."""
         episode, fields = self._episode(request), Fields(self._json(request))
         value, call_id, choice = (
-            fields.need("reward", float),
+            fields.need("reward"),
             fields.take("call_id", str),
             fields.take("choice", int, default=0),
         )
@@ -367,10 +334,10 @@ class Endpoint:
         name, group, seed = (
             fields.need("name", str),
             fields.take("group", str, int),
-            fields.take("seed", int, default=0),
+            fields.take("seed", int),
         )
         fields.done()
-        episode = self.episodes.open(name, group, seed)
+        episode = self.episodes.open(name, group, self.episodes.seed_of(name) if seed is None else seed)
         key = episode.key if self.token is None else f"{self.token}.{episode.key}"
         return JSONResponse({"key": key, "name": name})
 
@@ -378,21 +345,25 @@ class Endpoint:
         """The end of an episode; what was recorded of it."""
         assert self.on_end is not None
         episode, fields = self._episode(request), Fields(self._json(request))
-        reward = fields.take("reward", float)
+        reward = fields.take("reward")
         fields.done()
         if reward is not None:
             episode.set_reward(reward)
-        await run_in_threadpool(self.episodes.end, episode)
-        return JSONResponse(await run_in_threadpool(self.on_end, episode))
+        found = await run_in_threadpool(self.episodes.end, episode, self.on_end)
+        if found is None:
+            raise RefusedError("this key's episode has ended.", status=410, code="episode_ended")
+        return JSONResponse(found)
 
     async def _missing(self, request: Request) -> Response:
-        path = request.url.path.removeprefix("/v1/")
-        if path in SERVED:
-            wanted = "GET" if path == "models" else "POST"
-            error = RefusedError(f"{request.url.path} takes {wanted}, not {request.method}.", status=405)
-            return _refused(error, request)
-        what = "is not served" if path in NOT_SERVED else "does not exist"
-        known = f"{request.url.path} {what}; under /v1 are {', '.join(SERVED)}."
+        path = request.url.path
+        lists = dict.fromkeys(each.models for each in providers())
+        calls = [path.replace(":path", "") for each in protocols() for path in (*each.paths, *each.count_paths)]
+        served = [*calls, "/v1/conversations", *lists]
+        if path in served:
+            wanted = "GET" if path in lists else "POST"
+            return _refused(RefusedError(f"{path} takes {wanted}, not {request.method}.", status=405), request)
+        what = "is not served" if path.removeprefix("/v1/") in NOT_SERVED else "does not exist"
+        known = f"{path} {what}; {', '.join(served)} are there."
         return _refused(RefusedError(known, status=404, code="not_found"), request)
 
 
@@ -407,15 +378,18 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-def _is_anthropic(request: Request) -> bool:
-    return request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
+def _place(request: Request) -> dict[str, Any]:
+    return {**request.query_params, **request.path_params, "path": request.url.path}
+
+
+def _provider_of(request: Request) -> Provider:
+    return provider_of(request.url.path, request.headers)
 
 
 def _refused(error: RefusedError, request: Request) -> Response:
-    """An error in the protocol's own form. Both SDKs send a call again, unless the answer says not to."""
-    form = anthropic_error if _is_anthropic(request) else openai_error
+    """An error in the protocol's own form. SDKs send a call again, unless the answer says not to."""
     headers = {"x-should-retry": "false"} if error.is_final else {"x-should-retry": "true", "retry-after": "1"}
-    return JSONResponse(form(error), error.status, headers)
+    return JSONResponse(_provider_of(request).error(error), error.status, headers)
 
 
 # -- a server in a thread ---------------------------------------------------------------------------------------------
@@ -428,39 +402,15 @@ def listening(endpoint: Endpoint, port: int = 0) -> Iterator[str]:
     Raises:
         ConfigError: the port is not free.
     """
-    import uvicorn
-
-    try:
-        own = socket.create_server(
-            (endpoint.host, port), family=socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-        )
-    except OSError as error:
-        raise ConfigError(f"port {port} of {endpoint.host} cannot be listened on: {error}.") from None
-    config = uvicorn.Config(
-        endpoint.app(),
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=1,
-        ws="none",
-        http="h11",
-        lifespan="on",
-    )
-    server, is_up = uvicorn.Server(config), threading.Event()
-    startup = server.startup
-
-    async def announced(*args: Any, **kwargs: Any) -> None:
-        await startup(*args, **kwargs)
-        is_up.set()
-
-    server.startup = announced
+    own, is_up = listening_socket(endpoint.host, port), threading.Event()
+    server = server_of(endpoint.app(), is_up.set, log_level="warning", timeout_graceful_shutdown=1, lifespan="on")
     thread = threading.Thread(target=server.run, args=([own],), daemon=True, name="treewise-endpoint")
     thread.start()
     try:
         while not is_up.wait(0.1):
             if not thread.is_alive():
                 raise ConfigError("the endpoint does not start; see the log.")
-        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        yield f"http://{host}:{own.getsockname()[1]}"
+        yield url_of(own, endpoint.host)
     finally:
         server.should_exit = True
         thread.join()

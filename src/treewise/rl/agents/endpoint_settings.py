@@ -11,7 +11,7 @@ from treewise.rl.agents.wire.asked import RefusedError
 
 Count = Annotated[int, Ge(1)]
 TRAIN, CONTEXT = "train", "context"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KEY_FORM = "TOKEN, with which keys begin"
 DEFAULT_MODELS: Mapping[str, Any] = {"other": CONTEXT, "*": TRAIN}
 
 
@@ -75,11 +75,3 @@ class EndpointSettings:
                 param="model",
             )
         return found
-
-
-def check_host(host: str, token: str | None) -> None:
-    """Raises `ConfigError` for an endpoint that others can reach, where any key begins an episode."""
-    if host not in LOOPBACK and token is None:
-        raise ConfigError(
-            f"host={host} can be reached from other machines: give --token, with which keys begin, or leave --host out."
-        )

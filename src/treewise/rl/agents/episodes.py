@@ -12,22 +12,26 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from treewise.data.io.field_checks import shown
+from treewise.errors import ConfigError, RequestRefusedError
 from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, RecordedCall, RecordedTurn, Recording
-from treewise.rl.agents.replies import Parts
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
+from treewise.rl.agents.wire.kept import Kept
 from treewise.rl.agents.writing import Turn, Writer
+from treewise.rl.replies.reader import Parts
 from treewise.rl.samplers.protocol import Completion
-from treewise.tree.checks import MAX_FLOAT
+from treewise.rl.tasks.calls import FailedCall
+from treewise.rl.tasks.reward_functions import number
 
+T = TypeVar("T")
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+AT_IMPORT = "Make the client in the function: base URL and key are in the environment once an episode has begun."
 ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
 
 
@@ -64,13 +68,17 @@ class Episode:
         self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
         self.recording = Recording(writer, f"{seed}/{name}")
         self.reward: float | None = None
+        self.no_rewards: dict[tuple[str, int] | None, str] = {}  # what was sent and is none: of a call, of the episode
         self.refused: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()  # fields of calls that change nothing, and how many calls had them
+        self.kept = Kept()
         self.num_passed_on = 0
         self.last_call = time.monotonic()
         self.failure: BaseException | None = None
         self.on_flood: Callable[[], None] | None = None  # is called once it makes too many calls
         self._version = version
         self._is_open = True
+        self.ending = threading.Lock()  # is held by whoever writes what it recorded
         self._under_way: set[OpenCall] = set()
         self._lock = threading.Condition()
 
@@ -102,8 +110,15 @@ class Episode:
             call = self.recording.begin(asked, is_trained=is_trained, max_length=self.settings.max_length)
             usage = Usage(call.num_prompt, 0, call.num_prompt - len(call.new_ids))
             opened = OpenCall(call, Answer(call.id, int(time.time()), asked, usage), self.stop_ids)
+            try:
+                requests = self._requests(opened)
+            except (ConfigError, RefusedError) as error:  # values that no sampler takes
+                self.recording.fail(call)
+                raise RefusedError(str(error)) if isinstance(error, ConfigError) else error from None
             self._under_way.add(opened)
-        requests = self._requests(opened)
+            self.ignored.update(dict.fromkeys(asked.ignored, 1))
+        for name in asked.ignored:
+            self.writer.note(f"calls give {name}, which changes nothing here and is ignored")
         futures = [self.batcher.submit(request) for request in requests]
         left = [len(futures)]
 
@@ -137,7 +152,7 @@ class Episode:
         for name, usual in given.items():
             own, ours = getattr(asked, name), getattr(settings, name) if call.is_trained else None
             rules[name] = ours if ours is not None else usual if own is None else own
-        requests = []
+        requests, kept_to = [], self._rules_of(call)
         for index in range(asked.num_choices):
             opened.tokens.append([])
             requests.append(
@@ -152,10 +167,25 @@ class Episode:
                     decode=self.writer.decode,
                     is_cancelled=lambda: opened.is_cancelled,
                     on_tokens=_shown(opened, index) if asked.is_streamed else None,
+                    rules=kept_to(),
                     **rules,
                 )
             )
         return requests
+
+    def _rules_of(self, call: RecordedCall) -> Callable[[], Any]:
+        """Gives each choice of a call the rules that it has to keep to. Raises `RefusedError`."""
+        reader = call.reader
+        if call.asked.schema is None or call.asked.must_call is not None or reader is None:
+            return lambda: None
+        if not getattr(self.batcher.sampler, "takes_rules", False):
+            raise RefusedError("the sampler draws by no grammar, so outputs of a schema are not served.")
+        self.writer.note(
+            "calls ask for replies of a schema: these are sampled under a grammar, and recorded with the policy's own "
+            "log-probs"
+        )
+        grammars = self.writer.grammars(self.stop_ids)
+        return lambda: grammars.of(call.asked, reader, call.prompt_end)
 
     def _seed(self, call: RecordedCall, index: int) -> int:
         """Of a call and how often it was made before, so that it does not matter which of several comes first."""
@@ -167,13 +197,14 @@ class Episode:
         try:
             errors = [error for future in futures if (error := future.exception()) is not None]
             if errors:
-                if not opened.is_cancelled:
-                    self.failure = errors[0]
+                error = next((each for each in errors if not self._is_of_call(opened.call, each)), None)
+                if not opened.is_cancelled and error is not None:
+                    self.failure = error
                 completions = [future.result() for future in futures if future.exception() is None]
                 self._record(opened, completions)
                 if not completions:
                     self.recording.fail(opened.call)
-                opened.done.set_exception(errors[0])
+                opened.done.set_exception(RefusedError(str(errors[0])) if error is None else error)
             else:
                 opened.done.set_result(self._record(opened, [future.result() for future in futures]))
         except BaseException as error:  # is raised where the replies are waited for
@@ -185,6 +216,12 @@ class Episode:
                 self._lock.notify_all()
             if opened.on_progress is not None:
                 opened.on_progress()
+
+    def _is_of_call(self, call: RecordedCall, error: BaseException) -> bool:
+        """Whether only what a call asks for could not be had. A setting that contradicts the sampler is the call's
+        where the call, and not the run, has chosen it."""
+        is_runs = call.is_trained and self.settings.temperature is not None and not call.asked.num_top
+        return isinstance(error, RequestRefusedError | RefusedError) or (isinstance(error, ConfigError) and not is_runs)
 
     def _record(self, opened: OpenCall, completions: Sequence[Completion]) -> tuple[Reply, ...]:
         choices = [self._choice(opened, index, completion) for index, completion in enumerate(completions)]
@@ -214,8 +251,8 @@ class Episode:
         turn = Turn(ids, text, is_ended, is_cut=text != whole)
         finish = "cancelled" if opened.is_cancelled else reply.finish
         version = completion.version if completion.version is not None else self._version
-        experts = completion.routed_experts
-        return RecordedTurn(call, 0, turn, is_sampled, logprobs, finish, reply, version, routed_experts=experts)
+        more: dict[str, Any] = {"routed_experts": completion.routed_experts, "num_beyond": completion.num_beyond}
+        return RecordedTurn(call, 0, turn, is_sampled, logprobs, finish, reply, version, **more)
 
     def _reply(
         self, call: RecordedCall, index: int, parts: Parts, completion: Completion, stop_text: str | None
@@ -241,19 +278,25 @@ class Episode:
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
-    def set_reward(self, value: float, call_id: str | None = None, index: int = 0) -> None:
-        """Of a call, or of the episode. Raises `RefusedError` for a call that it did not make, or no number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
-            raise RefusedError(f"reward must be a finite number, found {shown(value)}.", param="reward")
-        if call_id is None:
-            self.reward = float(value)
-            return
-        choice = self.recording.choice_of(call_id, index)
-        if choice is None:
+    def set_reward(self, value: object, call_id: str | None = None, index: int = 0) -> None:
+        """Of a call, or of the episode. Raises `RefusedError` for a call that it did not make; and for no number that
+        is a reward, without which the episode has none either, unless another is sent in its place."""
+        choice = None if call_id is None else self.recording.choice_of(call_id, index)
+        if call_id is not None and choice is None:
             raise RefusedError(
                 f"this episode has no call {call_id!r} with choice {index}.", status=404, param="call_id"
             )
-        choice.reward = float(value)
+        found, place = number(value, "the reward that it sent is"), None if call_id is None else (call_id, index)
+        self.no_rewards.pop(place, None)
+        if isinstance(found, FailedCall):
+            self.no_rewards[place] = found.message
+        reward = None if isinstance(found, FailedCall) else found
+        if choice is None:
+            self.reward = reward
+        else:
+            choice.reward = reward
+        if isinstance(found, FailedCall):
+            raise RefusedError(f"{found.message}; a reward is a finite number of float32.", param="reward")
 
     def end(self, seconds: float = 60.0) -> None:
         """No further call is taken; those under way are cancelled, and recorded."""
@@ -318,9 +361,12 @@ class Episodes:
     ) -> None:
         self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
         self.takes_any_key = takes_any_key
+        self.import_key = f"tw-import-{secrets.token_urlsafe(24)}"  # under which an agent's module is loaded
+        self.import_calls = 0
         self.refused: Counter[str] = Counter()
         self._by_key: dict[str, Episode] = {}
         self._ended: set[str] = set()  # hashes of keys
+        self._named: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def open(
@@ -349,8 +395,12 @@ class Episodes:
         return episode
 
     def find(self, key: str | None) -> Episode:
-        """The episode of a key. Raises `RefusedError` for one that is missing, unknown, or of an ended episode."""
+        """The episode of a key. Raises `RefusedError` for one that is missing, unknown, of an ended episode, or from
+        before all episodes."""
         with self._lock:
+            if key == self.import_key:
+                self.import_calls += 1
+                raise RefusedError(f"this call is of no episode. {AT_IMPORT}", status=403, code="made_at_import")
             if key and (found := self._by_key.get(key)) is not None:
                 return found
             if key and _hash(key) in self._ended:
@@ -361,14 +411,29 @@ class Episodes:
                 raise RefusedError(
                     "the API key is missing, or is not that of an episode.", status=401, code="invalid_api_key"
                 )
-        return self.open(key, None, int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"), key)
+        return self.open(key, None, self.seed_of(key), key)
 
-    def end(self, episode: Episode) -> None:
-        """Ends one, and forgets its key."""
-        episode.end()
+    def seed_of(self, name: str) -> int:
+        """Of an episode whose caller gives none: its name's, and another one for each further episode of that name, so
+        that tries of one task are different draws."""
         with self._lock:
-            self._by_key.pop(episode.key, None)
-            self._ended.add(_hash(episode.key))
+            self._named[name] += 1
+            number = self._named[name]
+        text = name if number == 1 else f"{name}/{number}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def end(self, episode: Episode, written: Callable[[Episode], T] | None = None, seconds: float = 60.0) -> T | None:
+        """Ends one, and forgets its key once `written` has taken what it recorded: as long as that fails, it can be
+        ended again. What `written` returns; None where another caller has ended it. seconds: for calls under way."""
+        episode.end(seconds)
+        with episode.ending:
+            if self._by_key.get(episode.key) is not episode:
+                return None
+            found = None if written is None else written(episode)
+            with self._lock:
+                self._ended.add(_hash(episode.key))
+                del self._by_key[episode.key]
+        return found
 
     @property
     def all_open(self) -> list[Episode]:

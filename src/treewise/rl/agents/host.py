@@ -1,6 +1,7 @@
 """A process that starts agents, each in processes of its own, and ends all of them.
 
-It imports the user's module once, without torch, and forks for each episode, which costs milliseconds. An episode is a
+It imports the user's module once, without torch, under an address and a key of no episode (`kept_since_import`), and
+forks for each episode, which costs milliseconds. An episode is a
 warden, which only waits, and below it the agent, in a session of its own. Whatever an agent started becomes, once its
 warden is gone, a child of this process (on Linux, where it and the wardens are subreapers), and is killed: also what
 left the agent's group, and where the agent died. Where the run itself is gone, the link to it closes, and all ends.
@@ -38,47 +39,6 @@ from typing import Any, NoReturn
 KEPT_BYTES = 16_384  # of an agent's output, its end
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl
 STREAMS = ("stdout", "stderr", "result")
-_USAGE = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
-# An answer of each call that an SDK is made to read before the forks, by what of its path begins.
-ANSWERS: dict[str, dict[str, Any]] = {
-    "/v1/responses": {
-        "id": "r",
-        "object": "response",
-        "created_at": 1,
-        "status": "completed",
-        "model": "m",
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "usage": {**_USAGE, "input_tokens_details": {}, "output_tokens_details": {}},
-        "output": [
-            {"id": "f", "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
-            {
-                "id": "m",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [{"type": "output_text", "text": "", "annotations": []}],
-            },
-        ],
-    },
-    "/v1/chat/completions": {
-        "id": "c",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "m",
-        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}],
-    },
-    "/v1/messages": {
-        "id": "m",
-        "type": "message",
-        "role": "assistant",
-        "model": "m",
-        "stop_reason": "end_turn",
-        "usage": _USAGE,
-        "content": [{"type": "text", "text": ""}],
-    },
-}
 
 
 @dataclass(slots=True)
@@ -100,8 +60,7 @@ class Host:
     def __init__(self, link: socket.socket, agent: Any) -> None:
         self._link, self._agent, self._pid = link, agent, os.getpid()
         self._running: dict[int, Running] = {}  # by warden
-        self._selector = selectors.DefaultSelector()
-        self._lines = b""
+        self._selector, self._lines = selectors.DefaultSelector(), b""
         wakes, woken = os.pipe()
         for end in (wakes, woken, link.fileno()):
             os.set_blocking(end, False)
@@ -315,13 +274,18 @@ def _outcome(function: Any, task: Any) -> dict[str, Any]:
         own = [frame for frame in frames if frame.filename != __file__] or frames
         traceback.print_exc()
         return {"error": f"{own[-1].filename}:{own[-1].lineno}: {type(error).__name__}: {error}"[:2000]}
-    if value is None:
-        return {"reward": None}
+    return {"reward": None} if value is None else _reward_of(value)
+
+
+def _reward_of(value: Any) -> dict[str, Any]:
+    """What an agent returned, as a number if it is one; which numbers are rewards is the run's to say."""
     is_number = isinstance(value, int | float) or hasattr(value, "__float__")
     try:
-        return {"reward": float(value)} if is_number else {"error": f"it returned {value!r}"[:500] + ", no number"}
-    except (TypeError, ValueError) as error:
-        return {"error": f"it returned {type(value).__name__}, no number: {error}"}
+        return {"reward": float(value)} if is_number else {"no_reward": f"it returned {value!r}"[:500] + ", no number"}
+    except OverflowError:
+        return {"no_reward": "it returned a number that no float holds"}
+    except Exception as error:  # an object of the agent's own may raise anything
+        return {"no_reward": f"it returned {type(value).__name__}, no number: {error}"[:500]}
 
 
 async def _awaited(function: Any, task: Any, *, takes_client: bool) -> Any:
@@ -390,8 +354,7 @@ def loaded(agent: str) -> Any:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(location)
@@ -401,37 +364,34 @@ def loaded(agent: str) -> Any:
     return function
 
 
-def rehearse() -> None:
-    """Makes each SDK that the agent has imported read an answer, from a transport of its own that has no network: what
-    it puts off until its first call (imports, parsers) is then there in every fork. If an SDK is of another form, each
-    fork does it again, as before; nothing else depends on it.
+def kept_since_import(key: str, address: str) -> list[str]:
+    """What holds the key under which the agent's module was loaded, as `my_agent.client (openai.OpenAI)`: clients of
+    whatever SDK, and names of modules, by what the garbage collector sees. Such a client is of no episode. Nor is one
+    that has this address with another key, which the module gave it.
     """
-    for name in ("openai", "anthropic"):
-        if name in sys.modules:
-            with suppress(Exception):
-                asyncio.run(_rehearsed(sys.modules[name]))
-
-
-async def _rehearsed(sdk: Any) -> None:
-    http = sys.modules[sdk.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]]
-    transport = http.MockTransport(lambda request: http.Response(200, json=ANSWERS[request.url.path]))
-    talk: list[Any] = [{"role": "user", "content": ""}]
-    given = {"api_key": "none", "http_client": http.AsyncClient(transport=transport)}
-    if sdk.__name__ == "anthropic":
-        async with sdk.AsyncAnthropic(base_url="http://rehearsal", **given) as client:
-            await client.messages.create(model="m", max_tokens=1, messages=talk)
-        return
-    schema = {"name": "f", "parameters": {"type": "object", "properties": {}}}
-    call, result = {"call_id": "c", "name": "f", "arguments": "{}"}, {"call_id": "c", "output": ""}
-    async with sdk.AsyncOpenAI(base_url="http://rehearsal/v1", **given) as client:
-        items = [*talk, {"type": "function_call", **call}, {"type": "function_call_output", **result}]
-        await client.responses.create(model="m", input=items, tools=[{"type": "function", **schema, "strict": False}])
-        turn = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]}
-        talk += [turn, {"role": "tool", "tool_call_id": "c", "content": ""}]
-        tools = [{"type": "function", "function": schema}]
-        await client.chat.completions.create(model="m", messages=talk, tools=tools)
-        with suppress(ImportError):  # it finds the machinery of the event loop at its first use
-            await __import__("anyio").sleep(0)
+    modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if hasattr(module, "__dict__")}
+    names = {
+        id(value): f"{module.__name__}.{name}"
+        for module in list(sys.modules.values())
+        if isinstance(module, type(sys))
+        for name, value in list(vars(module).items())
+    }
+    found = []
+    for holder in gc.get_objects():
+        held = gc.get_referents(holder)
+        is_there = any(type(each).__name__ == "URL" and str(each).startswith(address) for each in held)
+        has_own_key = is_there and type(getattr(holder, "api_key", None)) is str
+        if not has_own_key and not any(type(each) is str and each == key for each in held):
+            continue
+        kind = type(holder)
+        if id(holder) in modules:
+            own_names = [name for name, value in holder.items() if type(value) is str and value == key]
+            found += [f"{modules[id(holder)]}.{name}" for name in own_names]
+        elif kind.__module__ not in ("builtins", "os"):
+            own, name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}", names.get(id(holder))
+            found.append(own if name is None else f"{name} ({own})")
+    clients = [each for each in dict.fromkeys(found) if "SecretStr" not in each]  # which a client holds
+    return (clients or found)[:5]
 
 
 def is_function(agent: str) -> bool:
@@ -444,15 +404,17 @@ def is_function(agent: str) -> bool:
 def main() -> None:
     """Loads the agent, says whether that went well, and serves."""
     link = socket.socket(fileno=int(sys.argv[1]))
+    key, address = os.environ["OPENAI_API_KEY"], os.environ["ANTHROPIC_BASE_URL"]  # of no episode
     try:
         agent = loaded(sys.argv[2])
     except BaseException as error:  # of the user's module
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-        own = [frame for frame in frames if frame.filename != __file__]
-        place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-        link.sendall(json.dumps({"error": f"{place}{type(error).__name__}: {error}"}).encode() + b"\n")
+        places = [f"{frame.filename}:{frame.lineno}: " for frame in frames if frame.filename != __file__]
+        link.sendall(json.dumps({"error": f"{''.join(places[-1:])}{type(error).__name__}: {error}"}).encode() + b"\n")
         return
-    rehearse()
+    if is_function(sys.argv[2]) and (kept := kept_since_import(key, address)):
+        link.sendall(json.dumps({"error": "", "kept": kept}).encode() + b"\n")
+        return
     gc.collect()
     gc.freeze()  # else the first collection of every fork touches, and so copies, all that was loaded here
     link.sendall(json.dumps({"ready": True}).encode() + b"\n")
@@ -460,4 +422,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(BrokenPipeError):  # the run has ended meanwhile
+        main()

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from treewise.base.addresses import client_settings
 from treewise.rl.agents.wire.asked import RefusedError
 
 
@@ -22,10 +23,13 @@ async def passed_on(request: Request, body: dict[str, Any], use: Any, seconds: f
     headers = {"x-api-key": use["api_key"], "authorization": f"Bearer {use['api_key']}"} if use.get("api_key") else {}
     if version := request.headers.get("anthropic-version"):
         headers["anthropic-version"] = version
-    client = httpx.AsyncClient(timeout=seconds)
+    try:
+        client = httpx.AsyncClient(**client_settings([url], seconds))
+    except (ImportError, ValueError) as error:
+        raise RefusedError(f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: {error}.", status=502) from None
     try:
         found = await client.send(client.build_request("POST", url, json=payload, headers=headers), stream=True)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         await client.aclose()
         raise RefusedError(f"{url} does not answer: {type(error).__name__}: {error}.", status=502) from None
 

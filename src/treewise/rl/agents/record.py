@@ -7,29 +7,35 @@ An episode begins with the first call of a key (or `POST /v1/episodes`, which gi
 import json
 import logging
 import os
+import socket
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
-import uvicorn
 
-from treewise.errors import num
+from treewise.base.durable import append
+from treewise.base.http.server import listening_socket, serve_on, url_of
+from treewise.base.progress import busy_with
+from treewise.errors import DiskError, num
 from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint import Endpoint
 from treewise.rl.agents.episodes import Episode, Episodes
-from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
 from treewise.rl.agents.record_settings import RecordSettings
 from treewise.rl.agents.recording import Account
-from treewise.rl.agents.stop_ids import stop_ids_of
+from treewise.rl.agents.wire.protocol import addresses
 from treewise.rl.agents.writing import Writer
+from treewise.rl.replies import end_ids
 from treewise.rl.samplers import Sampler
 
 logger = logging.getLogger("treewise")
+LAST_SECONDS, SECONDS_BETWEEN_TRIES = 60.0, 5.0  # that the last rows wait for room
 
 
 class RowsFile:
@@ -39,38 +45,68 @@ class RowsFile:
     """
 
     def __init__(self, path: Path, tokenizer: Any, say: Callable[[str], object] = lambda _: None) -> None:
-        self.path, self.num_rows, self.num_episodes = path, 0, 0
-        self.total, self.reasons = Account(), Counter[str]()
+        self.path, self.num_episodes = path, 0
+        self.rows_in = Counter[Path]()
+        self.total, self.reasons, self.ignored = Account(), Counter[str](), Counter[str]()
         self._tokenizer, self._say = tokenizer, say
         self._names: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add(self, episode: Episode) -> dict[str, Any]:
-        """Writes the rows of an episode that has ended; what they are."""
+        """Writes the rows of an episode that has ended; what they are.
+
+        Raises:
+            DiskError: they cannot be written; none is, and the episode may be added again.
+        """
         rows, account = episode.rows()
         with self._lock:
-            self._names[episode.name] += 1
-            number = self._names[episode.name]
+            number = self._names[episode.name] + 1
             name = episode.name if number == 1 else f"{episode.name}-{number}"
             written = [self._with_text({**row, "rollout": name}) for row in rows]
-            self._write(written)
+            append(self.path, b"".join(json.dumps(row).encode() + b"\n" for row in written))
+            self._names[episode.name] = number
             for kind, value in asdict(account).items():
                 setattr(self.total, kind, getattr(self.total, kind) + value)
             self.reasons += episode.recording.reasons
-            self.num_rows, self.num_episodes = self.num_rows + len(rows), self.num_episodes + 1
+            self.ignored += episode.ignored
+            self.rows_in[self.path] += len(rows)
+            self.num_episodes += 1
         if account.sampled != account.recorded + account.context or account.recorded != account.trained:
             logger.error("episode %s: %s do not add up; this is a fault of treewise, please report it", name, account)
         reward = "" if episode.reward is None else f", reward {episode.reward:g}"
         self._say(f"{name}: {num(account.calls, 'call')}, {tokens_line(account)}, {num(len(rows), 'row')}{reward}")
         return {"rollout": name, "rows": len(rows), **asdict(account), "forks": dict(episode.recording.reasons)}
 
+    def add_last(self, episode: Episode) -> dict[str, Any]:
+        """The same where nobody tries again. Without room the rows go to a file in the folder for temporary ones, which
+        a line names; without room there, too, they wait for some, up to `LAST_SECONDS`."""
+        path, end = self.path, time.monotonic() + LAST_SECONDS
+        while True:
+            try:
+                return self.add(episode)
+            except DiskError as error:
+                if self.path == path:
+                    self.path = Path(tempfile.gettempdir()) / f"treewise-{os.getpid()}-{path.name}"
+                    self._say(f"{error} The rows of {episode.name} go to {self.path}; append them to {path}.")
+                elif time.monotonic() > end:
+                    raise
+                else:
+                    self._say(f"{error} Waiting for room for the rows of {episode.name}.")
+                    time.sleep(SECONDS_BETWEEN_TRIES)
+
+    def close(self) -> None:
+        """Leaves no file without a row."""
+        if self.path.is_file() and not self.path.stat().st_size:
+            self.path.unlink()
+
     def summary(self) -> str:
         """Of all episodes, for a terminal."""
         lines = [
-            f"{num(self.num_episodes, 'episode')}, {num(self.total.calls, 'call')}, {num(self.num_rows, 'row')} in "
-            f"{self.path}",
+            f"{num(self.num_episodes, 'episode')}, {num(self.total.calls, 'call')}, "
+            + (" and ".join(f"{num(count, 'row')} in {path}" for path, count in self.rows_in.items()) or "no row"),
             tokens_line(self.total),
             *(f"{count:>6,} {reason}" for reason, count in self.reasons.most_common()),
+            *(f"{count:>6,} calls with {name}, ignored" for name, count in self.ignored.most_common()),
         ]
         return "\n".join(lines)
 
@@ -82,24 +118,14 @@ class RowsFile:
         texts = [self._tokenizer.decode(part) for part in (ids[:first], ids[first:])]
         return {**row, "sampler_logprobs": logprobs, "prompt_text": texts[0], "completion_text": texts[1]}
 
-    def _write(self, rows: Sequence[dict[str, Any]]) -> None:
-        with self.path.open("ab") as stream:
-            stream.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-            stream.flush()
-            os.fsync(stream.fileno())
-
 
 def tokens_line(account: Account) -> str:
     """`12 tokens sampled = 12 recorded = 12 trained`, and what was written again."""
     context = f" + {account.context:,} context" if account.context else ""
     again = f", {account.again:,} written again at forks" if account.again else ""
+    again += f", {account.beyond:,} beyond the ends of turns" if account.beyond else ""
     recorded, trained = f"{account.recorded:,} recorded{context}", f"{account.trained:,} trained{context}"
     return f"{num(account.sampled, 'token')} sampled = {recorded} = {trained}{again}"
-
-
-def forks_of(reasons: Counter[str]) -> dict[str, int]:
-    """The reasons for which something was written again."""
-    return {reason: count for reason, count in reasons.items() if reason not in (NEW, AGAIN, BRANCHED)}
 
 
 def record(settings: RecordSettings, say: Callable[[str], object]) -> None:
@@ -107,23 +133,39 @@ def record(settings: RecordSettings, say: Callable[[str], object]) -> None:
 
     Raises:
         ConfigError: the model cannot be sampled from, or the address not be listened on.
+        OSError: the file of rows cannot be made.
     """
-    tokenizer, sampler, most, stop_ids = loaded(settings)
+    path = Path(settings.output)
+    with listening_socket(settings.host, settings.port) as own:  # before the model is loaded, which takes long
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        try:
+            _serve(settings, own, path, say)
+        finally:  # also where it did not begin
+            RowsFile(path, None).close()
+
+
+def _serve(settings: RecordSettings, own: socket.socket, path: Path, say: Callable[[str], object]) -> None:
+    tokenizer, sampler, most, generation_config = loaded(settings)
     limits = settings.of_endpoint(most)
-    writer = Writer(tokenizer, settings.chat_template, keeps_thinking=limits.keeps_thinking)
-    batcher = Batcher(sampler)
+    keeps, today = limits.keeps_thinking, settings.template_date
+    writer = Writer(tokenizer, settings.chat_template, keeps_thinking=keeps, today=today)
+    stop_ids, batcher = end_ids(writer.template_of({})[0], generation_config), Batcher(sampler)
     episodes = Episodes(writer, batcher, limits, stop_ids, takes_any_key=True)
-    file = RowsFile(Path(settings.output), tokenizer, say)
+    file = RowsFile(path, tokenizer, say)
     is_over = threading.Event()
 
     def close() -> None:  # while the server ends: a signal may end the process once it has
         is_over.set()
         for episode in episodes.all_open:
-            episodes.end(episode)
-            file.add(episode)
+            try:
+                episodes.end(episode, file.add_last, 0.0)
+            except DiskError as error:
+                logger.error("%s Episode %s is lost.", error, episode.name)
         batcher.close()
         sampler.close()
         say("\n".join([file.summary(), *(f"note: {note}" for note in writer.notes)]))
+        file.close()
 
     endpoint = Endpoint(
         episodes,
@@ -134,48 +176,47 @@ def record(settings: RecordSettings, say: Callable[[str], object]) -> None:
         on_close=close,
     )
     say(f"tool calls and thinking are read by: {writer.template_of({})[1].name}")
-    address = f"http://{settings.host}:{settings.port}"
-    say(f"OPENAI_BASE_URL={address}/v1 ANTHROPIC_BASE_URL={address}")
-    file.path.parent.mkdir(parents=True, exist_ok=True)
-    file.path.touch()
+    address = url_of(own, settings.host)
+    # An agent's own client would ask a proxy for this address.
+    direct = f" NO_PROXY={settings.host}" if getproxies() and not proxy_bypass(settings.host) else ""
+    say(" ".join(f"{name}={value}" for name, value in addresses(address).items()) + direct)
     if settings.idle_seconds:
         watch = threading.Thread(target=_end_idle, args=(episodes, file, settings.idle_seconds, is_over), daemon=True)
         watch.start()
-    config = uvicorn.Config(
-        endpoint.app(),
-        settings.host,
-        settings.port,
-        access_log=False,
-        timeout_graceful_shutdown=2,
-        ws="none",
-        http="h11",
-    )
-    uvicorn.Server(config).run()  # prints the address
+    with busy_with("serving"):
+        serve_on(own, settings.host, endpoint.app(), timeout_graceful_shutdown=2)
 
 
-def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, list[int]]:
-    """The tokenizer, the sampler, the tokens that the model follows, and the ids that end a turn."""
-    from treewise.models.load_model import load_config, load_tokenizer, load_weights
+def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, Any]:
+    """The tokenizer, the sampler, the tokens that the model follows, and the generation config that it came with."""
+    from treewise.models.load_model import load_config, load_generation_config, load_tokenizer, load_weights
     from treewise.nn.device import chosen_device
     from treewise.nn.model_checks import length_limit, num_positions
     from treewise.rl.samplers import sampler_named
+    from treewise.rl.samplers.by_name import entry_of, row_limit
 
     tokenizer, given = load_tokenizer(settings.model), dict(settings.sampler_settings or {})
-    if settings.sampler != "transformers":
-        most = num_positions(load_config(settings.model))
-        sampler = sampler_named(settings.sampler, {"weights": "fixed", **given}, None)  # type: ignore[arg-type]
-        return tokenizer, sampler, most, stop_ids_of(tokenizer, settings.chat_template, None)
+    if entry_of(settings.sampler).is_on_servers:
+        sampler = sampler_named(settings.sampler, given, None, of_servers={"weights": "fixed"})
+        known = [num_positions(load_config(settings.model)), row_limit(sampler)]
+        most = min((limit for limit in known if limit is not None), default=None)
+        return tokenizer, sampler, most, load_generation_config(settings.model)
     model = load_weights(settings.model, None, settings.dtype)
     model = model.to(chosen_device(None if settings.device == "auto" else settings.device)).eval()
     found = [num_positions(model.config), (length_limit(model) or (None,))[0]]
     most = min((limit for limit in found if limit is not None), default=None)
     sampler = sampler_named(settings.sampler, given, model)
-    return tokenizer, sampler, most, stop_ids_of(tokenizer, settings.chat_template, model)
+    return tokenizer, sampler, most, model.generation_config
 
 
 def _end_idle(episodes: Episodes, file: RowsFile, seconds: float, is_over: threading.Event) -> None:
+    told = set[str]()
     while not is_over.wait(min(seconds / 4, 10.0)):
         for episode in episodes.all_open:
             if time.monotonic() - episode.last_call > seconds:
-                episodes.end(episode)
-                file.add(episode)
+                try:
+                    episodes.end(episode, file.add)
+                except DiskError as error:  # it is ended again at the next look
+                    if episode.key not in told:
+                        logger.warning("%s Episode %s waits for it.", error, episode.name)
+                    told.add(episode.key)

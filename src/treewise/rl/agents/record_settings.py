@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Doc
 
+from treewise.base.http.server import check_host
+from treewise.data.io.options import check_date
 from treewise.errors import ConfigError, check_fields
-from treewise.rl.agents.endpoint_settings import EndpointSettings, check_host
+from treewise.rl.agents.endpoint_settings import KEY_FORM, EndpointSettings
+from treewise.rl.samplers.by_name import check_sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,9 @@ class RecordSettings:
     port: Annotated[int, Ge(0), Le(65535), Doc("0: any that is free")] = 8000
     token: Annotated[str | None, Doc("what keys must be: TOKEN, or TOKEN.EPISODE")] = None
     chat_template: Annotated[str | None, Doc("in place of the tokenizer's: a text, a file, chatml")] = None
+    template_date: Annotated[
+        str | None, Doc("the date that a chat template writes as today's, as 2026-11-28; that of the start")
+    ] = None
     thinking: Annotated[
         Literal["as_sent", "keep"],
         Doc("keep: turns stay in front of later ones with the reasoning that the agent or the template drops"),
@@ -30,9 +36,9 @@ class RecordSettings:
     )
     dtype: Annotated[str, Doc("of the model: float32, bfloat16, float16, float64")] = "float32"
     device: Annotated[str, Doc("auto, cpu, cuda, ...")] = "auto"
-    sampler: Annotated[
-        Literal["transformers", "vllm", "openai"], Doc("what continues prompts: this process, or a server")
-    ] = "transformers"
+    sampler: Annotated[str, Doc("what continues prompts: transformers (this process), vllm, openai, module:Class")] = (
+        "transformers"
+    )
     sampler_settings: Annotated[
         dict[str, Any] | None,
         Doc("of it (docs/servers.md), as in --sampler_settings.base_url http://host:8001/v1"),
@@ -53,12 +59,13 @@ class RecordSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_host(self.host, self.token)
+        check_host(self.host, self.token, KEY_FORM)
+        check_date(self.template_date)
         self.of_endpoint(None)
-        if Path(self.output).exists():
+        path = Path(self.output)
+        if path.exists() and not (path.is_file() and not path.stat().st_size):  # an empty one holds nothing to lose
             raise ConfigError(f"output={self.output} is there; give another name, or move it away.")
-        if self.sampler != "transformers" and not (self.sampler_settings or {}).get("base_url"):
-            raise ConfigError(f"sampler={self.sampler} needs --sampler_settings.base_url.")
+        check_sampler(self.sampler, self.sampler_settings)
 
     def of_endpoint(self, max_length: int | None) -> EndpointSettings:
         """Those that are the endpoint's. max_length: what the model follows."""

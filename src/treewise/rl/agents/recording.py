@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
-from treewise.rl.agents.canonical import canonical, canonical_all, chain, root_of
+from treewise.base import features
+from treewise.data.render.canonical import canonical, canonical_all, chain, root_of
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
-from treewise.rl.agents.replies import ReplyReader
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
 from treewise.rl.agents.writing import Turn, Writer, Written
+from treewise.rl.replies.reader import ReplyReader
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
@@ -32,7 +32,7 @@ _NO_IDS = np.zeros(0, dtype=np.int32)
 class RecordedTurn:
     """One sampled turn. number: of its draw in the episode. is_sampled: False for ids that were written for it (a call
     that was asked for). items: the messages of its call and its own, in canonical form. routed_experts: of prompt and
-    turn, as in `Completion`.
+    turn, as in `Completion`. num_beyond: tokens that were sampled behind its end and dropped.
     """
 
     call: "RecordedCall"
@@ -46,6 +46,7 @@ class RecordedTurn:
     reward: float | None = None
     items: list[tuple[Any, ...]] = field(default_factory=list)
     routed_experts: np.ndarray | None = None
+    num_beyond: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -95,7 +96,8 @@ class RecordedPart:
 @dataclass(slots=True)
 class Account:
     """Tokens of an episode. sampled: that the sampler made. recorded: in rows. trained: with a loss weight. context: of
-    calls that are not trained. again: written once more at forks.
+    calls that are not trained. again: written once more at forks. beyond: that a server sampled behind the end of a
+    turn, and nobody has.
     """
 
     sampled: int = 0
@@ -104,6 +106,7 @@ class Account:
     context: int = 0
     again: int = 0
     calls: int = 0
+    beyond: int = 0
 
 
 class Recording:
@@ -203,7 +206,7 @@ class Recording:
             reason = reason or self._reason(nearest, items, keys[0])
             start, num_kept, text = self._further(start, num_kept, text, keys[0])
         _, reader = self.writer.template_of(asked.variables)
-        new_ids = self._new_ids(start, text)
+        new_ids = self._new_ids(start, num_kept, text)
         call = self._new_call(asked, reader, keys, items, start, num_kept, new_ids, text)
         call.prompt_end, call.reason = written.text[-4096:], reason
         call.num_again = self._num_again(call, nearest, written)
@@ -214,7 +217,7 @@ class Recording:
                     f"tool_choice asks for a call, and with {reader.name} none can be begun; ask for 'auto'.",
                     param="tool_choice",
                 )
-            call.forced_ids = self.writer.following_ids(opening)
+            call.forced_ids = self.writer.following_ids(written.text, opening)
         return call
 
     def _plain(self, asked: AgentRequest) -> RecordedCall:
@@ -226,7 +229,7 @@ class Recording:
             start, num_kept, text = self._longest(
                 [choice for choice in others if choice.call.start is None], text, None
             )
-            ids = self._new_ids(start, text) if start is not None else self.writer.text_ids(text)
+            ids = self._new_ids(start, num_kept, text) if start is not None else self.writer.text_ids(text)
         else:
             ids = np.array(asked.prompt, dtype=np.int32)
             best = 0
@@ -242,8 +245,11 @@ class Recording:
         call.reason = None if start is not None else NEW
         return call
 
-    def _new_ids(self, start: RecordedTurn | None, text: str) -> np.ndarray:
-        return self.writer.prompt_ids(text) if start is None else self.writer.following_ids(text)
+    def _new_ids(self, start: RecordedTurn | None, num_kept: int, text: str) -> np.ndarray:
+        if start is None:
+            return self.writer.prompt_ids(text)
+        path = np.concatenate([part.token_ids for part in self._parts(start, num_kept)])
+        return self.writer.following_ids(self.writer.decode(path[-16:]), text)
 
     def _new_call(
         self, asked: AgentRequest, reader: Any, keys: Any, items: Any, start: Any, kept: int, ids: Any, text: str
@@ -307,7 +313,7 @@ class Recording:
         head = written.template.render([list(written.messages[:size])], written.tools, "the call")[0]
         behind = written.text[len(head) :] if written.text.startswith(head) else ""
         path = np.concatenate([part.token_ids for part in self._parts(nearest)])
-        num_old = call.num_prompt - len(self.writer.following_ids(behind))
+        num_old = call.num_prompt - len(self.writer.following_ids(head, behind))
         return max(num_old - _same(path, self.prompt_ids(call)), 0)
 
     # -- paths and rows -----------------------------------------------------------------------------------------------
@@ -352,6 +358,7 @@ class Recording:
                 account.again += call.num_again
                 for choice in call.choices:
                     account.sampled += choice.num_sampled
+                    account.beyond += choice.num_beyond
                     if call.is_trained:
                         account.recorded += choice.num_sampled
                     else:
@@ -383,12 +390,12 @@ class Recording:
                 turns.append(_turn_facts(choice, at, at + size))
             at += size
             if choice is not None and choice.routed_experts is not None:
-                experts = feature("routes").filled(experts, choice.routed_experts, at)
+                experts = features.routes.filled(experts, choice.routed_experts, at)
         row: dict[str, Any] = {"token_ids": ids, "loss_weights": weights, "sampler_logprobs": logprobs, "draws": draws}
         if max(versions) >= 0:
             row["policy_versions"] = versions
         if experts is not None:
-            row["routed_experts"] = feature("encoded_arrays").encoded(experts)
+            row["routed_experts"] = features.encoded_arrays.encoded(experts)
         if any("reward" in turn for turn in turns):
             rewards = row["token_rewards"] = [0.0] * len(ids)
             for turn in turns:
@@ -408,6 +415,7 @@ def _turn_facts(choice: RecordedTurn, start: int, end: int) -> dict[str, Any]:
     reason = choice.call.reason
     shown: Mapping[str, Any] = {
         "fork": reason if reason not in (None, NEW, AGAIN, BRANCHED) else None,
+        "constrained": True if choice.call.asked.schema is not None else None,  # sampled under a grammar
         "reward": choice.reward,
     }
     return {**facts, **{name: value for name, value in shown.items() if value is not None}}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.tree.trajectory import Trajectory
 
 
@@ -40,4 +40,4 @@ def trajectories_of(key: str, records: Sequence[Mapping[str, Any]], where: str) 
 def _experts_of(row: Mapping[str, Any], where: str) -> Any:
     if "routed_experts" not in row:
         return None
-    return feature("encoded_arrays").decoded(row["routed_experts"], "routed_experts", where)
+    return features.encoded_arrays.decoded(row["routed_experts"], "routed_experts", where)

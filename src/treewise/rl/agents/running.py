@@ -14,14 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-import numpy as np
-
+from treewise.base.addresses import LOOPBACK
 from treewise.data.io.field_checks import printable
 from treewise.errors import ConfigError, SamplerError, TaskError
 from treewise.rl.agents import host
-from treewise.rl.agents.episodes import Episode, Episodes
+from treewise.rl.agents.episodes import AT_IMPORT, Episode, Episodes
 from treewise.rl.agents.host import is_function
+from treewise.rl.agents.wire.protocol import environment
+from treewise.rl.tasks.calls import FailedCall
+from treewise.rl.tasks.reward_functions import number
 
 FailureKind = Literal["raised", "exited", "timeout", "flooded", "silent", "no reward", "stopped"]
 START_SECONDS = 120.0  # for the user's module
@@ -90,7 +93,11 @@ class AgentRunner:
         words = [python or sys.executable, "-c", RUN_FILE, host.__file__, str(other.fileno()), agent]
         try:
             self._process = subprocess.Popen(
-                words, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                words,
+                env={**os.environ, **self._addresses(episodes.import_key)},  # of no episode: nothing else may be called
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         except OSError as error:
             self._link.close()
@@ -109,9 +116,8 @@ class AgentRunner:
         self._link.settimeout(None)
         if "error" in first:
             self.close()
-            what = "names no function" if is_function(agent) else "is no command"
-            hint = " Its process needs `pip install openai` for the client." if "openai" in first["error"] else ""
-            raise ConfigError(f"agent {agent!r} cannot be loaded ({what}?): {printable(first['error'])}.{hint}")
+            raise ConfigError(_why_not_loaded(agent, first))
+        episodes.import_calls = 0  # what the module could do without
         self._reader = threading.Thread(target=self._read, daemon=True, name="treewise-agents")
         self._reader.start()
 
@@ -119,7 +125,8 @@ class AgentRunner:
         """Runs it to its end; the episode is closed then.
 
         Raises:
-            SamplerError: the sampler failed, which is no fault of the agent. TaskError: the agents' process is gone,
+            ConfigError: a client was made before any episode began. SamplerError: the sampler failed, which is no fault
+                of the agent. TaskError: the agents' process is gone,
                 which says nothing of the episode.
         """
         with self._lock:
@@ -144,6 +151,10 @@ class AgentRunner:
             del self._names[episode.key]
             self._stopping.discard(episode.key)
             self.episodes.end(episode)
+        if self.episodes.import_calls:
+            raise ConfigError(
+                f"agent {self.agent!r} called the model with an address or a key from before the episode. {AT_IMPORT}"
+            )
         if isinstance(episode.failure, BaseException):
             raise (
                 episode.failure
@@ -185,16 +196,19 @@ class AgentRunner:
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def _environment(self, episode: Episode, text: str, task_file: Path, reward_file: Path) -> dict[str, str]:
-        hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
-        found = {
-            **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), f"{self.url}/v1"),
-            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), episode.key),
-            "ANTHROPIC_BASE_URL": self.url,
-            **{"TREEWISE_TASK_FILE": str(task_file), "TREEWISE_REWARD_FILE": str(reward_file)},
+    def _addresses(self, key: str) -> dict[str, str]:
+        """Where the usual SDKs find the endpoint, and with which key; no proxy is asked for it."""
+        known, own = os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), urlsplit(self.url).hostname
+        hosts = ",".join(dict.fromkeys(filter(None, [known, *LOOPBACK, own])))
+        return {
+            **environment(self.url, key),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), hosts),
         }
-        return found | ({"TREEWISE_TASK": text} if len(text) < MAX_VARIABLE else {})
+
+    def _environment(self, episode: Episode, text: str, task_file: Path, reward_file: Path) -> dict[str, str]:
+        files = {"TREEWISE_TASK_FILE": str(task_file), "TREEWISE_REWARD_FILE": str(reward_file)}
+        task = {"TREEWISE_TASK": text} if len(text) < MAX_VARIABLE else {}
+        return {**self._addresses(episode.key), **files, **task}
 
     def _outcome(self, name: str, episode: Episode, found: Mapping[str, Any], reward_file: Path) -> AgentOutcome:
         output = f"{found.get('stdout', '')}{found.get('stderr', '')}"
@@ -218,7 +232,9 @@ class AgentRunner:
             by = f"signal {code - 128} ended it" if code > 128 else f"it exited with code {code}"
             return failed("exited", by + (" before it returned" if is_python else ""))
         if not episode.recording.calls and not episode.num_passed_on:
-            return failed("silent", "it made no call")
+            return failed("silent", "it made no call to the endpoint, whose address is in OPENAI_BASE_URL")
+        if (of_call := next((why for key, why in episode.no_rewards.items() if key is not None), None)) is not None:
+            return failed("no reward", of_call)
         reward, problem = _reward_of(episode, result, reward_file, str(found.get("stdout", "")), is_python=is_python)
         if reward is None and self.needs_reward:
             return failed("no reward", problem)
@@ -258,16 +274,28 @@ class AgentRunner:
         return TaskError(f"the agents' process is gone{why}. Episodes that had not ended are run again with --resume.")
 
 
+def _why_not_loaded(agent: str, first: Mapping[str, Any]) -> str:
+    if kept := first.get("kept"):
+        return f"agent {agent!r} makes a client when it is loaded: {printable(', '.join(kept))}. {AT_IMPORT}"
+    what = "" if is_function(agent) and ".py:" in first["error"] else " (is it a function, or a command?)"
+    is_sdk = "No module named 'openai'" in first["error"]
+    hint = " Its process needs `pip install openai` for the client." if is_sdk else ""
+    return f"agent {agent!r} cannot be loaded{what}: {printable(first['error'])}.{hint}"
+
+
 def _reward_of(
     episode: Episode, result: Mapping[str, Any], reward_file: Path, stdout: str, *, is_python: bool
 ) -> tuple[float | None, str]:
     """The reward, and what is wrong where there is none. What the agent returned comes first, then what it sent
     (`POST /v1/reward`), what it wrote into its file, and of a command the last line that it printed."""
+    if is_python and "no_reward" in result:
+        return None, result["no_reward"]
     if is_python and result.get("reward") is not None:
-        value = float(result["reward"])
-        return (value, "") if np.isfinite(value) else (None, f"it returned {value}, which is no finite number")
+        return _checked(result["reward"], "it returned")
     if episode.reward is not None:
         return episode.reward, ""
+    if None in episode.no_rewards:
+        return None, episode.no_rewards[None]
     lines = [line for line in stdout.splitlines() if line.strip()]
     if reward_file.is_file():
         text, where = reward_file.read_text(errors="replace")[:500].strip(), "its reward file holds"
@@ -276,7 +304,12 @@ def _reward_of(
     else:
         text, where = (lines[-1].strip() if lines else ""), "its last line is"
     try:
-        value = float(text)
+        return _checked(float(text), where)
     except ValueError:
         return None, f"{where} {printable(text)[:200]!r}, no number"
-    return (value, "") if np.isfinite(value) else (None, f"{where} {value}, which is no finite number")
+
+
+def _checked(value: object, where: str) -> tuple[float | None, str]:
+    """By the rule of all rewards."""
+    found = number(value, where)
+    return (None, found.message) if isinstance(found, FailedCall) else (found, "")

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from treewise.rl.agents.episodes import OpenCall
-from treewise.rl.agents.replies import held_back
 from treewise.rl.agents.wire.asked import RefusedError, Reply
 from treewise.rl.agents.wire.common import Delta
 from treewise.rl.agents.writing import Writer
+from treewise.rl.replies.reader import held_back
 
 
 class Spoken:
@@ -55,8 +55,10 @@ def rest(opened: OpenCall, spoken: Sequence[Spoken], stream: Any) -> list[bytes]
 
 
 def replies_of(opened: OpenCall) -> tuple[Reply, ...]:
-    """Of a call that has ended. Raises `RefusedError` where the sampler failed."""
+    """Of a call that has ended. Raises `RefusedError` where the sampler refused it, or failed."""
     error = opened.done.exception()
+    if isinstance(error, RefusedError):
+        raise error
     if error is not None:
         raise RefusedError(f"the sampler fails: {type(error).__name__}: {error}", status=500) from error
     return opened.done.result()

@@ -7,6 +7,7 @@ writes, as with any other server. With `keeps_thinking` it is kept, and what fol
 """
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treewise.base import features
+from treewise.data.io.options import today_as
 from treewise.data.render.messages import IMAGES, Message, Tools, WeightedMessages, clean_conversation
 from treewise.data.render.piece_tokenizer import Encoder, joined
-from treewise.data.render.template import MARK, Template
+from treewise.data.render.template import Template
+from treewise.data.render.turns import behind_end, behind_turn
 from treewise.errors import ConfigError, DataError
-from treewise.rl.agents.replies import UNFINISHED, ReplyReader
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
+from treewise.rl.replies.reader import UNFINISHED, ReplyReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from treewise.rl.agents.grammars import Grammars
+
+logger = logging.getLogger("treewise")
 MAX_TEMPLATES = 16  # of different variables
 RESERVED = {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents", "padding"}
 RESERVED |= {"continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs", "max_length", "truncation"}
@@ -62,19 +69,43 @@ class Tail:
 
 
 class Writer:
-    """One tokenizer and its chat template (or another: a text, a file, or `chatml`). For several threads."""
+    """One tokenizer and its chat template (or another: a text, a file, or `chatml`). For several threads. today: the
+    date that the template writes as today's, however long the episodes take."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None, *, keeps_thinking: bool = False
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | None = None,
+        *,
+        keeps_thinking: bool = False,
+        today: str | None = None,
     ) -> None:
         self.tokenizer, self.keeps_thinking = tokenizer, keeps_thinking
+        self.today = today or today_as()
         self.encoder = Encoder(tokenizer)
         self.chat_template = chat_template
         self.notes: dict[str, None] = {}
         self._lock = threading.RLock()
         self._templates: dict[str, tuple[Template, ReplyReader]] = {}
         self._writes_tools: dict[str, bool] = {}
+        self._grammars: Any = None
         self.template_of({})
+
+    def note(self, text: str) -> None:
+        """Says something once, and keeps it among the notes."""
+        with self._lock:
+            if text in self.notes:
+                return
+            self.notes[text] = None
+        logger.warning("%s", text)
+
+    def grammars(self, stop_ids: Sequence[int]) -> "Grammars":
+        """Those of the tokenizer."""
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = features.grammars.Grammars(self.tokenizer, stop_ids)
+            found: Grammars = self._grammars
+            return found
 
     def template_of(self, variables: Mapping[str, Any]) -> tuple[Template, ReplyReader]:
         """The template with its variables, and what reads its turns."""
@@ -83,7 +114,9 @@ class Writer:
             if name not in self._templates:
                 if len(self._templates) >= MAX_TEMPLATES:
                     del self._templates[list(self._templates)[-1]]
-                template = Template(self.encoder, self.chat_template, dict(variables), on_hidden="warn")
+                template = Template(
+                    self.encoder, self.chat_template, dict(variables), on_hidden="warn", today=self.today
+                )
                 template.notes = self.notes
                 reader = ReplyReader(template, with_own=self.chat_template is None)
                 self._templates[name] = (template, reader)
@@ -92,8 +125,7 @@ class Writer:
     @property
     def source(self) -> str:
         """The text of the template."""
-        template = self.template_of({})[0]
-        return str(template.text or getattr(self.tokenizer, "chat_template", None) or "")
+        return self.template_of({})[0].source
 
     def written(self, asked: AgentRequest) -> Written:
         """The conversation of a call.
@@ -150,12 +182,12 @@ class Writer:
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         return np.array(ids, dtype=np.int32)
 
-    def following_ids(self, text: str) -> np.ndarray:
-        """int32, of a text that follows other ids."""
+    def following_ids(self, before: str, text: str) -> np.ndarray:
+        """int32, of a text that follows another."""
         if not text:
             return np.zeros(0, dtype=np.int32)
         with self._lock:
-            return self.encoder.encode_continuations([text])[0].astype(np.int32)
+            return self.encoder.encode_behind([(before, text)])[0].astype(np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, special tokens included."""
@@ -190,33 +222,19 @@ class Writer:
             head = template.render([list(written.messages[:num_messages])], written.tools, "the call")[0]
         except DataError:  # a template that writes no conversation that ends so
             return None
+        head = head.removesuffix(behind_end(template, head))
         end = encoder.end_of_turn(head)
+        closes = "" if end is None else head[slice(*end)]
         if written.text.startswith(head):
-            if end is None:
-                return self._after_mark(written, num_messages, turn, "")
             rest = written.text[len(head) :]
-            return self._closed(turn, head[slice(*end)], head[end[1] :] + rest)
-        if not self.keeps_thinking or end is None:
-            return None
-        return self._after_mark(written, num_messages, turn, head[slice(*end)])
+            return self._closed(turn, closes, rest if end is None else head[end[1] :] + rest)
+        return self._after_mark(written, num_messages, turn, closes) if self.keeps_thinking else None
 
     def _after_mark(self, written: Written, num_messages: int, turn: Turn, end: str) -> Tail | None:
-        """What the template writes behind a mark in place of the turn's content. end: the token that closes the turn;
-        "" where the template has none."""
-        given = {key: value for key, value in written.messages[num_messages - 1].items() if key != "reasoning_content"}
-        for without in ((), ("tool_calls",)):
-            marked = {**{key: value for key, value in given.items() if key not in without}, "content": MARK}
-            talk = [*written.messages[: num_messages - 1], marked, *written.messages[num_messages:]]
-            try:
-                text = written.template.render([talk], written.tools, "the call", generation=True)[0]
-            except DataError:
-                continue
-            _, mark, rest = text.partition(MARK)
-            before, closed, after = rest.partition(end) if end else ("", "", rest)
-            if mark and (closed or not end):
-                del before  # the calls, which the turn's own ids hold
-                return self._closed(turn, end, after)
-        return None
+        """What the template writes behind a turn that it does not write as it was sampled. end: the token that closes
+        the turn; "" where the template has none."""
+        around = behind_turn(written.template, written.messages, num_messages - 1, written.tools, end, "the call")
+        return None if around is None else self._closed(turn, end, around[2])
 
     def _closed(self, turn: Turn, end: str, after: str) -> Tail:
         """Behind the ids that stay. end: the text of the token that closes a turn."""
@@ -226,8 +244,9 @@ class Writer:
             return Tail(kept, turn.text[len(self.decode(turn.token_ids[:kept])) :] + end + after)
         if not turn.is_ended:
             return Tail(size, end + after)
-        if end and self.decode(turn.token_ids[-1:]) == end:
-            return Tail(size, after)
+        own = self.decode(turn.token_ids[-1:])
+        if (end + after).startswith(own):  # the token that closes turns, or one that begins what follows (GLM)
+            return Tail(size, (end + after)[len(own) :])
         return Tail(size - 1, end + after)
 
 

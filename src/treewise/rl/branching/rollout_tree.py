@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.errors import DataError
 from treewise.tree.trajectory import Trajectory
 
@@ -290,7 +290,7 @@ class RolloutTree:
 
     def _routes(self, leaf: int) -> np.ndarray | None:
         """[tokens of a row, L, k] int16; what computed a token first is what it was sampled with."""
-        filled, routes, end = feature("routes").filled, None, len(self.prompt_ids)
+        filled, routes, end = features.routes.filled, None, len(self.prompt_ids)
         length = len(self.prefix_ids(leaf))
         for part in self.path_parts(leaf):
             end, recorded = end + part.end, self._nodes[part.node].routed_experts

@@ -23,7 +23,7 @@ GSM8K; here both are shares of the pool, so that small pools have the same curri
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
@@ -35,22 +35,34 @@ FORMAT = 1
 _CHOICE, _SHUFFLE = 1, 5  # name random streams
 
 
+class _Settings:
+    """refills: waves that may stand in place of what is left out of an iteration. needs_variance: groups whose rewards
+    are all equal are left out. measures_angles: it ranks items by their angles."""
+
+    __slots__ = ()
+    refills: int = 0
+    needs_variance: ClassVar[bool] = False
+    measures_angles: ClassVar[bool] = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UniformSettings:
+class UniformSettings(_Settings):
     """There is nothing to set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicSettings:
+class DynamicSettings(_Settings):
     """refills: times that missing groups are sampled anew in one iteration. What is still missing then is left out, so
     that an iteration of a task that is all too hard or too easy ends.
     """
 
     refills: Annotated[int, Ge(0)] = 3
 
+    needs_variance: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GainSettings:
+class GainSettings(_Settings):
     """width, step: as shares of the pool. alpha: steepness; beta: the accuracy at which the mean stands still but for
     its angle term. force: run although the self-check says that angles predict nothing here. control: ranks are
     shuffled, to compare with.
@@ -63,8 +75,14 @@ class GainSettings:
     force: bool = False
     control: bool = False
 
+    measures_angles: ClassVar[bool] = True
 
-CURRICULA: Mapping[str, type] = {"uniform": UniformSettings, "dynamic": DynamicSettings, "gain": GainSettings}
+
+CURRICULA: Mapping[str, type[_Settings]] = {
+    "uniform": UniformSettings,
+    "dynamic": DynamicSettings,
+    "gain": GainSettings,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,8 @@ class Curriculum:
     @property
     def measures_angles(self) -> bool:
         """Whether it needs the angles of all items, and at each iteration those of what was drawn."""
-        return isinstance(self.settings, GainSettings)
+        found: bool = self.settings.measures_angles
+        return found
 
 
 def curriculum_named(name: str, **settings: object) -> Curriculum:
@@ -137,7 +156,7 @@ class TaskSampler:
         """
         if wave == 0:
             self._taken = []
-        elif wave > getattr(self.curriculum.settings, "refills", 0):
+        elif wave > self.curriculum.settings.refills:
             return []
         if self.curriculum.measures_angles:
             rng = np.random.default_rng([self.seed, self.iteration, _CHOICE, *([wave] if wave else [])])
@@ -148,8 +167,8 @@ class TaskSampler:
         return indices
 
     def is_kept(self, rewards: Sequence[float]) -> bool:
-        """Whether the tree of these rewards is trained; of `dynamic` those alone whose rewards differ."""
-        return self.curriculum.name != "dynamic" or len(set(rewards)) > 1
+        """Whether the tree of these rewards is trained; where the curriculum needs a variance, if they differ."""
+        return not self.curriculum.settings.needs_variance or len(set(rewards)) > 1
 
     def observe(self, outcomes: Sequence[PractisedItem]) -> None:
         """Ends the iteration, of all of whose trees these are the outcomes."""

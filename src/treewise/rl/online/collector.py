@@ -35,12 +35,12 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where the run stands when something is collected.
+    """Context of one collection: policy version, sampler, journal.
 
     where: in words, of errors and of the rows' sources: `iteration 3`. state: of the loop between two iterations, to be
     read alone. sampler: with the weights of policy `version`, which goes with every token. trainer_state: transformers'
     own, as reward functions get it. progress: is called with what each completion adds to
-    `Collector.amount`, be it 0, and may raise to end the collecting.
+    `Collector.expected_size`, be it 0, and may raise to end the collecting.
     """
 
     where: str
@@ -137,7 +137,7 @@ class Collector(Protocol):
         """
         ...
 
-    def amount(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
+    def expected_size(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
         """How much an iteration of first groups is, as far as that is known, and the unit of it: what its progress is
         measured by. budget: its generated tokens.
         """

@@ -12,7 +12,7 @@ from treewise.errors import ConfigError
 from treewise.objectives import Objective
 from treewise.rl.curriculum import Curriculum, TaskSampler
 from treewise.rl.curriculum.self_check import CheckReport, check_angles
-from treewise.rl.curriculum.signals import angles_of
+from treewise.rl.curriculum.signals import angles_of as angles_of  # for the loop, too
 from treewise.rl.online.collector import Group
 from treewise.rl.online.journal import journals
 from treewise.rl.online.records import write_check

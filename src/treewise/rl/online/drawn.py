@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, TaskError, num
+from treewise.errors import ConfigError, DataError, TaskError, num
 from treewise.rl.curriculum import PractisedItem, TaskSampler
 from treewise.rl.online.collector import Collector, Group, GroupRequest, Moment
 from treewise.rl.online.journal import Journal, LoopState
@@ -81,7 +81,7 @@ def draw_groups(
     spend its budget of generated tokens, and a refilled one the share of one more. stream: as of `requests_of`.
 
     Raises:
-        TaskError: more rewards failed than may.
+        DataError: two of them have one key. TaskError: more rewards failed than may.
     """
     drawn, count, budget, wave = Drawn(), settings.trees_per_iteration, budget_of(settings, moment.state), 0
     indices = items.draw(count)
@@ -89,7 +89,9 @@ def draw_groups(
     budgets = [share + (number < more) for number in range(len(indices))]
     while indices:
         first = len(drawn.groups)
-        collected = collector.collect(requests_of(task, indices, budgets, stream, first), moment)
+        requests = requests_of(task, indices, budgets, stream, first)
+        _refuse_equal_keys(task, [*(group.request for group in drawn.groups), *requests])
+        collected = collector.collect(requests, moment)
         drawn.groups += collected.groups
         drawn.indices += indices
         drawn.waves += [wave] * len(indices)
@@ -128,6 +130,18 @@ def requests_of(
         item, key = task.item("train", index), f"{task.name}/{index}"
         found.append(GroupRequest(number, item, key, budget, (*stream, number), num_rollouts))
     return found
+
+
+def _refuse_equal_keys(task: Task, requests: Sequence[GroupRequest]) -> None:
+    """Raises `DataError` where the groups of two items would be one: rollouts are those of their item's key."""
+    seen: dict[str, str] = {}
+    for request in requests:
+        other = seen.setdefault(request.item.key, request.key)
+        if other != request.key:
+            raise DataError(
+                f"{task.name}: items {other} and {request.key} both have the key {request.item.key!r}, so their "
+                "rollouts would be one group. Give each item a key of its own."
+            )
 
 
 def num_practised(task: Task, settings: OnlineSettings) -> int | None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -19,19 +20,20 @@ import numpy as np
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from treewise.base.features import feature
-from treewise.base.own_files import damage, read_own, sealed, unsealed
+from treewise.base import features
+from treewise.base.durable import own_file
+from treewise.base.own_files import damage, disk_error, is_no_room, read_own, sealed, unsealed
 from treewise.distributed import ranks
-from treewise.errors import CheckpointError, num
+from treewise.errors import CheckpointError, duration, num
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
 from treewise.rl.tasks.rewards import Outcome, RewardFailure
 from treewise.trainer.arguments import TreeTrainingArguments
-from treewise.trainer.checkpoint.store import own_file
 
 logger = logging.getLogger("treewise")
 
 JOURNAL = "journal"  # the folder
+ROOM_SECONDS, SECONDS_BETWEEN_TRIES = 600.0, 1.0  # that answers wait for room on the disk
 _OF_UPDATES = (  # arguments of training that decide by how much an update changes the weights
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"),
@@ -192,7 +194,12 @@ class Journal:
         return answer
 
     def record(self, kind: str, answers: Sequence[tuple[str, object, object]]) -> None:
-        """Writes answers, all or none: of each its name in this phase, the question, and the answer, plain JSON."""
+        """Writes answers, all or none: of each its name in this phase, the question, and the answer, plain JSON. Where
+        the disk has no room, they wait for some.
+
+        Raises:
+            DiskError: there was none within `ROOM_SECONDS`; a run that is resumed makes these answers again.
+        """
         if self.path is None:
             return
         names = [f"{kind} {self._phase} {name}" for name, _, _ in answers]
@@ -200,14 +207,31 @@ class Journal:
         entry = {"names": names, "keys": keys, "answers": [answer[2] for answer in answers], "facts": self._facts}
         line = sealed(entry).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with own_file(self.path, "r+b" if self.path.exists() else "w+b") as stream:
-            stream.truncate(self._size)
-            stream.seek(self._size)
-            stream.write(line)
-            stream.flush()
-            os.fsync(stream.fileno())
+        self._append(self.path, line)
         self._last = self._size
         self._size += len(line)
+
+    def _append(self, path: Path, line: bytes) -> None:
+        end: float | None = None
+        while True:
+            try:
+                with own_file(path, "r+b" if path.exists() else "w+b") as stream:
+                    stream.truncate(self._size)
+                    stream.seek(self._size)
+                    stream.write(line)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                return
+            except OSError as error:
+                if not is_no_room(error):
+                    raise
+                found = disk_error(path, error, len(line))
+                if end is None:
+                    logger.warning("%s The run waits for it, %s at most.", found, duration(ROOM_SECONDS))
+                    end = time.monotonic() + ROOM_SECONDS
+                elif time.monotonic() > end:
+                    raise found from error
+            time.sleep(SECONDS_BETWEEN_TRIES)
 
     def mark(self) -> None:
         """Marks the answer that was given last, unless one before it is marked."""
@@ -262,7 +286,7 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
     """Plain JSON values; float32 survives exactly."""
     values = {name: array.tolist() for name in _ARRAYS if (array := getattr(completion, name)) is not None}
     if completion.routed_experts is not None:
-        values["routed_experts"] = feature("encoded_arrays").encoded(completion.routed_experts)
+        values["routed_experts"] = features.encoded_arrays.encoded(completion.routed_experts)
     return {**values, "finish_reason": completion.finish_reason, "version": completion.version}
 
 
@@ -270,7 +294,7 @@ def completion_from_json(values: dict[str, Any]) -> Completion:
     """What `completion_to_json` was given."""
     arrays: dict[str, Any] = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items() if name in values}
     if "routed_experts" in values:
-        arrays["routed_experts"] = feature("encoded_arrays").decoded(
+        arrays["routed_experts"] = features.encoded_arrays.decoded(
             values["routed_experts"], "routed_experts", "a sampler's answer"
         )
     return Completion(**{**values, **arrays})

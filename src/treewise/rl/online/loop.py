@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.progress import busy_with
 from treewise.distributed import groups, ranks
 from treewise.engine.engine import TreeEngine
@@ -130,7 +130,7 @@ class OnlineTrainer:
         self.sampler = self.eval_sampler = TransformersSampler(self.model) if sampler is None else sampler
         self._whole: WholeCopy | None = None
         if self.settings.max_staleness or args.is_parted:
-            copies = feature("copied_weights").samplers_of(self.sampler, self.model, is_parted=args.is_parted)
+            copies = features.copied_weights.samplers_of(self.sampler, self.model, is_parted=args.is_parted)
             self.sampler, self.eval_sampler, self._whole = copies
         self.collector = collector or tree_collector(task, tokenizer, self.settings, args, self.model)
         self._signals = StopSignals(may_abandon=args.world_size == 1)
@@ -184,12 +184,16 @@ class OnlineTrainer:
             stack.callback(self.sampler.close)
             stack.callback(self.collector.close)
             stack.callback(lambda: self._ahead and self._ahead.close())
-            self._begin(resume_from_checkpoint)
-            if self._is_finished():
-                logger.warning("%s holds the end of the run: no iteration is left", self.folder)
-                return dict(self.log_history[-1])
-            begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
-            self._tell("on_train_begin")
+            try:
+                self._signals.start()
+                self._begin(resume_from_checkpoint)
+                if self._is_finished():
+                    logger.warning("%s holds the end of the run: no iteration is left", self.folder)
+                    return dict(self.log_history[-1])
+                begin_hand_over(self.eval_sampler, self.model, self._whole)()  # a server may hold those of another run
+                self._tell("on_train_begin")
+            except StepAbandoned:
+                raise self._stopped() from None
             for iteration in range(self.loop.iteration, self.settings.iterations):
                 logs = self._iteration_or_stop(iteration)
                 is_last = iteration + 1 == self.settings.iterations or self.control.should_training_stop
@@ -285,16 +289,15 @@ class OnlineTrainer:
         Raises:
             TaskError: more rewards failed than may.
         """
-        where = f"iteration {iteration + 1}"
-        budget = budget_of(self.settings, self.loop)
-        amount, unit = self.collector.amount(self.settings.trees_per_iteration, budget, self.loop)
-        with sampling_progress(where, amount, unit, hidden=bool(self.args.disable_tqdm)) as advance:
+        where, budget = f"iteration {iteration + 1}", budget_of(self.settings, self.loop)
+        size, unit = self.collector.expected_size(self.settings.trees_per_iteration, budget, self.loop)
+        with sampling_progress(where, size, unit, hidden=bool(self.args.disable_tqdm)) as advance:
             recorded = self._journal(iteration + 1)
             moment = Moment(where, self.loop, recorded, self.eval_sampler, iteration, self.state, advance)
             drawn = self._draw(moment, (self.args.seed, iteration, _TREES))
         if self.items.curriculum.measures_angles:
             prompts = [group.prompt_ids for group in drawn.groups]
-            angles = feature("angles").angles_of(self.engine, prompts, self.items.memory["num_shared"])
+            angles = features.angles.angles_of(self.engine, prompts, self.items.memory["num_shared"])
             drawn.angles = angles.total.tolist()
         return drawn
 
@@ -315,7 +318,7 @@ class OnlineTrainer:
 
         ranks.go_through(groups.new_group())
         hand_over, last = partial(begin_hand_over, self.sampler, self.model, self._whole), self.settings.iterations
-        ahead: Ahead = feature("ahead").Ahead(
+        ahead: Ahead = features.ahead.Ahead(
             collect, hand_over, first, last, self.settings.max_staleness, groups.new_group()
         )
         ahead.start()
@@ -435,7 +438,7 @@ class OnlineTrainer:
         if not items.curriculum.measures_angles:
             return
         train = (self.task.item("train", index) for index in range(items.size or 0))
-        angles = feature("angles")
+        angles = features.angles
         angles.begin_angles(items, list(map(self.collector.prompt_ids, train)), self.engine)
         if not settings.check_items:
             return
@@ -452,7 +455,7 @@ class OnlineTrainer:
         Raises:
             DataError: fewer than 3 items have two rewards.
         """
-        angles, stream = feature("angles"), (self.args.seed, 0, _CHECK)
+        angles, stream = features.angles, (self.args.seed, 0, _CHECK)
         chosen = angles.items_to_check(self.items, num_items, _CHECK)
         requests = requests_of(self.task, chosen, [1] * len(chosen), stream, num_rollouts=num_rollouts)
         moment = Moment("self-check", self.loop, self._journal(0), self.eval_sampler, 0, self.state)
@@ -488,7 +491,7 @@ class OnlineTrainer:
         """Optimizer, schedule and state of a new run, or of the one that is resumed."""
         trainer = self.trainer
         if self.args.world_size > 1:
-            feature("mesh").copy_first(self.model, self.args.device)
+            features.mesh.copy_first(self.model, self.args.device)
         _ = self._first_tree[0]  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
@@ -500,7 +503,7 @@ class OnlineTrainer:
             self.runner.resume_budget(found.max_tokens)
             trainer.state = self.state = TrainerState.load_from_json(str(found.folder / contents.STATE))
             self.loop = LoopState.of_checkpoint(self.state, found.folder)
-            feature("resume").load_run(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
+            features.resume.load_run(found.folder, self.model, trainer.optimizer, trainer.lr_scheduler)
             self.items.load_state_dict(self.loop.curriculum)
         ranks.on_first_rank(lambda: journal.forget_foreign(self.folder, self.loop.iteration, self._facts_of_updates))
         self.state.max_steps = self.settings.iterations

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.base.durable import write_atomically
 from treewise.base.own_files import sealed
 from treewise.data.io.field_checks import printable
 from treewise.rl.curriculum import PractisedItem
-from treewise.trainer.checkpoint.store import write_atomically
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _record(row: Trajectory, iteration: int, tokenizer: "PreTrainedTokenizerBase
     if row.policy_versions is not None:
         record["policy_versions"] = row.policy_versions.astype(int).tolist()
     if row.routed_experts is not None:
-        record["routed_experts"] = feature("encoded_arrays").encoded(row.routed_experts)
+        record["routed_experts"] = features.encoded_arrays.encoded(row.routed_experts)
     if row.token_rewards is not None:
         record["token_rewards"] = row.token_rewards.tolist()
     return record | {

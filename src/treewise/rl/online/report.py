@@ -254,6 +254,8 @@ class PrintedLine(TrainerCallback):
             done = state.global_step - self._first
             left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step) if done else 0.0
             named = [entry for entry in _LINE if entry[0] in logs and (logs[entry[0]] or entry[0] != "failed_rollouts")]
+            if not named:  # an evaluation without held-out tasks
+                return
             shown = [text.format(logs[name]) if "{" in text else num(round(logs[name]), text) for name, text in named]
             shown += [f"ETA {duration(left)}"] * bool(left)
             self.write(f"iteration {logs['iteration']:.0f}/{state.max_steps}: {', '.join(shown)}\n")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
@@ -93,7 +93,8 @@ class OneTurn:
     def request(self) -> RewardRequest:
         """What its reward is computed from."""
         prompt_ids, ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
-        text = self.chat.tokenizer.decode(ids, skip_special_tokens=True)
+        said = ids[:-1] if ids and ids[-1] in self.chat.end_ids else ids
+        text = self.chat.tokenizer.decode(said, skip_special_tokens=True)
         message = None if isinstance(self.item.prompt, str) else self.chat.message(ids, prompt_ids)
         return RewardRequest(self.item, text, tuple(ids), message)
 
@@ -101,7 +102,7 @@ class OneTurn:
 def start(task: Task, items: Sequence[TaskItem], chat: ChatTokens, calls: Calls) -> Sequence[Conversation]:
     """A conversation for each item, which stands behind its prompt; environments are reset at the same time."""
     if isinstance(task, TurnTask):
-        episodes: Sequence[Conversation] = feature("many_turns").started(task, items, chat, calls)
+        episodes: Sequence[Conversation] = features.many_turns.started(task, items, chat, calls)
         return episodes
     found = []
     for item in items:
@@ -214,7 +215,7 @@ class Continuation:
         """Adds a completion to the node, and ends the turn or the segment where it does."""
         if completion.routed_experts is not None or self._routes is not None:
             length = len(self.conversation.token_ids) + completion.num_tokens + (self._first is not None)
-            self._routes = feature("routes").filled(self._routes, completion.routed_experts, length)
+            self._routes = features.routes.filled(self._routes, completion.routed_experts, length)
         for part in (self._first, completion):
             if part is not None:
                 self._append(part)

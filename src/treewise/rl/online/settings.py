@@ -8,6 +8,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from treewise.base.given_settings import check_setting_types
+from treewise.data.io.options import check_date
 from treewise.errors import ConfigError, check_fields
 from treewise.rl.branching import Branching, branching_named
 from treewise.rl.checks import MAX_GAP
@@ -131,6 +132,8 @@ class OnlineSettings:
             as one batch; null: until all have, so that no log-prob depends on time, not even by rounding.
         logprob_gap_limit: a run warns where sampler and engine differ by more (1: no gap).
         chat_template: in place of the tokenizer's: a text, a file, or `chatml`.
+        template_date: the date that a chat template writes as today's, as 2026-11-28; that of the first start where not
+            given.
 
     Raises:
         ConfigError: a value out of range, an unknown branching or curriculum, or one of their settings.
@@ -174,9 +177,11 @@ class OnlineSettings:
     gather_seconds: Annotated[float, Ge(0)] | None = 0.1
     logprob_gap_limit: Annotated[float, Ge(1), "at 1 there is no gap"] = MAX_GAP
     chat_template: str | None = None
+    template_date: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_date(self.template_date)
         if self.mini_batches > self.trees_per_iteration:
             raise ConfigError(
                 f"mini_batches={self.mini_batches} needs at least so many trees, but "
@@ -240,6 +245,6 @@ class OnlineSettings:
         """What decides which rollouts a run samples; a resumed run must agree."""
         free = {"iterations", "eval_every", "eval_items", "eval_temperature", "show_every", "save_every"}
         free |= {"reward_timeout", "max_failed", "reward_workers", "episodes_at_once", "gather_seconds"}
-        free |= {"logprob_gap_limit"}  # of a warning
+        free |= {"logprob_gap_limit", "template_date"}  # of a warning; in `Collector.facts` where prompts hold it
         facts = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name not in free}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.data.render.template import dated
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError
 from treewise.nn.model_checks import length_limit, num_positions, refuse_lengths
@@ -70,14 +71,14 @@ class TreeCollector:
                 f"max_length={longest} is beyond the {positions:,} positions of the model (max_position_embeddings)."
             )
         longest = longest if self.followed is None else min(longest, self.followed)
-        return Limits(settings.max_new_tokens, longest, self.chat.end_ids())
+        return Limits(settings.max_new_tokens, longest, self.chat.end_ids)
 
     def prompt_ids(self, item: TaskItem) -> list[int]:
         """As `Collector.prompt_ids`. Raises `DataError` also of a prompt that leaves a rollout no room."""
         return self._start([item])[0].token_ids
 
-    def amount(self, _num_groups: int, budget: int, _state: LoopState, /) -> tuple[int, str]:
-        """As `Collector.amount`: tokens."""
+    def expected_size(self, _num_groups: int, budget: int, _state: LoopState, /) -> tuple[int, str]:
+        """As `Collector.expected_size`: tokens."""
         return budget, "token"
 
     def collect(self, requests: Sequence[GroupRequest], moment: Moment) -> Collected:
@@ -126,7 +127,7 @@ class TreeCollector:
         tree = grown.tree
         rows = tree.trajectories(source=f"{moment.where}, {tree.group}")
         if self.settings.routing_replay == "by_tokens":
-            rows = feature("routes").by_tokens(rows)
+            rows = features.routes.by_tokens(rows)
         account, prompt = tree.account(rows), node_values(tree, self.settings.success_at)[0]
         branched = [node for node in tree.nodes if node.parent != PROMPT]
         return Group(
@@ -179,8 +180,8 @@ class TreeCollector:
         return HeldOut(item.key, prompt, text, reward, ended.num_drawn, failure)
 
     def facts(self) -> dict[str, str]:
-        """Nothing: the loop's settings decide all of its rollouts."""
-        return {}
+        """The date that prompts hold; else the loop's settings decide all of its rollouts."""
+        return dated(self.chat.template)
 
     def close(self) -> None:
         """Ends the processes of rewards and environments."""
@@ -218,7 +219,7 @@ def tree_collector(
     extras = Path(args.output_dir, f"reward_log-rank-{ranks.own()}.jsonl" if ranks.own() else "reward_log.jsonl")
     return TreeCollector(
         task=task,
-        chat=ChatTokens(tokenizer, settings.chat_template),
+        chat=ChatTokens(tokenizer, settings.chat_template, settings.template_date, model),
         settings=settings,
         branching=settings.policy(),
         rewards=RewardRunner(calls, settings.on_reward_error, extras),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed import ranks
 from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import ConfigError, bytes_as_text
@@ -68,7 +68,7 @@ class WholeCopy:
         own = {} if self.model is None else _tensors(self.model)
         with torch.no_grad():
             for name, tensor in given.items():
-                whole = feature("fsdp").whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                whole = features.fsdp.whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
                 if name in own and whole is not own[name]:
                     own[name].copy_(whole)
 

@@ -22,10 +22,10 @@ from treewise.errors import UnsupportedModelError
 from treewise.rl.samplers.shared_prefix import (
     Prefix,
     SharedPrefix,
-    cache_argument,
     device_of,
     inner_model,
     known_arguments,
+    name_of_cache,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def why_not(model: nn.Module, name: str, token_ids: Sequence[int] = ()) -> str |
     """The reason why a model cannot be sampled from in this way; None where it can."""
     if name == "recompute":
         return None
-    if cache_argument(model) is None:
+    if name_of_cache(model) is None:
         return "its forward takes no cache"
     try:
         expected = _new_cache(model)
@@ -164,7 +164,7 @@ class CopiedCache:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.argument = cache_argument(model) or "cache"
+        self.argument = name_of_cache(model) or "cache"
         self.cache: Cache = _new_cache(model)
         self.length = 0
 

@@ -52,19 +52,23 @@ def draw_tokens(
     keys: Sequence[int],
     want_entropy: bool = False,
     num_top: int = 0,
+    allowed: torch.Tensor | None = None,
 ) -> DrawnTokens:
-    """One token for each row: temperature, then top-k and top-p, then the draw, and what is recorded of it.
+    """One token for each row: temperature, then what is allowed, then top-k and top-p, then the draw, and what is
+    recorded of it: of the distribution before all cuts.
 
     Parameters:
         logits: [R, V], any float dtype.
         rules: the request of each row, for its temperature, top_k and top_p.
         keys: `stream_key` of each row.
+        allowed: bool [R, V], at least one of each row; None: all.
     """
     temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
     is_greedy = torch.tensor([rule.temperature == 0 for rule in rules], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
-    kept = _truncated(logprobs, rules) if any(rule.truncates for rule in rules) else logprobs
-    best = logprobs.argmax(-1)
+    left = logprobs if allowed is None else logprobs.masked_fill(~allowed, float("-inf"))
+    kept = _truncated(left, rules) if any(rule.truncates for rule in rules) else left
+    best = left.argmax(-1)
     ids = torch.empty_like(best)
     for low in range(0, len(rules), ROWS_AT_ONCE):
         rows = slice(low, low + ROWS_AT_ONCE)

@@ -6,13 +6,13 @@ the log-probs belong to is fixed here, for every sampler:
 * `Completion.logprobs` are log-softmax(logits / temperature), before top-k and top-p. This is what the engine computes
   for the same tokens at the same temperature (and what TRL and prime-rl train on), so the two may be compared and
   their ratio is an importance weight.
-* Where top-k or top-p cut the distribution, tokens were drawn from what was left, renormalised.
+* Where top-k, top-p or the rules of a grammar cut the distribution, tokens were drawn from what was left, renormalised.
 * Temperature 0 is greedy: the most likely token, its log-prob at temperature 1.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -73,28 +73,49 @@ class SampleRequest:
         """Whether top-k or top-p take something away from the distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
 
-    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+    def is_ended(self, token_ids: Sequence[int]) -> bool:
         """Whether these sampled ids end the continuation."""
         return token_ids[-1] in self.stop_ids
+
+    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+        """Whether nothing is sampled behind these ids: they end the continuation, or nobody waits for more."""
+        return self.is_ended(token_ids)
+
+
+class TokenRules(Protocol):
+    """Which ids may follow, of one continuation. schema: of JSON, that its text keeps to. is_plain: it holds nothing
+    besides, so a server may be asked for it."""
+
+    schema: Any
+    is_plain: bool
+
+    def allowed(self, token_ids: Sequence[int]) -> np.ndarray | None:
+        """bool, by id, which may follow these sampled ids; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextStops(SampleRequest):
     """Also ends where the text of the continuation, of which `decode` makes one, holds one of `stop_texts`; and once
-    nobody waits for it."""
+    nobody waits for it. rules: tokens are drawn from those that they allow, renormalised, and recorded with their
+    log-probs before that, as with top-k and top-p."""
 
     stop_texts: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] = field(default=str, compare=False)
     is_cancelled: Callable[[], bool] = field(default=bool, compare=False)
+    rules: TokenRules | None = field(default=None, compare=False)
 
-    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+    def is_ended(self, token_ids: Sequence[int]) -> bool:
         """See `SampleRequest`."""
-        if self.is_cancelled() or SampleRequest.is_stopped(self, token_ids):
+        if SampleRequest.is_ended(self, token_ids):
             return True
         if not self.stop_texts:
             return False
         tail = self.decode(token_ids[-max(len(text.encode()) for text in self.stop_texts) - 4 :])
         return any(text in tail for text in self.stop_texts)
+
+    def is_stopped(self, token_ids: Sequence[int]) -> bool:
+        """See `SampleRequest`."""
+        return self.is_cancelled() or self.is_ended(token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +127,8 @@ class Completion:
     belong to, most likely first; `-inf` where top-k, top-p or a temperature of 0 leave fewer to draw from. version: of
     the policy, as an online loop counts it; None where nobody counts. routed_experts: int16 [m, L, k], the experts that
     a mixture's routers chose for the tokens of prefix and completion, of all or all but the last, -1 where the sampler
-    did not compute a token or did not record it.
+    did not compute a token or did not record it. num_beyond: tokens that a server sampled behind the end, which are
+    nobody's.
     """
 
     token_ids: np.ndarray
@@ -117,6 +139,7 @@ class Completion:
     top_logprobs: np.ndarray | None = None
     version: int | None = None
     routed_experts: np.ndarray | None = None
+    num_beyond: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -128,8 +151,8 @@ class Completion:
 class Sampler(Protocol):
     """Anything that continues token ids. One that answers several calls at once, as a server does, has a number
     `max_concurrent` of them: the online loop then asks for each continuation on its own. One that computes a call in
-    parts may have `sample_in_parts`, and one that is given weights in two parts `begin_update`, which is `update` but
-    returns what ends it: the model may change meanwhile.
+    parts may have `sample_in_parts`; one that draws by `TextStops.rules` has `takes_rules`; and one that is given
+    weights in two parts `begin_update`, which is `update` but returns what ends it: the model may change meanwhile.
     """
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:

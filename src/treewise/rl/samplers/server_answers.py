@@ -7,15 +7,19 @@ A server returns no entropies. Where they are asked for, its most likely log-pro
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from treewise.base.features import feature
-from treewise.errors import ConfigError, SamplerError
+from treewise.base import features
+from treewise.data.io.field_checks import shown
+from treewise.errors import ConfigError, RequestRefusedError, SamplerError
 from treewise.rl.samplers.draw import can_be_drawn, stream_key
-from treewise.rl.samplers.protocol import Completion, SampleRequest
+from treewise.rl.samplers.protocol import Completion, SampleRequest, TextStops
 
+MAX_EXPERT = np.iinfo(np.int16).max
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 Tops = Sequence[dict[int, float]]
@@ -34,6 +38,17 @@ def refuse_unanswerable(request: SampleRequest, logprobs_mode: str) -> None:
         raise ConfigError(
             f"the server's processed log-probs are those after top_p={request.top_p} and top_k={request.top_k}, which "
             "training cannot compare; sample with top_p=1 and top_k=0, or at temperature 1 with raw_logprobs."
+        )
+    rules = request.rules if isinstance(request, TextStops) else None
+    if rules is not None and not rules.is_plain:
+        raise ConfigError(
+            "a server is asked for a reply of a schema alone: give tool_choice none beside it, and a chat template "
+            "that opens no thought."
+        )
+    if rules is not None and (request.temperature not in (0.0, 1.0) or request.num_top):
+        raise ConfigError(
+            "a server's log-probs under a grammar are not the policy's, so they are asked for again, which it gives at "
+            "temperature 1 and of the reply's own tokens alone (no top_logprobs)."
         )
     if request.num_top < request.top_k and request.num_top and request.top_p < 1:
         raise ConfigError(
@@ -64,7 +79,34 @@ def question(request: SampleRequest, continuation: int, model: str, num_top: int
         "logprobs": num_top,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        **_constrained(request),
+        **({"stop": list(request.stop_texts)} if isinstance(request, TextStops) and request.stop_texts else {}),
     }
+
+
+def _constrained(request: SampleRequest) -> dict[str, Any]:
+    rules = request.rules if isinstance(request, TextStops) else None
+    return {} if rules is None else {"structured_outputs": {"json": rules.schema}}  # vLLM 0.11 and later
+
+
+def question_of_scores(request: SampleRequest, completion: Completion, model: str) -> dict[str, Any]:
+    """The JSON that asks for the log-probs of a reply without a grammar, as the policy has them: those of a prompt."""
+    ids = [*request.prefix_ids, *completion.token_ids.tolist()]
+    return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
+
+
+def scored(answer: Any, request: SampleRequest, completion: Completion, location: str) -> Completion:
+    """A completion with the log-probs of an answer to `question_of_scores`. Raises `RequestRefusedError`."""
+    num_prefix, ids = len(request.prefix_ids), completion.token_ids.tolist()
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"][num_prefix : num_prefix + len(ids)]
+        values = [entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True)]
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise RequestRefusedError(
+            f"{location}: the server scores no prompts (prompt_logprobs), without which the log-probs of a reply under "
+            "a schema are not the policy's."
+        ) from None
+    return replace(completion, logprobs=np.array(values, dtype=np.float32))
 
 
 def _parsed(answer: Any, num_top: int, location: str) -> tuple[list[int], list[float | None], Tops | None]:
@@ -104,24 +146,28 @@ def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -
     """A completion from the JSON of a server, cut after the first stop condition.
 
     Raises:
-        SamplerError: fields are missing (the message says which and what to start the server with); no tokens, other
-            counts of ids and log-probs, or a log-prob that is not a number.
+        SamplerError: fields are missing, as from any answer of this server (the message says which and what to start it
+            with). RequestRefusedError: of this answer alone: no tokens, other counts of ids and log-probs, a log-prob
+            that is not a number, or fewer of them than were asked for.
     """
     token_ids, logprobs, tops = _parsed(answer, num_top, location)
     if not token_ids:
-        raise SamplerError(
+        raise RequestRefusedError(
             f"{location}: the server returned no tokens for a request of up to {request.max_new_tokens}."
         )
     if len(token_ids) != len(logprobs):
-        raise SamplerError(f"{location}: the server returned {len(token_ids)} token ids and {len(logprobs)} log-probs.")
+        raise RequestRefusedError(
+            f"{location}: the server returned {len(token_ids)} token ids and {len(logprobs)} log-probs."
+        )
     ids = list(token_ids[: request.max_new_tokens])
-    size = next((i for i in range(1, len(ids) + 1) if request.is_stopped(ids[:i])), len(ids))
+    size = next((i for i in range(1, len(ids) + 1) if request.is_ended(ids[:i])), len(ids))
     ids = ids[:size]
     values = np.array([np.nan if value is None else value for value in logprobs[:size]], dtype=np.float32)
     if not np.isfinite(values).all():
-        raise SamplerError(f"{location}: log-prob {int(np.argmin(np.isfinite(values)))} is not a number.")
-    if not request.is_stopped(ids) and size < request.max_new_tokens:
-        raise SamplerError(
+        raise RequestRefusedError(f"{location}: log-prob {int(np.argmin(np.isfinite(values)))} is not a number.")
+    is_stopped = request.is_ended(ids) or (size == len(token_ids) and _is_stopped_by_text(answer, request))
+    if not is_stopped and size < request.max_new_tokens:
+        raise RequestRefusedError(
             f"{location}: the server ended after {size} of {request.max_new_tokens} tokens with id {ids[-1]}, which is "
             "no stop id of the request; add it to stop_ids, or raise the server's length limit."
         )
@@ -138,12 +184,20 @@ def answered(answer: Any, request: SampleRequest, num_top: int, location: str) -
     return Completion(
         token_ids=np.array(ids, dtype=np.int32),
         logprobs=values,
-        finish_reason="stop" if request.is_stopped(ids) else "length",
+        finish_reason="stop" if is_stopped else "length",
+        num_beyond=len(token_ids) - size,
         entropies=entropies,
         top_ids=top_ids if request.num_top else None,
         top_logprobs=top_logprobs if request.num_top else None,
         routed_experts=routes,
     )
+
+
+def _is_stopped_by_text(answer: Any, request: SampleRequest) -> bool:
+    """Whether the server says that one of the request's texts ended it; it may decode ids otherwise than we do."""
+    choice = answer["choices"][0]
+    stops = request.stop_texts if isinstance(request, TextStops) else ()
+    return choice.get("finish_reason") == "stop" and choice.get("stop_reason") in stops
 
 
 def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np.ndarray:
@@ -153,16 +207,25 @@ def _routes(answer: Any, num_prefix: int, num_sampled: int, location: str) -> np
     """
     choice = answer["choices"][0]
     values = [answer.get("prompt_routed_experts"), choice.get("routed_experts")]
-    decoded = feature("encoded_arrays").decoded
-    parts = [np.asarray(decoded(value, "routed_experts", location)) for value in values if value is not None]
-    if not parts or any(part.ndim != 3 for part in parts):
+    decoded = partial(features.encoded_arrays.decoded, name="routed_experts", location=location)
+    try:
+        given = [decoded(value, num_rows=num_prefix + num_sampled) for value in values if value is not None]
+        parts = [np.asarray(value) for value in given]
+    except (ValueError, OverflowError) as error:  # tables of several sizes, and errors of what is encoded
+        raise SamplerError(f"{location}: routed_experts cannot be read ({shown(str(error), 200)}).") from None
+    if not parts or any(part.ndim != 3 or part.dtype.kind not in "iu" for part in parts):
         raise SamplerError(
             f"{location}: the answer holds no experts of its tokens (choices[0].routed_experts); start vLLM with "
             "--enable-return-routed-experts, or set routing_replay=off."
         )
+    if len({part.shape[1:] for part in parts}) > 1 or max(part.max(initial=0) for part in parts) > MAX_EXPERT:
+        raise SamplerError(
+            f"{location}: routed_experts of shapes {' and '.join(str(part.shape) for part in parts)}, with experts up "
+            f"to {max(part.max(initial=0) for part in parts)}, are none of one model."
+        )
     table = np.sort(np.concatenate(parts), axis=-1).astype(np.int16)
     if num_prefix + num_sampled - len(table) not in (0, 1):
-        raise SamplerError(
+        raise RequestRefusedError(
             f"{location}: the server returned the experts of {len(table)} tokens, for a prefix of {num_prefix} and "
             f"{num_sampled} sampled ones."
         )
@@ -187,7 +250,7 @@ def entropy_bound(top_logprobs: np.ndarray) -> np.ndarray:
 def _most_likely(tops: Tops | None, num_top: int, size: int, location: str) -> tuple[np.ndarray, np.ndarray]:
     """int32 and float32 [T, num_top], most likely first."""
     if tops is None or len(tops) < size or any(len(top) < num_top for top in tops[:size]):
-        raise SamplerError(
+        raise RequestRefusedError(
             f"{location}: the server gave fewer than {num_top} log-probs a token; raise its --max-logprobs, or ask for "
             "fewer (num_candidates, sampler_settings.num_entropy_top)."
         )

@@ -14,7 +14,8 @@ from treewise.errors import SamplerError, TreewiseError
 from treewise.objectives import logprob_gap
 from treewise.rl.checks import MAX_GAP
 from treewise.rl.samplers.protocol import Completion, SampleRequest
-from treewise.rl.samplers.servers import Server, ServerSampler
+from treewise.rl.samplers.server import Server
+from treewise.rl.samplers.servers import ServerSampler
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,9 +26,7 @@ from torch import nn
 from treewise.errors import ConfigError, SamplerError, check_choice
 from treewise.nn.adapters import parted_table, tables_of
 from treewise.nn.wrapped import innermost
-
-if TYPE_CHECKING:
-    from treewise.rl.samplers.servers import Server
+from treewise.rl.samplers.server import Server
 
 WEIGHTS = ("reload", "adapter", "fixed")
 BUSY_SECONDS = 10.0  # that a server may take until its cache can be emptied
@@ -86,7 +84,7 @@ class Handover:
         self._held = Held(version)
         return lambda: self._held
 
-    def restore(self, server: "Server", held: Held) -> Held:
+    def restore(self, server: Server, held: Held) -> Held:
         """Gives a server that was started anew what the others hold.
 
         Raises:
@@ -155,7 +153,7 @@ class Handover:
             self._folder.mkdir(parents=True)
         return self._folder
 
-    def _load(self, server: "Server", held: Held) -> None:
+    def _load(self, server: Server, held: Held) -> None:
         if held.adapter is not None:
             needed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
             asked = {"lora_name": held.adapter, "lora_path": held.folder}
@@ -165,21 +163,21 @@ class Handover:
             _told(server, "/collective_rpc", reload, "VLLM_SERVER_DEV_MODE=1")
             _told(server, "/reset_prefix_cache", {}, "VLLM_SERVER_DEV_MODE=1")
 
-    def _unload(self, server: "Server", adapter: str) -> None:
+    def _unload(self, server: Server, adapter: str) -> None:
         try:
             server.call("/v1/unload_lora_adapter", {"lora_name": adapter}, retried=())
         except SamplerError:  # a server that was started anew since does not know it
             return
 
 
-def _told(server: "Server", path: str, payload: Any, needed: str) -> None:
+def _told(server: Server, path: str, payload: Any, needed: str) -> None:
     """Posts a change. Raises `SamplerError` where the server does not take it, also after `BUSY_SECONDS`."""
     end = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             answer = server.call(path, payload, retried=())
         except SamplerError as error:
-            if " 404: " in str(error):
+            if error.status == 404:
                 raise SamplerError(f"{server.url} has no {path}; start the server with {needed}.") from error
             raise SamplerError(f"the server did not take the weights: {error}") from error
         if not (isinstance(answer, dict) and answer.get("success") is False):

@@ -12,118 +12,34 @@ started anew, which is then sampled once more. Seeds are the request's, so neith
 """
 
 import logging
-import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from treewise.data.io.field_checks import printable
+from treewise.base.addresses import client_settings
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, SamplerError, check_choice, pip_install
-from treewise.rl.samplers.protocol import Completion, SampleRequest
+from treewise.errors import ConfigError, RequestRefusedError, SamplerError, check_choice, pip_install
+from treewise.rl.samplers.protocol import Completion, SampleRequest, TextStops
+from treewise.rl.samplers.server import Server
 from treewise.rl.samplers.server_answers import (
     LOGPROBS_MODES,
     answered,
     question,
+    question_of_scores,
     refuse_unanswerable,
+    scored,
 )
 from treewise.rl.samplers.server_weights import Handover, Held
+from treewise.rl.tasks.calls import Beside
 
 logger = logging.getLogger("treewise")
 
 MAX_STARTS = 3  # of a server, for which a batch is sampled once more
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+OF_ONE_REQUEST = (400, 413, 422)  # statuses that say what is wrong with a request, not with the server
 _PATH = "/v1/completions"
-
-
-class Server:
-    """One server: where it is, calls to it, and whether it may have lost the weights that it was given.
-
-    url: with or without `/v1`. patience_seconds: how long a call is tried again while the server is away or busy.
-    """
-
-    def __init__(self, url: str, client: Any, patience_seconds: float) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.lock = threading.Lock()
-        self.was_away = False
-        self.num_trees = 0
-        self._client = client
-        self._patience = patience_seconds
-
-    def call(
-        self,
-        path: str,
-        payload: Any = None,
-        *,
-        retried: Sequence[int] = RETRIED,
-        before: Callable[[], None] | None = None,
-    ) -> Any:
-        """The answer's JSON (its text, where it is none) to a POST of `payload`, or to a GET where there is none.
-
-        Parameters:
-            retried: statuses after which the same call may succeed; a lost connection is always tried again.
-            before: is called before each try.
-
-        Raises:
-            SamplerError: the server refuses, or does not answer for `patience_seconds`.
-        """
-        import httpx
-
-        end, delay = time.monotonic() + self._patience, min(0.5, self._patience / 8)
-        while True:
-            try:
-                if before is not None:
-                    before()
-                return self._once(path, payload)
-            except httpx.HTTPStatusError as error:
-                status = error.response.status_code
-                if status not in retried or time.monotonic() > end:
-                    text = printable(error.response.text[:300])
-                    raise SamplerError(f"{self.url}{path}: the server answers {status}: {text}") from error
-            except httpx.TransportError as error:
-                if time.monotonic() > end:
-                    why = f"{type(error).__name__}: {printable(error)}"
-                    away = SamplerError(f"{self.url}{path}: no answer for {self._patience:g} s ({why}).")
-                    away.is_away = True
-                    raise away from error
-            time.sleep(random.uniform(0.0, delay))  # not all of them at once
-            delay = min(2 * delay, 10.0)
-
-    def start(self) -> str | None:
-        """What tells one start of the server from another: the time of its start, out of vLLM's metrics. None where it
-        does not say.
-        """
-        try:
-            lines = str(self.call("/metrics")).splitlines()
-        except SamplerError:
-            return None
-        return next((line.split()[1] for line in lines if line.startswith("process_start_time_seconds ")), None)
-
-    def has(self, path: str) -> bool:
-        """Whether it has a call: one without its fields is refused there, and not found elsewhere."""
-        try:
-            self.call(path, {}, retried=())
-        except SamplerError as error:
-            return not any(f" {status}: " in str(error) for status in (404, 405))
-        return True
-
-    def _once(self, path: str, payload: Any) -> Any:
-        import httpx
-
-        try:
-            response = self._client.request("GET" if payload is None else "POST", self.url + path, json=payload)
-        except httpx.TransportError:
-            self.was_away = True
-            raise
-        response.raise_for_status()
-        try:
-            return response.json()
-        except ValueError:
-            return response.text
 
 
 class ServerSampler:
@@ -145,6 +61,8 @@ class ServerSampler:
     Raises:
         ConfigError: settings that are unknown or contradict one another.
     """
+
+    takes_rules = True
 
     def __init__(
         self,
@@ -174,7 +92,10 @@ class ServerSampler:
             raise ConfigError(f"a sampler on a server needs httpx: {pip_install('httpx')}.") from None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=max_concurrent)
-        self._client = httpx.Client(timeout=timeout_seconds, headers=headers, limits=limits)
+        try:
+            self._client = httpx.Client(headers=headers, limits=limits, **client_settings(urls, timeout_seconds))
+        except (ImportError, ValueError) as error:  # of a proxy that the environment names
+            raise ConfigError(f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: {error}.") from None
         self.servers = [Server(url, self._client, patience_seconds) for url in urls]
         self.model, self.logprobs_mode = model, logprobs_mode
         self.max_concurrent, self.num_entropy_top = max_concurrent, num_entropy_top
@@ -182,13 +103,16 @@ class ServerSampler:
         self._held = Held()
         self._homes: dict[int, Server] = {}
         self._lock = threading.Lock()  # several threads may sample
+        self.max_length: int | None = None  # of a row, where the servers say
+        self._reaching, self._has_reached = threading.Lock(), False
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         """See `Sampler`; several threads may call it.
 
         Raises:
             ConfigError: a request that the server's log-probs cannot answer.
-            SamplerError: a server does not answer, refuses, or answers without token ids.
+            SamplerError: a server does not answer, refuses, or answers without token ids; `RequestRefusedError` where
+                it answers other requests.
         """
         for request in requests:
             refuse_unanswerable(request, self.logprobs_mode)
@@ -200,14 +124,10 @@ class ServerSampler:
         ]
         if not jobs:
             return []
-        self._name_model()
+        self.reach()
         for _ in range(MAX_STARTS):
             starts = dict(self._held.starts)
-            if len(jobs) == 1:
-                flat = [self._complete(*jobs[0])]
-            else:
-                with ThreadPoolExecutor(max_workers=min(self.max_concurrent, len(jobs))) as executor:
-                    flat = list(executor.map(lambda job: self._complete(*job), jobs))
+            flat = self._completed(jobs)
             if not self._were_restarted(dict.fromkeys(homes), starts):
                 break
         else:
@@ -217,6 +137,18 @@ class ServerSampler:
             )
         rest = iter(flat)
         return [tuple(next(rest) for _ in range(request.num_continuations)) for request in requests]
+
+    def _completed(self, jobs: Sequence[tuple[Server, SampleRequest, int]]) -> list[Completion]:
+        """Side by side, in threads that hold up no exit."""
+        if len(jobs) == 1:
+            return [self._complete(*jobs[0])]
+        found: dict[int, Completion] = {}
+        with Beside(self.max_concurrent) as threads:
+            for number, job in enumerate(jobs):
+                threads.start(number, partial(self._complete, *job))
+            for _ in jobs:
+                number, found[number] = threads.take()
+        return [found[number] for number in range(len(jobs))]
 
     def update(self, model: nn.Module) -> None:
         """Hands the weights of the first process's model to all servers; each process of a run calls this.
@@ -229,6 +161,7 @@ class ServerSampler:
 
     def begin_update(self, model: nn.Module) -> Callable[[], None]:
         """See `Sampler`: weights that go through a folder are written first, and loaded then."""
+        self.reach()
         load: list[Callable[[], Held]] = []
         ranks.on_first_rank(lambda: load.append(self._weights.hand_over(model)))
 
@@ -253,23 +186,70 @@ class ServerSampler:
                 self._homes[request.tree].num_trees += 1
             return self._homes[request.tree]
 
-    def _name_model(self) -> None:
-        """The name by which requests ask for the model. Raises `SamplerError` where a server names none or several."""
-        if self.model is None:
-            url, listed = self.servers[0].url, self.servers[0].call("/v1/models")
-            try:
-                names = [model["id"] for model in listed["data"] if not model.get("parent")]  # adapters have one
-            except (KeyError, TypeError, AttributeError):
-                raise SamplerError(f"{url}/v1/models does not list models; is this a server of completions?") from None
-            if len(names) != 1:
-                raise SamplerError(f"{url} serves {', '.join(names) or 'no model'}; give model=.")
-            self.model = names[0]
+    def reach(self) -> None:
+        """Asks each server, once, for its models: names those that do not answer, learns the name by which requests ask
+        for the model, and how long a row may get.
+
+        Raises:
+            SamplerError: a server does not answer; or it names no model, or several, and none was given.
+        """
+        with self._reaching:
+            if self._has_reached:
+                return
+            listed = [self._models_of(server) for server in self.servers]
+            names = [str(model["id"]) for model in listed[0] if not model.get("parent")]  # adapters have one
+            if self.model is None and len(names) != 1:
+                raise SamplerError(f"{self.servers[0].url} serves {', '.join(names) or 'no model'}; give model=.")
+            self.model = self.model or names[0]
+            sizes = [model.get("max_model_len") for models in listed for model in models]
+            self.max_length = min((size for size in sizes if isinstance(size, int)), default=None)
+            self._has_reached = True
+
+    def _models_of(self, server: Server) -> list[dict[str, Any]]:
+        try:
+            models: list[dict[str, Any]] = server.call("/v1/models")["data"]
+            _ = [model["id"] for model in models]
+        except (KeyError, TypeError, AttributeError):
+            models = []
+        except SamplerError as error:
+            if self.model is None or not error.status:
+                raise
+            models = []  # a server of completions alone
+        if not models and self.model is None:
+            raise SamplerError(f"{server.url}/v1/models does not list models; is this a server of completions?")
+        return models
 
     def _complete(self, server: Server, request: SampleRequest, continuation: int) -> Completion:
         num_top = max(request.num_top, self.num_entropy_top if request.want_entropy else 0)
         payload = question(request, continuation, self._held.adapter or str(self.model), num_top)
-        answer = server.call(_PATH, payload, before=lambda: self._restore(server))
-        return answered(answer, request, num_top, server.url + _PATH)
+        is_over = request.is_cancelled if isinstance(request, TextStops) else bool
+
+        def call(asked: Any) -> Any:
+            try:
+                return server.call(_PATH, asked, before=lambda: self._restore(server), is_over=is_over)
+            except SamplerError as error:
+                if not self._is_of_request(server, error):
+                    raise
+                raise RequestRefusedError(str(error)) from error
+
+        found = answered(call(payload), request, num_top, server.url + _PATH)
+        if "structured_outputs" in payload:
+            found = scored(call(question_of_scores(request, found, payload["model"])), request, found, server.url)
+        return found
+
+    def _is_of_request(self, server: Server, error: SamplerError) -> bool:
+        """Whether a server answers others than the request that it refused, or was too slow for."""
+        import httpx
+
+        is_slow = isinstance(error.__cause__, httpx.ReadTimeout)
+        if error.status in OF_ONE_REQUEST or not (is_slow or error.status >= 500):
+            return error.status in OF_ONE_REQUEST
+        try:
+            plain = SampleRequest((1,), max_new_tokens=1)
+            server.call(_PATH, question(plain, 0, self._held.adapter or str(self.model), 0), retried=())
+        except SamplerError:
+            return False
+        return True
 
     def _restore(self, server: Server) -> None:
         """Gives a server that was away what it should hold, if it was started anew or does not say."""

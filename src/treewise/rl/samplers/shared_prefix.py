@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from treewise.errors import UnsupportedModelError
+from treewise.nn.platform.releases import cache_name
 
 NAME = "treewise_shared_prefix"
 PREFILL_TOKENS = 4096  # tokens of a prefix that one forward computes
@@ -41,7 +42,7 @@ class SharedPrefix:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.argument = cache_argument(model) or "cache"
+        self.argument = name_of_cache(model) or "cache"
         self.cache: Cache
         self.prefix_lengths = torch.zeros(0, dtype=torch.long, device=device_of(model))
         self.slots: list[int] = []
@@ -328,9 +329,7 @@ def known_arguments(model: nn.Module, **arguments: object) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in known}
 
 
-def cache_argument(model: nn.Module) -> str | None:
-    """The argument of the model's forward that takes a `transformers.Cache`, and the field of its output that holds it:
-    `cache` from transformers 5.24 on, `past_key_values` before. None where there is none.
-    """
-    known = inspect.signature(inner_model(model).forward).parameters
-    return next((name for name in ("cache", "past_key_values", "cache_params") if name in known), None)
+def name_of_cache(model: nn.Module) -> str | None:
+    """The argument of the model's forward that takes a `transformers.Cache`, and the field of its output that holds it;
+    None where there is none."""
+    return cache_name(inspect.signature(inner_model(model).forward).parameters)

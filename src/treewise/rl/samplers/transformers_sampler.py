@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.base.progress import busy_with, tell_progress
-from treewise.errors import ConfigError, NonFiniteError, num
+from treewise.errors import ConfigError, NonFiniteError, RequestRefusedError, num
 from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.nn.wrapped import uncompiled
 from treewise.rl.samplers.decoder import DECODERS, Decoder, choose_decoder
 from treewise.rl.samplers.draw import draw_tokens, stream_key
-from treewise.rl.samplers.protocol import Completion, Done, SampleRequest
+from treewise.rl.samplers.protocol import Completion, Done, SampleRequest, TextStops
 from treewise.tree.images import ImageSpan
 
 METHODS = ("auto", *DECODERS)
@@ -56,6 +56,8 @@ class TransformersSampler:
             plain forward on this model, and logs which.
         processor: the model's, for prompts with images.
     """
+
+    takes_rules = True
 
     def __init__(
         self,
@@ -97,9 +99,11 @@ class TransformersSampler:
         Raises:
             NonFiniteError: the model gives logits that are not numbers.
             UnsupportedModelError: a row might become longer than training follows; nothing is sampled.
+            RequestRefusedError: a prefix holds an id that the model has no embedding of; nothing is sampled.
         """
         if not requests:
             return
+        self._refuse_unknown(requests)
         if self._is_limited:
             longest = max(requests, key=lambda request: len(request.prefix_ids) + request.max_new_tokens)
             num_prefix, num_new = len(longest.prefix_ids), longest.max_new_tokens
@@ -123,6 +127,13 @@ class TransformersSampler:
                 for index in dict.fromkeys(row.request_index for row in batch):
                     if not missing[index]:
                         done(index, tuple(_completion(row) for row in rows if row.request_index == index))
+
+    def _refuse_unknown(self, requests: Sequence[SampleRequest]) -> None:
+        size = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        for request in requests:
+            if not 0 <= min(request.prefix_ids) <= max(request.prefix_ids) < size:
+                wrong = next(token for token in request.prefix_ids if not 0 <= token < size)
+                raise RequestRefusedError(f"token id {wrong} is beyond the model's {size:,} embeddings.")
 
     def update(self, model: nn.Module | None) -> None:
         """Nothing to hand over: the weights are those that are trained. A new model replaces the old one."""
@@ -160,7 +171,7 @@ class TransformersSampler:
         return places <= self.max_rows and cached <= self.max_cached_tokens
 
     def _seen(self, images: Sequence[ImageSpan]) -> Decoder:
-        found: Decoder = feature("seen_prompts").SeenPrompt(self.model, self.processor, images)
+        found: Decoder = features.seen_prompts.SeenPrompt(self.model, self.processor, images)
         return found
 
     def _run(self, rows: list[_SampledRow]) -> None:
@@ -171,7 +182,7 @@ class TransformersSampler:
         if not any(row.request.want_routes for row in rows):
             _decode(rows, decoder)
             return
-        with feature("heard_decoders").listening_to(decoder) as heard:
+        with features.heard_decoders.listening_to(decoder) as heard:
             _decode(rows, heard)
         for row, parts in zip(rows, heard.routes.parts, strict=True):
             row.routes = parts
@@ -226,7 +237,8 @@ def _append(rows: list[_SampledRow], logits: torch.Tensor) -> torch.Tensor:
     keys = [stream_key(row.request.seed, row.continuation, len(row.token_ids)) for row in rows]
     want_entropy = any(rule.want_entropy for rule in rules)
     num_top = min(max(rule.num_top for rule in rules), logits.shape[-1])
-    draw = draw_tokens(logits, rules, keys, want_entropy=want_entropy, num_top=num_top)
+    allowed = _allowed(rows, logits)
+    draw = draw_tokens(logits, rules, keys, want_entropy=want_entropy, num_top=num_top, allowed=allowed)
     drawn = {name: getattr(draw, name) for name in ("token_ids", *_STREAMS)}
     values = {name: tensor.tolist() for name, tensor in drawn.items() if tensor is not None}
     for index, (row, token) in enumerate(zip(rows, values.pop("token_ids"), strict=True)):
@@ -239,6 +251,21 @@ def _append(rows: list[_SampledRow], logits: torch.Tensor) -> torch.Tensor:
         for name, own in values.items():
             row.streams.setdefault(name, []).append(own[index])
     return draw.token_ids
+
+
+def _allowed(rows: list[_SampledRow], logits: torch.Tensor) -> torch.Tensor | None:
+    """bool [R, V], which ids the rows' rules let follow; None: all."""
+    rules = [row.request.rules if isinstance(row.request, TextStops) else None for row in rows]
+    if not any(rules):
+        return None
+    found = np.ones(logits.shape, dtype=bool)
+    for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
+        if rule is not None and (own := rule.allowed(row.token_ids)) is not None:
+            found[index] = False
+            found[index, : len(own)] = own[: found.shape[1]]
+            if not found[index].any():
+                raise RequestRefusedError("the rules of the reply let no token follow.")
+    return torch.from_numpy(found).to(logits.device)
 
 
 def _completion(row: _SampledRow) -> Completion:

@@ -1,16 +1,12 @@
-"""Chat messages as token ids, observations as the ids that follow a sampled turn, which is never tokenised again, and
-the tool calls that a sampled turn holds.
+"""Chat messages as token ids, what a sampled turn says and calls, and observations as the ids that follow a turn, which
+is never tokenised again.
 
-What a template writes between a turn and the next is found with a mark instead of the turn's text: the rendered
-conversation is cut behind the mark and the end-of-turn token, and only that tail is tokenised. Where a template does
-not keep what stands before the turn as the model saw it, the tail would follow another history; that is an error.
-
-Tool calls are read by the tokenizer's own response template where it has one, else as JSON between `<tool_call>` and
-`</tool_call>`, the form of Hermes and Qwen models.
+What a template writes between a turn and the next is found with a mark in place of the turn's text, and only that is
+tokenised. Where a template does not keep what stands before the turn as the model saw it, the ids would follow another
+history; that is an error. Turns are read, and ended, as those of agents (`treewise.rl.replies`).
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,23 +15,68 @@ import numpy as np
 
 from treewise.data.render.messages import Message
 from treewise.data.render.piece_tokenizer import Encoder, joined
-from treewise.data.render.template import MARK, Template
+from treewise.data.render.template import Template
+from treewise.data.render.turns import behind_end, behind_turn
 from treewise.errors import ConfigError, DataError
+from treewise.rl.replies import Broken, Parts, ReplyReader, end_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = list[dict[str, Any]] | None
-_BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+MAX_PROMPT = 1024  # tokens at the end of a prompt, which may open what a turn holds
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. problem: why it cannot be carried out; the environment's answer says so to the model."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTurn:
+    """A sampled turn as text, without its end, taken apart. calls: with those that cannot be carried out, in order."""
+
+    text: str
+    parts: Parts
+    calls: tuple[ToolCall, ...]
+
+    @property
+    def message(self) -> Message:
+        """The turn as a message in the template's own fields; without calls that cannot be carried out."""
+        calls = [
+            {"type": "function", "id": f"call{number:05}", "function": {"name": call.name, "arguments": call.arguments}}
+            for number, call in enumerate(self.calls)
+            if call.problem is None
+        ]
+        thought = {"reasoning_content": self.parts.reasoning} if self.parts.reasoning else {}
+        return {
+            "role": "assistant",
+            "content": self.parts.content,
+            **thought,
+            **({"tool_calls": calls} if calls else {}),
+        }
 
 
 class ChatTokens:
-    """A tokenizer and its chat template (or another: a text, a file, or `chatml`)."""
+    """A tokenizer and its chat template (or another: a text, a file, or `chatml`). today: as of `Template`. end_ids: of
+    a turn. model: whose turns they are; None where it is not known."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | None = None,
+        today: str | None = None,
+        model: Any = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer)
-        self.template = Template(self.encoder, chat_template, {})
+        self.template = Template(self.encoder, chat_template, {}, today=today)
+        self.reader = ReplyReader(self.template, with_own=chat_template is None)
+        self.end_ids = end_ids(self.template, getattr(model, "generation_config", None))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = None, location: str = "prompt") -> tuple[int, ...]:
         """The ids that the model sees: the messages and the header of its turn.
@@ -62,7 +103,7 @@ class ChatTokens:
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message | None:
         """A sampled turn as the tokenizer's own response template reads it; None where it has none, or cannot."""
-        if getattr(self.tokenizer, "response_template", None) is None:
+        if self.reader.own is None:
             return None
         try:
             parsed = self.tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids))
@@ -70,20 +111,28 @@ class ChatTokens:
             return None
         return None if parsed is None else {**parsed, "content": parsed.get("content") or ""}
 
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn: the template's end-of-turn token, where there is a template, and the tokenizer's eos."""
-        eos = self.tokenizer.eos_token_id
-        if self.template.text is None and not getattr(self.tokenizer, "chat_template", None):
-            return () if eos is None else (eos,)
-        span = self.encoder.end_of_turn(end := self.template.end)
-        ids = self.encoder.encode_continuations([end[slice(*span)].strip()])[0].tolist() if span else []
-        ids = ids if len(ids) == 1 else []
-        return tuple(dict.fromkeys([*ids, *([eos] if eos is not None else [])]))
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of a sampled turn, special tokens included, without the id that ended it."""
+        is_ended = len(token_ids) > 0 and int(token_ids[-1]) in self.end_ids
+        text: str = self.tokenizer.decode(list(token_ids[:-1] if is_ended else token_ids), skip_special_tokens=False)
+        return text
+
+    def read(self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Tools) -> ReadTurn:
+        """A sampled turn taken apart. prompt_ids: what the model saw, which may have opened the thinking."""
+        text, prompt = self.text_of(token_ids), self.tokenizer.decode(list(prompt_ids[-MAX_PROMPT:]))
+        parts = self.reader.whole(text, prompt, tools)
+        calls = tuple(
+            ToolCall("unknown", problem=call.why)
+            if isinstance(call, Broken)
+            else ToolCall(call[0], json.loads(call[1] or "{}"))
+            for call in parts.told
+        )
+        return ReadTurn(text, parts, calls)
 
     def answer_ids(
         self,
         history: Sequence[Message],
-        text: str,
+        turn: Message,
         end_id: int,
         answers: Sequence[Message],
         tools: Tools,
@@ -91,97 +140,47 @@ class ChatTokens:
     ) -> np.ndarray:
         """int32 ids that the template writes after a sampled turn, through the header of the next turn.
 
+        Where the turn ended with another token than the template ends turns with, that token stays in its place.
+
         Parameters:
-            history: what stood before the turn; sampled turns in it may hold any text.
-            text: what was sampled, without the token that ended it.
+            history: what stood before the turn.
+            turn: what was sampled, without the token that ended it, as text in `content` or in the template's fields.
             end_id: the id that ended the turn.
             answers: the messages that follow it.
 
         Raises:
-            DataError: the template rewrites what stands before, or writes no end of turn.
+            DataError: the template rewrites what stands before, or does not end the turn.
         """
-        before = self.template.render([list(history)], tools, location, generation=True)[0]
-        turn: Message = {"role": "assistant", "content": MARK}
-        whole = self.template.render([[*history, turn, *answers]], tools, location, generation=True)[0]
-        head, mark, tail = whole.partition(MARK)
-        real = self.template.render(
-            [[*history, {**turn, "content": text}, *answers]], tools, location, generation=True
-        )[0]
-        is_kept = "".join(text.split()) in "".join(real[len(before) :].split())  # templates may move white space
-        if not mark or not head.startswith(before) or not is_kept:
+        talk = [*history, turn, *answers]
+        before, last, real = (
+            self.template.render([part], tools, location, generation=generation)[0]
+            for part, generation in (([*history], True), (talk[: len(history) + 1], False), (talk, True))
+        )
+        last = last.removesuffix(behind_end(self.template, last))
+        span = self.encoder.end_of_turn(last) or (len(last), len(last))
+        end = last[slice(*span)]
+        after: str | None = None
+        if "tool_calls" in turn:  # in the template's own fields, which it writes in its own order
+            after = last[span[1] :] + real[len(last) :] if last.startswith(before) and real.startswith(last) else None
+        elif (around := behind_turn(self.template, talk, len(history), tools, end, location)) is not None:
+            head, closing, tail = around
+            wholes = {"".join(f"{begun}{turn['content']}{closing}{tail}".split()) for begun in (before, head)}
+            is_kept = real.startswith(before) and head.startswith(before) and "".join(real.split()) in wholes
+            after = tail if is_kept else None  # templates may move white space, and write a beginning that was sampled
+        if after is None:
             raise DataError(
                 f"{location}: the chat template rewrites what stands before a turn once messages follow it, so the "
                 "tokens of an episode would not be those that the model saw; take another chat_template, as 'chatml'."
             )
-        end = self.tokenizer.decode([end_id], skip_special_tokens=False)
-        _, mark_end, rest = tail.partition(end)
-        if not mark_end:
-            raise DataError(
-                f"{location}: the chat template writes no {end!r} after a turn, which is where the turn ended."
-            )
-        return self.encoder.encode_continuations([rest])[0].astype(np.int32)
+        self._check_answers([*history, turn], answers, tools, location)
+        own = self.tokenizer.decode([end_id], skip_special_tokens=False)
+        rest = (end + after)[len(own) :] if (end + after).startswith(own) else after
+        return self.encoder.encode_behind([(own, rest)])[0].astype(np.int32)
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call. problem: why it cannot be carried out; the environment's answer says so to the model."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-
-
-def parse_tool_calls(
-    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]
-) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text of a sampled turn without its end token, and its calls in order.
-
-    Parameters:
-        token_ids: as sampled.
-        prefix_ids: what the model saw; a response template may need what the prompt opened (`<think>`).
-        tools: JSON schemas.
-    """
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
-    if len(token_ids) and int(token_ids[-1]) in tokenizer.all_special_ids:
-        text = text.removesuffix(tokenizer.decode([int(token_ids[-1])], skip_special_tokens=False))
-    if getattr(tokenizer, "response_template", None) is None:
-        return text, hermes_calls(text)
-    try:
-        parsed = tokenizer.parse_response(list(token_ids), prefix=list(prefix_ids), tools=list(tools) or None)
-        return text, tuple(_checked(call) for call in (parsed or {}).get("tool_calls") or [])
-    except (ValueError, TypeError, KeyError) as error:
-        return text, (ToolCall("unknown", problem=f"the call cannot be read: {error}"),)
-
-
-def hermes_calls(text: str) -> tuple[ToolCall, ...]:
-    """Calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    calls = []
-    for body, closing in _BLOCK.findall(text):
-        if not closing:
-            calls.append(ToolCall("unknown", problem="<tool_call> is not closed by </tool_call>"))
-            continue
-        try:
-            calls.append(_checked(json.loads(body)))
-        except ValueError as error:
-            calls.append(ToolCall("unknown", problem=f"the call is not JSON: {error}"))
-    return tuple(calls)
-
-
-def without_calls(text: str, calls: Sequence[ToolCall]) -> str:
-    """The text of a turn without the blocks that held its calls."""
-    return _BLOCK.sub("", text).strip() if calls else text
-
-
-def _checked(call: object) -> ToolCall:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return ToolCall("unknown", problem="a call needs a name and arguments")
-    arguments = function.get("arguments", function.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            return ToolCall(function["name"], problem=f"its arguments are not JSON: {error}")
-    if not isinstance(arguments, dict):
-        return ToolCall(function["name"], problem="its arguments are not an object")
-    return ToolCall(function["name"], arguments)
+    def _check_answers(self, talk: Sequence[Message], answers: Sequence[Message], tools: Tools, location: str) -> None:
+        """Raises `DataError` where the template leaves out an answer, as Gemma 4's does behind a turn of text."""
+        mark = self.template.mark([*talk, *answers], tools)
+        marked = [{**answer, "content": mark} if answer["content"].strip() else answer for answer in answers]
+        [whole] = self.template.render([[*talk, *marked]], tools, location, generation=True)
+        if whole.count(mark) < sum(answer["content"] == mark for answer in marked):
+            raise DataError(f"{location}: the chat template does not write what answers a turn; take another one.")

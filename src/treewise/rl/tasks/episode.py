@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+
 from treewise.data.render.messages import Message
-from treewise.errors import ConfigError, TaskError
+from treewise.errors import ConfigError, DataError, TaskError
 from treewise.rl.tasks import environment as env
 from treewise.rl.tasks.calls import Calls, FailedCall, Job
-from treewise.rl.tasks.chat_tokens import ChatTokens, ToolCall, parse_tool_calls, without_calls
+from treewise.rl.tasks.chat_tokens import ChatTokens, ReadTurn, ToolCall
 from treewise.rl.tasks.environment import StateMethod, TurnRecord
 from treewise.rl.tasks.protocol import TaskItem, TurnTask
 
@@ -27,11 +29,12 @@ EndReason = Literal["answered", "done", "max_turns", "length", "failed"]
 class _SampledTurn:
     """A sampled turn while its environment answers.
 
-    message: as environments get it. saved: the environment before it. replies: the messages that follow it where the
-    episode goes on, and reply_ids what the template writes of them.
+    read: what it says. message: as environments get it. saved: the environment before it. replies: the messages that
+    follow it where the episode goes on, and reply_ids what the template writes of them. written: the turn as the
+    template gets it.
     """
 
-    text: str
+    read: ReadTurn
     message: Message
     calls: tuple[ToolCall, ...]
     end_id: int
@@ -41,14 +44,16 @@ class _SampledTurn:
     end_reason: EndReason | None = None
     replies: list[Message] = field(default_factory=list)
     reply_ids: list[int] = field(default_factory=list)
+    written: Message = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class EnvironmentEpisode:
     """One episode, from `start_episodes`.
 
-    token_ids: the prompt and all that followed; what the next turn is sampled from. turn_starts: where each turn's
-    sampled ids begin. end_reason: None while it goes on. last: the turn that ended it.
+    messages: the conversation, each turn as its text; written: as the template gets it. token_ids: the prompt and all
+    that followed; what the next turn is sampled from. turn_starts: where each turn's sampled ids begin. end_reason:
+    None while it goes on. last: the turn that ended it.
     """
 
     task: TurnTask
@@ -60,6 +65,7 @@ class EnvironmentEpisode:
     first: str | list[Message] | None
     schemas: list[dict[str, Any]]
     messages: list[Message]
+    written: list[Message]
     token_ids: list[int]
     calls: Calls
     turn_starts: list[int] = field(default_factory=list)
@@ -83,10 +89,10 @@ class EnvironmentEpisode:
         """
         assert self.end_reason is None
         ids = [int(i) for i in token_ids]
-        text, message, calls = self._read(ids, is_cut=finish_reason == "length")
+        read, message, calls = self._read(ids, is_cut=finish_reason == "length")
         self.turn_starts.append(len(self.token_ids))
         self.token_ids += ids
-        self._turn = _SampledTurn(text, message, calls, ids[-1], finish_reason)
+        self._turn = _SampledTurn(read, message, calls, ids[-1], finish_reason)
         return partial(self._answer, self._turn)
 
     def end_turn(self) -> None:
@@ -97,7 +103,8 @@ class EnvironmentEpisode:
         self.records.append(TurnRecord(turn.calls[: len(turn.answers)], tuple(turn.answers), turn.saved))
         self.end_reason = turn.end_reason
         if turn.end_reason is None:
-            self.messages += [{"role": "assistant", "content": turn.text}, *turn.replies]
+            self.messages += [{"role": "assistant", "content": turn.read.text}, *turn.replies]
+            self.written += [turn.written, *turn.replies]
             self.token_ids += turn.reply_ids
         else:
             self.last = turn.message
@@ -111,6 +118,7 @@ class EnvironmentEpisode:
         written = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         written = written[len(written) - self.num_turns :]
         end = self.turn_starts[turn] if turn < self.num_turns else len(self.token_ids)
+        num_messages = written[turn] if turn < len(written) else len(self.messages)
         return EnvironmentEpisode(
             self.task,
             self.item,
@@ -120,7 +128,8 @@ class EnvironmentEpisode:
             self.method,
             self.first,
             self.schemas,
-            self.messages[: written[turn]] if turn < len(written) else list(self.messages),
+            self.messages[:num_messages],
+            self.written[:num_messages],
             self.token_ids[:end],
             self.calls,
             self.turn_starts[:turn],
@@ -163,9 +172,10 @@ class EnvironmentEpisode:
     def _forked(self, environment: Any) -> object:
         return self.calls.run(env.snapshot, environment, "fork", owner=getattr(environment, "fork", None))
 
-    def _read(self, ids: list[int], *, is_cut: bool) -> tuple[str, Message, tuple[ToolCall, ...]]:
-        """The text of a turn, the turn as a message, and what the environment is called with."""
-        text, calls = parse_tool_calls(self.chat.tokenizer, ids, self.token_ids, self.schemas)
+    def _read(self, ids: list[int], *, is_cut: bool) -> tuple[ReadTurn, Message, tuple[ToolCall, ...]]:
+        """A turn taken apart, as a message, and what the environment is called with."""
+        read = self.chat.read(ids, self.token_ids, self.schemas)
+        text, calls = read.text, read.calls
         if self.task.text_tool is not None:
             tool = next(
                 schema["function"] for schema in self.schemas if schema["function"]["name"] == self.task.text_tool
@@ -175,11 +185,13 @@ class EnvironmentEpisode:
         message: Message = {"role": "assistant", "content": text}
         if not env.answers_turns(self.environment):
             given = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-            return text, message | ({"tool_calls": given} if calls else {}), calls
-        message = self.chat.message(ids, self.token_ids) or {**message, "content": without_calls(text, calls)}
+            return read, message | ({"tool_calls": given} if calls else {}), calls
+        said, thought = read.parts.said, read.parts.reasoning
+        message["content"] = read.parts.content if said is None else said
+        message |= {"reasoning_content": thought} if thought else {}
         message["tool_calls"] = [asdict(call) for call in calls]
         message["num_tokens"] = [len(self.token_ids), len(ids)]
-        return text, message, () if is_cut else (ToolCall(env.RESPOND, message),)
+        return read, message, () if is_cut else (ToolCall(env.RESPOND, message),)
 
     def _answer(self, turn: _SampledTurn) -> None:
         self._carry_out(turn)
@@ -224,8 +236,30 @@ class EnvironmentEpisode:
             turn.replies = [message for answer in turn.answers for message in json.loads(answer)]
         location = f"{self.item.key}, episode {self.name}, turn {self.num_turns - 1}"
         shown = self.schemas if self.task.text_tool is None else None
-        ids = self.chat.answer_ids(self.messages, turn.text, turn.end_id, turn.replies, shown, location)
+        try:
+            turn.written, ids = self._following(turn, shown, location)
+        except DataError:
+            if all(call.problem is None for call in turn.calls):
+                raise
+            turn.end_reason = (
+                "answered"  # templates that answer calls alone have no way to tell what was wrong with one
+            )
+            return
         turn.reply_ids = ids.tolist()
+
+    def _following(
+        self, turn: _SampledTurn, tools: list[dict[str, Any]] | None, location: str
+    ) -> tuple[Message, np.ndarray]:
+        """The turn as the template gets it, and the ids that follow it: as its text, and where the template takes none
+        (GPT-OSS), as the calls in it."""
+        text: Message = {"role": "assistant", "content": turn.read.text}
+        try:
+            return text, self.chat.answer_ids(self.written, text, turn.end_id, turn.replies, tools, location)
+        except DataError:
+            if "tool_calls" not in turn.read.message:
+                raise
+        called = self.chat.template.prepared(turn.read.message, location)
+        return called, self.chat.answer_ids(self.written, called, turn.end_id, turn.replies, tools, location)
 
     def _state(self, turn: int) -> object:
         source = self.environment if turn == self.num_turns else self.records[turn].snapshot
@@ -265,6 +299,8 @@ def start_episodes(
         messages = env.opening(item.prompt, first)  # type: ignore[arg-type]  # of environments always messages
         ids = list(chat.prompt_ids(messages, schemas if task.text_tool is None else None, item.key))
         episodes.append(
-            EnvironmentEpisode(task, item, chat, "0", environment, method, first, schemas, messages, ids, calls)
+            EnvironmentEpisode(
+                task, item, chat, "0", environment, method, first, schemas, messages, list(messages), ids, calls
+            )
         )
     return episodes

@@ -20,12 +20,12 @@ from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, num, pip_install
 from treewise.rl.tasks.calls import FailedCall, Job, found_by_name, place_of
 from treewise.rl.tasks.protocol import RewardRequest
+from treewise.tree.checks import MAX_FLOAT
 
 RewardFunction = Callable[..., Any]
 Value = float | None | FailedCall
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of rows; TRL leaves them out
 TAKEN = ("prompts", "completions")  # names that a column cannot have
-LARGEST = 3.4028234663852886e38  # of float32, in which TRL holds rewards
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ def number(value: object, where: str) -> float | FailedCall:
             reward = float(value)  # type: ignore[arg-type]
     if reward is None:
         return FailedCall("not_a_number", f"{where} {shown(value)}, of type {type(value).__name__}")
-    if not abs(reward) <= LARGEST:
+    if not abs(reward) <= MAX_FLOAT:  # in float32 TRL holds rewards, too
         beyond = ", beyond float32 (3.4e38)" if math.isfinite(reward) else ""
         return FailedCall("not_a_number", f"{where} {reward}{beyond}")
     return reward

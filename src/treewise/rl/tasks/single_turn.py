@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from treewise.data.io.field_checks import shown
+from treewise.data.io.files import refuse_half_pairs
 from treewise.data.render.messages import IMAGES, Message, clean_conversation
 from treewise.errors import ConfigError, DataError, pip_install
 from treewise.rl.tasks.protocol import RewardRequest, Split, TaskItem, check_held_out, row_of_split, rows_of_split
@@ -167,6 +168,7 @@ def _check_row(row: Mapping[str, Any], location: str) -> None:
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"{location}: the prompt is empty; a model needs a token to continue.")
+        refuse_half_pairs(prompt, f"{location}: prompt")
         return
     if not isinstance(prompt, list | tuple):
         raise DataError(f"{location}: the prompt must be a text or a list of messages, found {shown(prompt)}.")

@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from treewise.base.features import feature
+from treewise.base import features
+from treewise.base.weight_files import CHECKSUMS, write_checksums
 from treewise.distributed import ranks
 from treewise.distributed.parts import as_whole_model, mesh_of
 from treewise.errors import CheckpointError
@@ -36,6 +37,7 @@ from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER, OptimizerStat
 ARGUMENTS = "training_args.json"
 STATE = "trainer_state.json"
 SCHEDULE = "schedule.json"
+TEMPLATE_DATES = "template_dates"  # that chat templates wrote in the data, as the manifest names them
 SHARDS = "weights"  # the folder of a sharded checkpoint's weights
 
 
@@ -89,7 +91,7 @@ def write(run: RunState, run_dir: Path, facts: dict[str, Any]) -> Path:
     has_parts, settings = is_sharded_model(run.model), run.args.shard_settings()
     is_sharded = has_parts and mesh_of(run.model) is None  # a mesh's are whole, so that any other mesh reads them
     is_whole = not is_sharded or bool(settings and settings.whole_checkpoints)
-    weights = feature("fsdp").whole_state(run.model) if is_whole and has_parts else None
+    weights = features.fsdp.whole_state(run.model) if is_whole and has_parts else None
     try:
         ranks.on_first_rank(explained()(lambda: str(store.new_folder(run_dir, step))))
         for stage in _stages(run, folder, weights, is_sharded=is_sharded, is_whole=is_whole):
@@ -106,7 +108,7 @@ def _stages(
 ) -> Iterator[Callable[[], object]]:
     """The work of each rank, in order. weights: what `save_pretrained` writes; None: the model's own."""
     if is_sharded:
-        yield lambda: feature("saved_weights").save_shards(folder / SHARDS, sharded_weights(run.model))
+        yield lambda: features.saved_weights.save_shards(folder / SHARDS, sharded_weights(run.model))
     yield lambda: write_model(folder, run.model, run.tokenizer, run.args, weights, is_whole=is_whole)
     if not run.args.save_only_model:
         found: list[OptimizerState] = []
@@ -115,7 +117,7 @@ def _stages(
             """What this rank writes of each tensor; of a mesh, with parts on several ranks, the first the whole."""
 
             def whole_on_first(_: str, tensor: torch.Tensor) -> torch.Tensor:
-                whole = feature("fsdp").whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                whole = features.fsdp.whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
                 return whole.cpu() if ranks.own() == 0 else torch.empty(0)
 
             state = optimizer_state(run.optimizer, run.model)
@@ -123,7 +125,7 @@ def _stages(
 
         yield gather
         if is_sharded:
-            yield lambda: feature("saved_weights").save_shards(folder / OPTIMIZER, found[0].tensors)
+            yield lambda: features.saved_weights.save_shards(folder / OPTIMIZER, found[0].tensors)
         yield lambda: save_optimizer(folder, found[0], is_sharded=is_sharded) if ranks.own() == 0 else None
     yield lambda: write_texts(folder, _texts(run))
 
@@ -180,14 +182,15 @@ def save_model(
     Raises:
         CheckpointError: on all ranks, if any of them could not write. Files that were there are untouched.
     """
-    state = feature("fsdp").whole_state(model) if is_sharded_model(model) else None
+    state = features.fsdp.whole_state(model) if is_sharded_model(model) else None
     num_bytes = sum(each.numel() * each.element_size() for each in sharded_weights(model).values())
 
     def write_files() -> list[str]:
         if not args.should_save:
             return []
-        with store.moved_into(folder, num_bytes) as aside:
+        with store.moved_into(folder, num_bytes, CHECKSUMS) as aside:
             write_model(aside, model, tokenizer, args, state)
+            write_checksums(aside)
             return [path.relative_to(aside).as_posix() for path in sorted(aside.rglob("*")) if path.is_file()]
 
     return ranks.on_every_rank(write_files)[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint import contents, store
@@ -46,7 +46,7 @@ class CheckpointManager:
         self.last_step = 0
         if not wanted:
             return None
-        find = feature("resume").find_checkpoint
+        find = features.resume.find_checkpoint
         found = ranks.on_first_rank(lambda: find(self.args, wanted, self._run_facts(), may_begin=may_begin))
         if found is None:
             return None

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from treewise.distributed import ranks
 from treewise.errors import CheckpointError
 from treewise.trainer.checkpoint import store
-from treewise.trainer.checkpoint.contents import ARGUMENTS, SCHEDULE, SavedSettings, random_file
+from treewise.trainer.checkpoint.contents import ARGUMENTS, SCHEDULE, TEMPLATE_DATES, SavedSettings, random_file
 from treewise.trainer.checkpoint.json_values import from_plain
 from treewise.trainer.checkpoint.load_optimizer import load_optimizer
 from treewise.trainer.checkpoint.optimizer_state import OPTIMIZER
@@ -71,16 +71,22 @@ def _check_same_run(checkpoint: Path, manifest: dict[str, Any], facts: dict[str,
     """
     for name, now in facts.items():
         then = manifest.get(name)
-        if then == now:
+        if then == now or name == TEMPLATE_DATES:
             continue
         if name == "data":
+            days, today = manifest.get(TEMPLATE_DATES), facts.get(TEMPLATE_DATES)
+            why = (
+                f" The chat template writes today's date, then {days}, now {today}: set template_date." if days else ""
+            )
             raise CheckpointError(
-                f"{checkpoint} was trained on other data: fingerprint {then}, now {now}. "
+                f"{checkpoint} was trained on other data: fingerprint {then}, now {now}.{why} "
                 "Restore the data (same records, same order, same rendering), or start a new run from its weights."
             )
         if name == "model":
             raise CheckpointError(f"{checkpoint} was made with the model {then}, now {now}.")
         hint = ""
+        if name == "template_date":
+            hint = f" The chat template writes it as today's date: set template_date to {then}."
         if name == "trees_per_step":
             hint = " It is per_device_train_batch_size x gradient_accumulation_steps x processes: change another one."
         raise CheckpointError(

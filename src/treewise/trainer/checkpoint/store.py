@@ -10,26 +10,38 @@ an error, because other programs would read them.
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treewise.base.own_files import CHECKSUM, sealed
+from treewise.base.durable import flush_file, flush_folder, write_atomically
+from treewise.base.own_files import CHECKSUM, room_at, sealed
+from treewise.base.weight_files import MANIFEST, identities, identity
 from treewise.errors import CheckpointError, ConfigError, bytes_as_text
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODEL_ASIDE = ".model.saving"
 _ASIDE = re.compile(r"\.checkpoint-(\d+)\.(saving|replaced)")
+_WRITTEN = (
+    ".json",
+    ".jsonl",
+    ".safetensors",
+    ".yaml",
+    ".lock",
+    ".jinja",
+    ".txt",
+    ".model",
+)  # suffixes of a run's files
+_PLAIN = ("trainer_state.json", "log.jsonl")  # written by transformers, which follows links; by us, which do not
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
@@ -46,6 +58,29 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1))
 
 
+def check_places(run_dir: str | Path) -> None:
+    """Raises `ConfigError` for what stands in the way of the files and folders that a run writes, before it begins."""
+    folder = Path(run_dir)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        is_for_folder = any(each.fullmatch(path.name) for each in (_NAME, _ASIDE)) or path.name == _MODEL_ASIDE
+        if path.is_symlink() and (is_for_folder or path.name in _PLAIN):
+            if not (_NAME.fullmatch(path.name) and path.is_dir()):
+                raise ConfigError(f"{path} is a link, and a run writes into its own folder alone; remove it.")
+        elif is_for_folder and not path.is_dir():
+            raise ConfigError(f"{path} is a file, and a run writes a folder of this name; move it away.")
+        elif not is_for_folder and path.name.endswith(_WRITTEN) and path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no plain file"  # a pipe would be waited for
+            raise ConfigError(f"{path} is {kind}, and a run writes a file of this name; move it away.")
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, or a file, or a link and not what it leads to. Raises `OSError`."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -57,8 +92,7 @@ def aside(run_dir: str | Path, step: int) -> Path:
 def new_folder(run_dir: str | Path, step: int) -> Path:
     """An empty folder for the files of step `step`, not yet a checkpoint."""
     folder = aside(run_dir, step)
-    if folder.exists():
-        shutil.rmtree(folder)
+    remove(folder)
     folder.mkdir(parents=True)
     return folder
 
@@ -75,15 +109,15 @@ def publish(folder: Path, facts: dict[str, Any]) -> Path:
     write_manifest(folder, facts)
     checkpoint = folder.parent / f"checkpoint-{match.group(1)}"
     replaced = folder.parent / f".{checkpoint.name}.replaced"
-    if checkpoint.exists():
+    if checkpoint.exists() or checkpoint.is_symlink():
         # A folder cannot be renamed over another. If this process dies between the two renames, `recover` undoes the
         # first one.
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        remove(replaced)
         os.rename(checkpoint, replaced)
     os.rename(folder, checkpoint)
     flush_folder(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        remove(replaced)
     remember(checkpoint)
     return checkpoint
 
@@ -94,7 +128,8 @@ def recover(run_dir: str | Path) -> list[str]:
     """
     folder = Path(run_dir)
     lines = []
-    shutil.rmtree(folder / _MODEL_ASIDE, ignore_errors=True)
+    with suppress(OSError):
+        remove(folder / _MODEL_ASIDE)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _ASIDE.fullmatch(path.name)
         if match is None:
@@ -104,7 +139,7 @@ def recover(run_dir: str | Path) -> list[str]:
             os.rename(path, checkpoint)
             lines.append(f"{checkpoint}: restored; the run stopped while it was being replaced")
         else:
-            shutil.rmtree(path)
+            remove(path)
             if match.group(2) == "saving":
                 lines.append(f"{checkpoint}: never finished (the run stopped while it was written); removed")
     return lines
@@ -142,10 +177,11 @@ def explained(folder: Path, num_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def moved_into(folder: Path, num_bytes: int) -> Iterator[Path]:
+def moved_into(folder: Path, num_bytes: int, last: str) -> Iterator[Path]:
     """A new folder whose files are moved into `folder` in the end; where any cannot be written, none is.
 
-    num_bytes: their size, for the message.
+    num_bytes: their size, for the message. last: the file that says what the others are, which is away while they are
+    moved.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -153,14 +189,15 @@ def moved_into(folder: Path, num_bytes: int) -> Iterator[Path]:
     aside = folder / _MODEL_ASIDE
     with _explained(folder, "model", num_bytes, "Checkpoints"):
         try:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             aside.mkdir(parents=True)
             yield aside
             for path in sorted(aside.rglob("*")):
                 if path.is_file():
                     check_readable(path)
                     flush_file(path)  # some disks report that they are full only now
-            for path in sorted(aside.rglob("*")):
+            (folder / last).unlink(missing_ok=True)
+            for path in sorted(aside.rglob("*"), key=lambda path: (path.name == last, path)):
                 target = folder / path.relative_to(aside)
                 if path.is_dir():
                     target.mkdir(exist_ok=True)
@@ -176,14 +213,25 @@ def _explained(folder: Path, what: str, num_bytes: int, untouched: str) -> Itera
         yield
     except (OSError, SafetensorError, CheckpointError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        there = next(each for each in (folder, *folder.parents) if each.exists() or each == each.parent)
-        room = "an unknown number of bytes"
-        with suppress(OSError):
-            room = bytes_as_text(shutil.disk_usage(there).free)
+        if isinstance(error, OSError) and error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
+            place = error.filename2 or error.filename or folder
+            raise CheckpointError(
+                f"{folder}: the {what} could not be saved: {place} stands in its way ({reason}); move it away. "
+                f"{untouched} are untouched."
+            ) from error
         raise CheckpointError(
-            f"{folder}: the {what} could not be saved ({reason}); it takes {bytes_as_text(num_bytes)}, {room} free. "
-            f"{untouched} are untouched."
+            f"{folder}: the {what} could not be saved ({reason}); it takes {bytes_as_text(num_bytes)}, "
+            f"{room_at(folder)}. {untouched} are untouched."
         ) from error
+
+
+def is_for_room(error: BaseException | None) -> bool:
+    """Whether a save failed because the disk is full, or a quota or limit of files is reached."""
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL or any(f"(os error {number})" in str(error) for number in _FULL):
+            return True
+        error = error.__cause__
+    return False
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -205,7 +253,6 @@ def newest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
 # -- the manifest ------------------------------------------------------------------------------------------------------
 
 
-MANIFEST = "treewise.json"
 _FORMAT = 3
 # Formats whose reading may run code. treewise never writes them.
 _PICKLED = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
@@ -225,9 +272,8 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     paths = _files(folder)
     for path in paths:
         check_readable(path)
-    with ThreadPoolExecutor(8) as pool:
-        identities = pool.map(lambda path: identity(path, flush=True), paths)
-        files = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, identities, strict=True)}
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    files = dict(zip(names, identities(paths, flush=True), strict=True))
     for parent in {path.parent for path in paths}:
         flush_folder(parent)
     write_atomically(folder / MANIFEST, sealed_text({"format": _FORMAT, **facts, "files": files}))
@@ -309,63 +355,6 @@ def sealed_text(content: dict[str, Any]) -> str:
     return sealed(content, indent=1)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def own_file(path: Path, mode: str) -> Iterator[Any]:
-    """A file of a run's folder, opened for writing. Errors name it, also those of a disk in the middle of a write.
-
-    Raises:
-        ConfigError: a link in its place, which somebody else may have put there, and which could lead anywhere.
-    """
-    try:
-        encoding = None if "b" in mode else "utf-8"
-        no_links = getattr(os, "O_NOFOLLOW", 0)
-        with open(path, mode, encoding=encoding, opener=lambda p, flags: os.open(p, flags | no_links, 0o644)) as stream:
-            yield stream
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ConfigError(f"{path} is a link, and a run writes plain files into its folder; remove it.") from None
-        error.filename = error.filename or str(path)
-        raise
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """The whole file or nothing, also when the machine stops."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with own_file(temporary, "wb" if isinstance(content, bytes) else "w") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    flush_folder(path.parent)
-
-
-def flush_folder(path: Path) -> None:
-    """Makes the names in a folder durable, where the system can."""
-    with suppress(PermissionError, NotADirectoryError):  # Windows opens no folders
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def flush_file(path: Path) -> None:
-    """Makes the content of a file durable."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def identity(path: Path, *, flush: bool = False) -> dict[str, Any]:
-    """Size and SHA-256 of a file, which is flushed to the disk on request."""
-    with path.open("rb") as stream:
-        if flush:
-            os.fsync(stream.fileno())
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
 def _parsed(checkpoint: Path) -> dict[str, Any]:
     """The manifest, checked by itself: its checksum, and names that stay in the checkpoint."""
     if not checkpoint.is_dir():
@@ -391,9 +380,16 @@ def _parsed(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(isinstance(each, dict) and "bytes" in each for each in files.values()):
         raise CheckpointError(f"{path}: damaged (it lists no files); use an earlier checkpoint.")
     for name in files:
-        if not (checkpoint / name).resolve().is_relative_to(root) or (checkpoint / name).is_symlink():
+        if (checkpoint / name).is_symlink() or not _is_within(checkpoint / name, root):
             raise CheckpointError(f"{path}: names {name!r}, which is not a file of the checkpoint.")
     return rest
+
+
+def _is_within(path: Path, root: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(root)
+    except (OSError, RuntimeError, ValueError):  # links that lead to themselves
+        return False
 
 
 def check_readable(path: Path) -> None:

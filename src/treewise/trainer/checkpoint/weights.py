@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from treewise.base.features import feature
+from treewise.base import features
 from treewise.distributed.parts import mesh_of
 from treewise.errors import CheckpointError, ConfigError, num
 from treewise.nn.wrapped import innermost
@@ -133,13 +133,13 @@ def _refuse_lost_rows(model: Any) -> None:
     """Raises `ConfigError` where a resized vocabulary would not be saved: where one of two tables of tokens is named in
     `target_modules`, PEFT saves that one alone, and none where it has no adapter then (`layers_to_transform`)."""
     tables, name = (
-        feature("adapters").tables_of(model.get_base_model()),
+        features.adapters.tables_of(model.get_base_model()),
         model.active_peft_config.base_model_name_or_path,
     )
     if not name:
         return
     try:
-        num_before = feature("load_model").load_config(name).get_text_config().vocab_size
+        num_before = features.load_model.load_config(name).get_text_config().vocab_size
     except ConfigError:  # a base that is not there, of which PEFT holds that nothing was resized
         return
     from peft import get_peft_model_state_dict
@@ -150,7 +150,7 @@ def _refuse_lost_rows(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT, that it saves tables
         state = get_peft_model_state_dict(model)
-    saved = feature("adapters").saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
+    saved = features.adapters.saved_tables(model.get_base_model(), {key: each.shape for key, each in state.items()})
     held = {id(innermost(tables[path]).weight) for path in saved}
     lost = [path for path, each in tables.items() if id(innermost(each).weight) not in held]
     if lost:
@@ -190,7 +190,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
     mesh = mesh_of(model)
     wanted = {name: parameter.data for name, parameter in model.named_parameters()}  # a tied parameter has one name
     if mesh is not None and isinstance(model, PreTrainedModel):
-        load = partial(feature("mesh").load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
+        load = partial(features.mesh.load_on_mesh, tp_size=mesh.tensor.size(), ep_size=mesh.expert.size())
         _check_complete(_load_converted(model, load, folder, wanted))
         return
     if is_sharded_model(model):
@@ -236,9 +236,9 @@ def _placed_like(loaded: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return (
             loaded
             if isinstance(loaded, DTensor) or not isinstance(value, DTensor)
-            else feature("fsdp").like_shard(loaded, value)
+            else features.fsdp.like_shard(loaded, value)
         )
-    fsdp = feature("fsdp")
+    fsdp = features.fsdp
     return fsdp.like_shard(fsdp.whole_tensor(loaded), value)
 
 

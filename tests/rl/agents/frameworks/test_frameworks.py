@@ -55,6 +55,7 @@ def talks_on(prompt, last):
 AGENTS = {
     "openai": (counts, 4, {"tools changed": 1}),
     "anthropic": (counts, 3, {}),
+    "google_genai": (counts, 3, {}),
     "openai_agents": (hands_over, 6, {"system prompt edited": 1, "other turns": 2}),
     "langgraph": (counts, 7, {"tools changed": 1}),
     "smolagents": (manages, None, None),

@@ -16,6 +16,9 @@ window.TW = {};
 
   TW.format = (number) => Math.round(number).toLocaleString("en");
 
+  // "1 segment", "2 segments"
+  TW.many = (number, noun) => `${TW.format(number)} ${noun}${number === 1 ? "" : "s"}`;
+
   // The last index whose value is at most `wanted`, in an ascending array; -1 for none.
   TW.lastAtMost = function (ascending, wanted) {
     let low = 0,

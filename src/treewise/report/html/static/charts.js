@@ -65,6 +65,14 @@
     return points.length > 1 ? path : `${path}m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0`; // a circle around a single one
   }
 
+  // Whether one line lies on another, within a pixel of a chart, at any of its points.
+  function covers(later, line, toY) {
+    return line.xs.some((x, i) => {
+      const at = later.xs.indexOf(x);
+      return at >= 0 && Math.abs(toY(later.ys[at]) - toY(line.ys[i])) < 1;
+    });
+  }
+
   // Draws a chart into its figure; returns the ends of the box that holds lines and bars.
   function draw(svg, chart) {
     const [xLow, xHigh] = chart.x_range;
@@ -92,7 +100,8 @@
       add(bar, "title", {}, `${range}: ${TW.format(count)} ${chart.y_label}`);
     });
     chart.lines.forEach((line, i) => {
-      const name = `line s${i + 1}${chart.is_stepped ? " area" : ""}`;
+      const isCovered = chart.lines.slice(i + 1).some((later) => covers(later, line, toY));
+      const name = `line s${i + 1}${chart.is_stepped ? " area" : ""}${isCovered ? " covered" : ""}`;
       add(svg, "path", { class: name, d: linePath(line, toX, toY, chart.is_stepped) });
     });
     return [left, right];

@@ -35,8 +35,8 @@
         TW.element(
           "p",
           "note",
-          `${TW.format(tree.size)} segments, ${TW.format(tree.numTokens)} tokens, ` +
-            `${TW.format(tree.endSegment.length)} trajectories. ` +
+          `${TW.many(tree.size, "segment")}, ${TW.many(tree.numTokens, "token")}, ` +
+            `${TW.format(tree.endSegment.length)} trajector${tree.endSegment.length === 1 ? "y" : "ies"}. ` +
             "Choose a segment to see its tokens and text.",
         ),
       );
@@ -72,7 +72,7 @@
     }
     if (tree.numEnds[s]) add("end here", TW.format(tree.numEnds[s]));
     if (tree.after[s] > s + 1)
-      add("below", `${TW.format(tree.after[s] - s - 1)} segments${tree.folded[s] ? ", folded" : ""}`);
+      add("below", `${TW.many(tree.after[s] - s - 1, "segment")}${tree.folded[s] ? ", folded" : ""}`);
     if (tree.streams.reward) add("mean reward", Number(tree.value(tree.streams.reward, tree.start[s]).toPrecision(4)));
     const runs = tree.microBatches[budget];
     if (runs && plan) {

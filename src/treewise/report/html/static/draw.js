@@ -263,7 +263,7 @@
     pen.fillRect(x, y, end - x, height);
     hatch(job, x, y, end - x, height);
     pen.globalAlpha = 1;
-    const label = `+ ${TW.format(tree.after[s] - s - 1)} segments`;
+    const label = `+ ${TW.many(tree.after[s] - s - 1, "segment")}`;
     if (height >= TEXT_HEIGHT && end - x > 90) {
       pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "left";

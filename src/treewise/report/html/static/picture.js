@@ -246,7 +246,7 @@
         const parts = [`Trajectory ${TW.format(trajectory + 1)} of ${TW.format(tree.endSegment.length)}`];
         if (places[trajectory]) parts.push(places[trajectory]);
         parts.push(
-          `${TW.format(tree.depth[last] + tree.length[last])} tokens in ${TW.format(this.path.length)} segments`,
+          `${TW.many(tree.depth[last] + tree.length[last], "token")} in ${TW.many(this.path.length, "segment")}`,
         );
         if (trained[trajectory] != null) parts.push(`${TW.format(trained[trajectory])} trained`);
         if (rewards[trajectory] != null) parts.push(`reward ${Number(rewards[trajectory].toPrecision(4))}`);

@@ -37,7 +37,9 @@ class AgentRequest:
     turn may hold several calls. prefill: the beginning of the model's turn, which it goes on from. num_choices:
     continuations. max_tokens: of one; None: as many as there is room for. temperature, top_p, top_k, seed: None where
     the call does not say. stop: texts that end a continuation. num_top: most likely tokens of each position; None: no
-    log-probs. variables: further ones of the chat template. is_streamed: by server-sent events.
+    log-probs. variables: further ones of the chat template. is_streamed: by server-sent events. schema: the JSON schema
+    that a reply has to keep to. namespaces: of functions, by the name that the model knows (`NamedTools`). ignored:
+    fields that were given and change nothing.
     """
 
     model: str
@@ -58,6 +60,9 @@ class AgentRequest:
     num_top: int | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     is_streamed: bool = False
+    schema: Mapping[str, Any] | None = None
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, low, high in (

@@ -1,7 +1,6 @@
 """OpenAI's `POST /v1/chat/completions`, and the fields that vLLM adds: `top_k`, `chat_template_kwargs`,
 `return_token_ids`."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from treewise.data.io.field_checks import shown
@@ -11,15 +10,18 @@ from treewise.rl.agents.wire.common import (
     Answer,
     Delta,
     Fields,
+    TextOf,
     Usage,
+    error_kind,
     named_tools,
+    output_schema,
     sse,
     stops_of,
     template_variables,
     text_of,
 )
+from treewise.rl.agents.wire.protocol import BEARER, Exchange, Protocol, Provider
 
-TextOf = Callable[[Sequence[int]], str]
 IGNORED = (
     "user",
     "store",
@@ -28,6 +30,9 @@ IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "client_metadata",
+    "verbosity",
+    "prediction",
 )
 PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "min_p": 0, "repetition_penalty": 1}
 
@@ -39,26 +44,24 @@ def read(body: object, template: str = "") -> AgentRequest:
     if not messages:
         raise RefusedError("messages is empty.", param="messages")
     tools = named_tools(fields.take("tools", list, default=[]))
-    reads_calls, must_call = tool_choice(fields.take("tool_choice", str, dict, default="auto"), bool(tools))
+    reads_calls, must_call = tool_choice(fields.take("tool_choice", str, dict, default="auto"), bool(tools.functions))
     most, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
     wants_logprobs, num_top = fields.take("logprobs", bool, default=False), fields.take("top_logprobs", int)
     variables = template_variables(fields)
-    variables |= effort(fields.take("reasoning_effort", str), template, "reasoning_effort")
+    variables |= effort(fields, "reasoning_effort", template)
     fields.take("stream_options", dict)
     for name, neutral in PENALTIES.items():
         fields.only(name, (neutral,))
-    fields.only(
-        "response_format", ({"type": "text"},), hint="outputs are not constrained to a schema, only {'type': 'text'} is"
-    )
+    schema = output_schema(fields.take("response_format", dict), "response_format")
     fields.only("modalities", (["text"],))
     fields.only("functions", ([],), hint="give tools")
     fields.only("function_call", ("auto", "none"), hint="give tool_choice")
-    fields.only("verbosity", ("medium",))
-    fields.ignore(*IGNORED, "return_token_ids")
+    fields.take("return_token_ids", bool)
+    fields.ignore(*IGNORED, "web_search_options")
     asked = AgentRequest(
         model=fields.take("model", str, default=""),
         messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages)),
-        tools=tools,
+        tools=tools.functions,
         reads_calls=reads_calls,
         must_call=must_call,
         is_parallel=fields.take("parallel_tool_calls", bool, default=True),
@@ -72,6 +75,9 @@ def read(body: object, template: str = "") -> AgentRequest:
         num_top=(num_top or 0) if wants_logprobs else None,
         variables=variables,
         is_streamed=fields.take("stream", bool, default=False),
+        schema=schema,
+        namespaces=tools.namespaces,
+        ignored=(*fields.ignored, *tools.ignored),
     )
     fields.done()
     return asked
@@ -95,13 +101,13 @@ def tool_choice(value: object, has_tools: bool) -> tuple[bool, str | None]:
     return True, chosen["name"]
 
 
-def effort(value: str | None, template: str, param: str) -> dict[str, str]:
-    """A variable that some chat templates read."""
-    if value is None:
-        return {}
+def effort(fields: Fields, name: str, template: str) -> dict[str, str]:
+    """A variable that some chat templates read; with the others it changes nothing, whatever its value."""
     if "reasoning_effort" not in template:
-        raise RefusedError(f"{param}={value!r} is not served: the chat template has no reasoning_effort.", param=param)
-    return {"reasoning_effort": value}
+        fields.ignore(name)
+        return {}
+    value: str | None = fields.take(name, str)
+    return {} if value is None else {"reasoning_effort": value}
 
 
 def _message(value: object, location: str) -> Message:
@@ -235,3 +241,38 @@ class ReplyStream:
     def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: object = None) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return sse({**self._head, "choices": [choice], **({"usage": None} if self._has_usage else {})})
+
+
+# -- the protocol -----------------------------------------------------------------------------------------------------
+
+
+def _error(error: RefusedError) -> dict[str, Any]:
+    kind = error_kind(error.status, "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "treewise"}
+
+
+def _exchange(body: dict[str, Any], template: str, _: object) -> Exchange:
+    shows_ids = bool(body.get("return_token_ids"))
+    return Exchange(
+        asked=[read(body, template)],
+        answer=lambda found, text_of_ids: answer(found[0], text_of_ids, shows_ids=shows_ids),
+        events=lambda found, _, text_of_ids: ReplyStream(found, body, text_of_ids),
+    )
+
+
+OPENAI = Provider(
+    name="openai",
+    owns=None,
+    key_header=BEARER,
+    error=_error,
+    models="/v1/models",
+    listed=lambda names: {"object": "list", "data": [_model(name) for name in names]},
+    model=_model,
+    addresses={"OPENAI_BASE_URL": "/v1", "OPENAI_API_BASE": "/v1"},
+    key_variables=("OPENAI_API_KEY",),
+)
+PROTOCOL = Protocol(provider=OPENAI, paths=["/v1/chat/completions"], exchange=_exchange)

@@ -1,7 +1,7 @@
 """What the protocols share: fields of a request that are taken, ignored or refused by name; errors; events."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from treewise.data.io.field_checks import shown
 from treewise.errors import did_you_mean
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 
+TextOf = Callable[[Sequence[int]], str]
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= dict.fromkeys((405, 410, 415), "invalid_request_error")
 _ERRORS |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -16,7 +17,8 @@ _KINDS = {str: "text", int: "an integer", float: "a number", bool: "true or fals
 
 
 class Fields:
-    """The fields of an object. Those that nobody asked for are refused by name (`done`)."""
+    """The fields of an object. Those that nobody asked for are refused by name (`done`). ignored: names of those that
+    were given and change nothing."""
 
     def __init__(self, value: object, location: str = "") -> None:
         if not isinstance(value, dict):
@@ -26,6 +28,7 @@ class Fields:
         self._left = {key: item for key, item in value.items() if item is not None}
         self._location = f"{location}." if location else ""
         self._known: list[str] = []
+        self.ignored: list[str] = []
 
     def take(self, name: str, *kinds: type, default: Any = None) -> Any:
         """A field of one of some types; `default` where it is missing or null."""
@@ -65,10 +68,9 @@ class Fields:
             )
 
     def ignore(self, *names: str) -> None:
-        """Fields that change no answer."""
+        """Fields that ask for nothing that the sampler does."""
         self._known += names
-        for name in names:
-            self._left.pop(name, None)
+        self.ignored += [f"{self._location}{name}" for name in names if self._left.pop(name, None) is not None]
 
     def done(self) -> None:
         """Raises `RefusedError` for a field that is left."""
@@ -115,6 +117,31 @@ def function_tool(value: object, location: str) -> dict[str, Any]:
         part.ignore("strict", "cache_control", "defer_loading")
         part.done()
     return {"type": "function", "function": function}
+
+
+def output_schema(value: object, location: str) -> dict[str, Any] | None:
+    """The JSON schema that a reply has to keep to, of `response_format`, `text.format` or Anthropic's `format`: any
+    object for `json_object`; None for text."""
+    fields = Fields({} if value is None else value, location)
+    kind = fields.take("type", str, default="text")
+    if kind == "text":
+        found = None
+    elif kind == "json_object":
+        found = {"type": "object"}
+    elif kind == "json_schema":
+        inner = fields.take("json_schema", dict)
+        inner = fields if inner is None else Fields(inner, f"{location}.json_schema")
+        found = inner.need("schema", dict)
+        for part in (inner, fields):
+            part.ignore("name", "description", "strict")
+            part.done()
+    else:
+        raise RefusedError(
+            f"{location}: outputs of type {shown(kind)} are not served; text, json_object and json_schema are.",
+            param=location,
+        )
+    fields.done()
+    return found
 
 
 def stops_of(fields: Fields, name: str) -> tuple[str, ...]:
@@ -165,16 +192,9 @@ def sse(value: object, event: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
-def openai_error(error: RefusedError) -> dict[str, Any]:
-    """The body of an error in OpenAI's form."""
-    kind = _ERRORS.get(error.status, "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-
-
-def anthropic_error(error: RefusedError) -> dict[str, Any]:
-    """The body of an error in Anthropic's form."""
-    kind = {503: "overloaded_error", 504: "timeout_error"}.get(error.status, _ERRORS.get(error.status, "api_error"))
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+def error_kind(status: int, other: str) -> str:
+    """OpenAI's and Anthropic's word for a status of HTTP; `other` where both have none."""
+    return _ERRORS.get(status, other)
 
 
 def template_variables(fields: Fields) -> dict[str, Any]:
@@ -183,6 +203,43 @@ def template_variables(fields: Fields) -> dict[str, Any]:
     return dict(given)
 
 
-def named_tools(values: Iterable[object]) -> list[dict[str, Any]] | None:
-    """Function schemas; None where there are none."""
-    return [function_tool(tool, f"tools[{index}]") for index, tool in enumerate(values)] or None
+HOSTED = ("web_search", "image_generation")  # beginnings of tools that a server runs by itself, and this one does not
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTools:
+    """functions: schemas of OpenAI's chat form; None where there are none. namespaces: by the name that a function has
+    for the model, its namespace and its name there. ignored: what was given besides, and is not there for the model.
+    """
+
+    functions: list[dict[str, Any]] | None
+    namespaces: Mapping[str, tuple[str, str]]
+    ignored: tuple[str, ...] = ()
+
+
+def named_tools(values: Sequence[object]) -> NamedTools:
+    """The functions among tools; those of a namespace have its name before their own."""
+    functions: list[dict[str, Any]] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    ignored = []
+    for index, tool in enumerate(values):
+        location = f"tools[{index}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind.startswith(HOSTED):
+            ignored.append(f"tools of type {kind}")
+        elif isinstance(tool, dict) and kind == "namespace":
+            fields = Fields(tool, location)
+            space = fields.need("name", str)
+            for number, inner in enumerate(fields.need("tools", list)):
+                function = function_tool(inner, f"{location}.tools[{number}]")["function"]
+                name = name_within(space, function["name"])
+                namespaces[name] = space, function["name"]
+                functions.append({"type": "function", "function": {**function, "name": name}})
+        else:
+            functions.append(function_tool(tool, location))
+    return NamedTools(functions or None, namespaces, tuple(ignored))
+
+
+def name_within(namespace: object, name: str) -> str:
+    """The name that a function of a namespace has for the model."""
+    return f"{namespace}__{name}" if namespace else name

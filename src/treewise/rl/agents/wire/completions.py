@@ -1,11 +1,13 @@
 """OpenAI's `POST /v1/completions`: a text, or token ids, that the model continues as it stands."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
-from treewise.rl.agents.wire.chat import IGNORED, PENALTIES, TextOf, top_k_of, usage_of
-from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of
+from treewise.rl.agents.wire.chat import IGNORED, OPENAI, PENALTIES, top_k_of, usage_of
+from treewise.rl.agents.wire.common import Answer, Delta, Fields, TextOf, Usage, sse, stops_of
+from treewise.rl.agents.wire.protocol import Exchange, Protocol
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MAX_ID = 2**31 - 1
@@ -21,7 +23,8 @@ def read(body: object) -> list[AgentRequest]:
     fields.only("suffix", ("",))
     num_choices = fields.take("n", int, default=1)
     fields.only("best_of", (1, num_choices))
-    fields.ignore(*IGNORED, "return_token_ids")
+    fields.take("return_token_ids", bool)
+    fields.ignore(*IGNORED)
     fields.take("stream_options", dict)
     common: dict[str, Any] = {
         "model": fields.take("model", str, default=""),
@@ -35,6 +38,7 @@ def read(body: object) -> list[AgentRequest]:
         "stop": stops_of(fields, "stop"),
         "num_top": fields.take("logprobs", int),
         "is_streamed": fields.take("stream", bool, default=False),
+        "ignored": tuple(fields.ignored),
     }
     fields.done()
     return [AgentRequest(prompt=prompt, **common) for prompt in prompts]
@@ -53,7 +57,7 @@ def _prompts(value: str | list[Any]) -> list[str | tuple[int, ...]]:
     return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value]
 
 
-def answer(found: list[Answer], text_of_ids: TextOf, *, shows_ids: bool = False) -> dict[str, Any]:
+def answer(found: Sequence[Answer], text_of_ids: TextOf, *, shows_ids: bool = False) -> dict[str, Any]:
     """A whole answer: the replies of all prompts, in order."""
     choices: list[dict[str, Any]] = []
     for answered in found:
@@ -119,3 +123,15 @@ class ReplyStream:
     def error(self, value: dict[str, Any]) -> list[bytes]:
         """In place of the rest."""
         return [sse(value)]
+
+
+def _exchange(body: dict[str, Any], _: str, __: object) -> Exchange:
+    shows_ids = bool(body.get("return_token_ids"))
+    return Exchange(
+        asked=read(body),
+        answer=lambda found, text_of_ids: answer(found, text_of_ids, shows_ids=shows_ids),
+        events=lambda found, first, text_of_ids: ReplyStream(found, body, text_of_ids, first),
+    )
+
+
+PROTOCOL = Protocol(provider=OPENAI, paths=["/v1/completions"], exchange=_exchange)

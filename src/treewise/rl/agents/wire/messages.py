@@ -1,13 +1,26 @@
 """Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
-from treewise.rl.agents.wire.chat import TextOf, tool_choice
-from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, sse, stops_of, template_variables, text_of
+from treewise.rl.agents.wire.chat import tool_choice
+from treewise.rl.agents.wire.common import (
+    Answer,
+    Delta,
+    Fields,
+    Usage,
+    error_kind,
+    output_schema,
+    sse,
+    stops_of,
+    template_variables,
+    text_of,
+)
+from treewise.rl.agents.wire.protocol import Exchange, Protocol, Provider
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -39,8 +52,12 @@ def read(body: object, template: str = "", *, counts: bool = False) -> AgentRequ
     )
     fields.only("mcp_servers", ([],))
     fields.only("container")
-    fields.only("output_config", ({"effort": "high"}, {}))
-    fields.only("output_format")
+    output = Fields(fields.take("output_config", dict, default={}), "output_config")
+    schema = output_schema(output.take("format", dict) or fields.take("output_format", dict), "output_config.format")
+    output.ignore("effort")
+    output.done()
+    if schema is not None and prefill:
+        raise RefusedError("output_config.format is not served for a turn that is begun.", param="output_config")
     fields.ignore("metadata", "service_tier", "cache_control", "inference_geo", "context_management")
     most = fields.take("max_tokens", int) if counts else fields.need("max_tokens", int)
     asked = AgentRequest(
@@ -58,6 +75,8 @@ def read(body: object, template: str = "", *, counts: bool = False) -> AgentRequ
         stop=stops_of(fields, "stop_sequences"),
         variables=variables,
         is_streamed=fields.take("stream", bool, default=False),
+        schema=schema,
+        ignored=(*fields.ignored, *output.ignored),
     )
     fields.done()
     return asked
@@ -137,15 +156,14 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def answer(found: Answer, text_of_ids: TextOf, *, shows_ids: bool = False) -> dict[str, Any]:
+def answer(found: Answer) -> dict[str, Any]:
     """A whole answer."""
-    del text_of_ids, shows_ids
     (reply,) = found.replies
     blocks: list[dict[str, Any]] = []
     if reply.reasoning:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
     if reply.content:
-        blocks.append({"type": "text", "text": reply.content, "citations": None})
+        blocks.append({"type": "text", "text": reply.content})
     blocks += [
         {
             "type": "tool_use",
@@ -171,8 +189,7 @@ def _stop(reply: Reply) -> dict[str, Any]:
 class ReplyStream:
     """The events of one answer."""
 
-    def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:
-        del body, text_of_ids
+    def __init__(self, found: Answer) -> None:
         self._found, self._index, self._open, self._reply = found, -1, "", Reply("")
 
     def begin(self) -> list[bytes]:
@@ -188,7 +205,7 @@ class ReplyStream:
             events += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             events.append(self._part({"type": "thinking_delta", "thinking": delta.reasoning}))
         if delta.content:
-            events += self._block("text", {"type": "text", "text": "", "citations": None})
+            events += self._block("text", {"type": "text", "text": ""})
             events.append(self._part({"type": "text_delta", "text": delta.content}))
         for call in delta.calls:
             head = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
@@ -228,3 +245,48 @@ class ReplyStream:
 
 def _event(kind: str, **fields: object) -> bytes:
     return sse({"type": kind, **fields}, kind)
+
+
+# -- the protocol -----------------------------------------------------------------------------------------------------
+
+
+def _error(error: RefusedError) -> dict[str, Any]:
+    kind = {503: "overloaded_error", 504: "timeout_error"}.get(error.status, error_kind(error.status, "api_error"))
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _listed(names: Sequence[str]) -> dict[str, Any]:
+    found = [_model(name) for name in names]
+    return {"data": found, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
+
+def _exchange(body: dict[str, Any], template: str, _: object) -> Exchange:
+    return Exchange(
+        asked=[read(body, template)],
+        answer=lambda found, _: answer(found[0]),
+        events=lambda found, _, __: ReplyStream(found),
+    )
+
+
+ANTHROPIC = Provider(
+    name="anthropic",
+    owns=lambda path, headers: path.startswith("/v1/messages") or "anthropic-version" in headers,
+    key_header="x-api-key",
+    error=_error,
+    models="/v1/models",
+    listed=_listed,
+    model=_model,
+    addresses={"ANTHROPIC_BASE_URL": ""},
+    key_variables=("ANTHROPIC_API_KEY",),
+)
+PROTOCOL = Protocol(
+    provider=ANTHROPIC,
+    paths=["/v1/messages"],
+    exchange=_exchange,
+    count_paths=["/v1/messages/count_tokens"],
+    count=lambda body, template: read(body, template, counts=True),
+)

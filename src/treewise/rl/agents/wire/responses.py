@@ -1,12 +1,31 @@
-"""OpenAI's `POST /v1/responses`, stateless: every call holds all items; nothing is kept for a later one to name."""
+"""OpenAI's `POST /v1/responses`. A call is read with all of its items: what it names of earlier ones is there already
+(`kept.py`).
+"""
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
-from treewise.rl.agents.wire.chat import IGNORED, TextOf, effort, logprobs_of, tool_choice
-from treewise.rl.agents.wire.common import Answer, Delta, Fields, Usage, named_tools, sse, template_variables, text_of
+from treewise.rl.agents.wire.chat import IGNORED, OPENAI, effort, logprobs_of, tool_choice
+from treewise.rl.agents.wire.common import (
+    Answer,
+    Delta,
+    Fields,
+    TextOf,
+    Usage,
+    name_within,
+    named_tools,
+    output_schema,
+    sse,
+    template_variables,
+    text_of,
+)
+from treewise.rl.agents.wire.protocol import Exchange, Protocol
+
+if TYPE_CHECKING:
+    from treewise.rl.agents.wire.kept import Kept
 
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 SHOWN = (
@@ -18,7 +37,8 @@ SHOWN = (
     "tools",
     "tool_choice",
     "user",
-    "store",
+    "previous_response_id",
+    "conversation",
 )
 
 
@@ -28,27 +48,25 @@ def read(body: object, template: str = "") -> AgentRequest:
     items = fields.need("input", str, list)
     instructions = fields.take("instructions", str)
     tools = named_tools(fields.take("tools", list, default=[]))
-    reads_calls, must_call = tool_choice(fields.take("tool_choice", str, dict, default="auto"), bool(tools))
+    reads_calls, must_call = tool_choice(fields.take("tool_choice", str, dict, default="auto"), bool(tools.functions))
     variables = template_variables(fields)
-    reasoning = fields.take("reasoning", dict, default={})
-    variables |= effort(reasoning.get("effort"), template, "reasoning.effort")
+    reasoning = Fields(fields.take("reasoning", dict, default={}), "reasoning")
+    variables |= effort(reasoning, "effort", template)
     included = fields.take("include", list, default=[])
-    if unknown := [name for name in included if name not in INCLUDED]:
-        raise RefusedError(f"include={shown(unknown)} is not served.", param="include")
+    unknown = tuple(f"include: {shown(name)}" for name in included if name not in INCLUDED)
     wants = "message.output_text.logprobs" in included
     num_top = fields.take("top_logprobs", int)
-    text = fields.take("text", dict, default={})
-    if text.get("format", {"type": "text"}) != {"type": "text"}:
-        raise RefusedError(
-            "text.format: outputs are not constrained to a schema, only {'type': 'text'} is served.", param="text"
-        )
-    for name in ("previous_response_id", "conversation", "prompt"):
-        fields.only(name, hint="nothing is kept here; send all items as input")
-    fields.only("truncation", ("disabled",))
+    text = Fields(fields.take("text", dict, default={}), "text")
+    schema = output_schema(text.take("format", dict), "text.format")
+    text.ignore("verbosity")
+    text.done()
+    fields.only("prompt", hint="prompts of a platform are not kept here; send instructions and input")
+    fields.only("truncation", ("disabled", "auto"), hint="what does not fit is refused")
     fields.only("background", (False,))
     fields.only("context_management", ([],))
-    fields.ignore(*IGNORED)
-    fields.take("stream_options", dict)
+    fields.ignore(*(name for name in IGNORED if name != "store"), "max_tool_calls")
+    for name in ("store", "previous_response_id", "conversation", "stream_options"):
+        fields.take(name)  # what they name is among the items
     head: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*head, *_messages(items)]
     if not messages:
@@ -56,7 +74,7 @@ def read(body: object, template: str = "") -> AgentRequest:
     asked = AgentRequest(
         model=fields.take("model", str, default=""),
         messages=tuple(messages),
-        tools=tools,
+        tools=tools.functions,
         reads_calls=reads_calls,
         must_call=must_call,
         is_parallel=fields.take("parallel_tool_calls", bool, default=True),
@@ -66,8 +84,10 @@ def read(body: object, template: str = "") -> AgentRequest:
         num_top=(num_top or 0) if wants else None,
         variables=variables,
         is_streamed=fields.take("stream", bool, default=False),
+        schema=schema,
+        namespaces=tools.namespaces,
+        ignored=(*fields.ignored, *reasoning.ignored, *text.ignored, *tools.ignored, *unknown),
     )
-    fields.only("max_tool_calls")
     fields.done()
     return asked
 
@@ -111,7 +131,8 @@ def _add(turn: Message, kind: str, item: dict[str, Any], where: str) -> None:
         turn["content"] += text_of(item.get("content"), f"{where}.content")
     elif kind == "function_call":
         fields = Fields(item, where)
-        function = {"name": fields.need("name", str), "arguments": fields.take("arguments", str, default="") or "{}"}
+        name = name_within(fields.take("namespace", str), fields.need("name", str))
+        function = {"name": name, "arguments": fields.take("arguments", str, default="") or "{}"}
         turn.setdefault("tool_calls", []).append(
             {"type": "function", "id": fields.need("call_id", str), "function": function}
         )
@@ -151,15 +172,20 @@ def _response(
         "model": found.asked.model,
         "output": output,
         "parallel_tool_calls": found.asked.is_parallel,
-        "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
-        "text": {"format": {"type": "text"}},
+        "store": is_kept(body),
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "truncation": "disabled",
         "usage": None if usage is None else _usage(usage),
         "metadata": body.get("metadata") or {},
     }
+
+
+def is_kept(body: Mapping[str, Any]) -> bool:
+    """Whether later calls may name the response: `store`, which is true where it is not given."""
+    return body.get("store") is not False
 
 
 def _reasoning(found: Answer, text: str) -> dict[str, Any]:
@@ -173,9 +199,10 @@ def _message(found: Answer, text: str | None, status: str, logprobs: list[Any] |
     return {"id": f"msg_{found.id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _call(call: Any, arguments: str, status: str) -> dict[str, Any]:
-    named = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
-    return {**named, "arguments": arguments, "status": status}
+def _call(found: Answer, call: Any, arguments: str, status: str) -> dict[str, Any]:
+    space, name = found.asked.namespaces.get(call.name, (None, call.name))
+    named = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": name}
+    return {**named, **({"namespace": space} if space else {}), "arguments": arguments, "status": status}
 
 
 def _output(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[dict[str, Any]]:
@@ -183,7 +210,7 @@ def _output(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[dict[str, 
     items = [_reasoning(found, reply.reasoning)] if reply.reasoning else []
     if reply.content or not reply.calls:
         items.append(_message(found, reply.content, status, _logprobs(found, reply, text_of_ids)))
-    return [*items, *(_call(call, call.arguments, "completed") for call in reply.calls)]
+    return [*items, *(_call(found, call, call.arguments, "completed") for call in reply.calls)]
 
 
 def _logprobs(found: Answer, reply: Reply, text_of_ids: TextOf) -> list[Any]:
@@ -198,9 +225,16 @@ def answer(found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> dict[str
 
 
 class ReplyStream:
-    """The events of one answer."""
+    """The events of one answer. on_end: is given the whole response."""
 
-    def __init__(self, found: Answer, body: dict[str, Any], text_of_ids: TextOf) -> None:
+    def __init__(
+        self,
+        found: Answer,
+        body: dict[str, Any],
+        text_of_ids: TextOf,
+        on_end: Callable[[dict[str, Any]], object] = lambda _: None,
+    ) -> None:
+        self._on_end = on_end
         self._found, self._body, self._text_of_ids = found, body, text_of_ids
         self._number, self._index, self._open = -1, -1, ""
         self._text, self._reply = "", Reply("")
@@ -222,12 +256,14 @@ class ReplyStream:
             events += self._open_text()
             events.append(self._part("response.output_text.delta", delta.content, logprobs=[]))
         for call in delta.calls:
-            events += [*self._close(), *self._begun("call", _call(call, "", "in_progress"))]
-            item = _call(call, call.arguments, "completed")
+            events += [*self._close(), *self._begun("call", _call(self._found, call, "", "in_progress"))]
+            item = _call(self._found, call, call.arguments, "completed")
             named = {"item_id": item["id"], "output_index": self._index}
             events.append(self._event("response.function_call_arguments.delta", **named, delta=call.arguments))
             events.append(
-                self._event("response.function_call_arguments.done", **named, name=call.name, arguments=call.arguments)
+                self._event(
+                    "response.function_call_arguments.done", **named, name=item["name"], arguments=call.arguments
+                )
             )
             events.append(self._event("response.output_item.done", output_index=self._index, item=item))
             self._open = ""
@@ -242,6 +278,7 @@ class ReplyStream:
         events += self._close()
         status = "incomplete" if self._reply.finish == "length" else "completed"
         whole = _response(self._found, self._body, self._done, status, usage)
+        self._on_end(whole)
         return [*events, self._event(f"response.{status}", response=whole)]
 
     def error(self, value: dict[str, Any]) -> list[bytes]:
@@ -290,3 +327,24 @@ class ReplyStream:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+def _exchange(body: dict[str, Any], template: str, kept: "Kept") -> Exchange:
+    """What a call names of earlier ones takes the place of the names, and the response is kept for later ones."""
+    resolved = kept.resolved(body)
+
+    def whole(found: Sequence[Answer], text_of_ids: TextOf) -> dict[str, Any]:
+        value = answer(found[0], resolved.body, text_of_ids)
+        kept.keep(resolved, value)
+        return value
+
+    return Exchange(
+        asked=[read(resolved.body, template)],
+        answer=whole,
+        events=lambda found, _, text_of_ids: ReplyStream(
+            found, resolved.body, text_of_ids, lambda value: kept.keep(resolved, value)
+        ),
+    )
+
+
+PROTOCOL = Protocol(provider=OPENAI, paths=["/v1/responses"], exchange=_exchange)

@@ -1,0 +1,156 @@
+"""Windows by themselves: a trainer accumulates gradients over several calls, which share what they have in common.
+
+accelerate's loops (transformers.Trainer, TRL, axolotl, ms-swift, LLaMA-Factory, a loop with `accelerator.accumulate`)
+say before each forward whether more micro-batches follow (`GradientState.sync_gradients`), and call
+`accelerator.backward`, after which they clip. So a window opens at a call after which more follow, and ends in the last
+`backward`, before anything reads a gradient.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from treewise.base import features
+from treewise.distributed import ranks
+from treewise.engine.engine import TreeEngine
+from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.nn.wrapped import is_peft, unwrap_model
+from treewise.tree.forest import Forest
+
+if TYPE_CHECKING:
+    from treewise.engine.window import StepCalls, Window
+
+_listening: "weakref.WeakSet[AccumulationWindow]" = weakref.WeakSet()
+_own_backward: list[Callable[..., None]] = []  # of accelerate's class, while some listen
+
+
+class AccumulationWindow:
+    """The window of one engine under a loop of accelerate.
+
+    A window in which nothing was shared is not worth its keys and values: until rows that came alone would have shared
+    something, calls are computed by themselves.
+
+    min_ratio: tokens of all calls for each that is computed, below which a window is not worth it.
+    why_off: why no window opens; None: one may. paused: a context in which the model's forwards are its own.
+    """
+
+    def __init__(self, engine: TreeEngine, model: nn.Module, min_ratio: float) -> None:
+        self._engine, self._model, self._min_ratio = engine, model, min_ratio
+        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._is_worth_it = True
+        self._calls: StepCalls
+        self._window: Window | None = None
+        self.num_windows = 0
+        self.why_off: str | None = None
+        if ranks.count() > 1:
+            self.why_off = "several processes, whose gradients are added up in each backward"
+            return
+        try:
+            self._window = features.window.new_window(engine)
+        except (ConfigError, UnsupportedModelError) as error:
+            self.why_off = str(error)
+            return
+        self._calls = features.window.StepCalls()
+        _listen(self)
+
+    def __str__(self) -> str:
+        return str(self._window)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present call belongs to several between two steps."""
+        if self._engine.in_window is not None:  # the caller's own
+            return True
+        return self._window is not None and (more_follow() or self._calls.num_flat_tokens > 0)
+
+    @contextmanager
+    def around(self, forest: Forest) -> Iterator[None]:
+        """Inside, the engine computes a call on a forest within the window, if one is due and worth it."""
+        is_own = self._engine.in_window is None and self.is_due
+        if is_own:
+            self._calls.add(forest)
+        is_entered = is_own and self._is_worth_it
+        if is_entered:
+            self._engine.in_window = self._window
+        try:
+            yield
+        finally:
+            if is_entered:
+                self._engine.in_window = None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the present call may share with others."""
+        return self._engine.in_window is not None or (self.is_due and self._is_worth_it)
+
+    def observe(self, forest: Forest) -> None:
+        """Notes rows that are left to the model's own forward."""
+        if self._engine.in_window is None and self.is_due:
+            self._calls.add(forest)
+
+    def end(self) -> None:
+        """The last backward before a step is over: gradients of all calls are added to the parameters'."""
+        if self._window is None or not self._calls.num_flat_tokens:
+            return
+        calls, self._calls = self._calls, features.window.StepCalls()
+        self._is_worth_it = calls.num_flat_tokens >= self._min_ratio * calls.num_tree_tokens
+        self.num_windows += self._window.num_calls > 0
+        with self.paused():
+            self._window.end()
+
+    def off(self) -> None:
+        """No window from now on; gradients that came back are added first."""
+        self.end()
+        self._window, self.why_off = None, "switched off"
+        _listening.discard(self)
+        _stop_listening()
+
+    def is_trained_by(self, accelerator: Any) -> bool:
+        """Whether an accelerator has prepared this model."""
+        for each in accelerator._models:  # noqa: SLF001
+            inner = unwrap_model(each)
+            if self._model in (inner, inner.get_base_model() if is_peft(inner) else inner):
+                return True
+        return False
+
+
+def more_follow() -> bool:
+    """Whether a loop of accelerate is at a micro-batch after which more come before the step."""
+    module = sys.modules.get("accelerate.state")
+    if module is None or not module.GradientState._shared_state:  # noqa: SLF001
+        return False
+    return not module.GradientState().sync_gradients and ranks.count() == 1
+
+
+def _listen(window: AccumulationWindow) -> None:
+    from accelerate import Accelerator
+
+    _listening.add(window)
+    if _own_backward:
+        return
+    own = Accelerator.backward
+
+    @functools.wraps(own)
+    def backward(accelerator: Any, loss: torch.Tensor, **kwargs: Any) -> None:
+        own(accelerator, loss, **kwargs)
+        if accelerator.sync_gradients:
+            for each in list(_listening):
+                if each.is_trained_by(accelerator):
+                    each.end()
+
+    _own_backward.append(own)
+    Accelerator.backward = backward
+
+
+def _stop_listening() -> None:
+    if _listening or not _own_backward:
+        return
+    from accelerate import Accelerator
+
+    Accelerator.backward = _own_backward.pop()

@@ -1,0 +1,268 @@
+"""Whether a saved model is the one that was trained: read back by transformers, and by PEFT, and compared.
+
+After a save the first rank reads the folder as its user will, on the CPU in the dtype that was saved, and computes the
+log-probs of some rows of the data by that model's own forward. They have to be those of the model in memory. What may
+lie between is measured on the model that was read: how far its log-probs move when the result of every module is
+rounded once more, at random. Weights, ties, scales and settings all change log-probs. Where this process holds the
+whole model, its parameters have to be equal besides: what rounding in 16 bits hides is found, too.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from treewise.base import features
+from treewise.distributed import ranks
+from treewise.distributed.divided_tensors import local_part
+from treewise.engine.engine import TreeEngine
+from treewise.errors import CheckpointError, bytes_as_text
+from treewise.nn.platform.memory import free_bytes
+from treewise.nn.wrapped import is_peft, unwrap_model
+from treewise.tree.trajectory import Trajectory
+
+_MOST_ROWS, _MOST_TOKENS = 2, 512
+# Two orders of computation differ by some roundings of each module, on another device or in another kernel; of one of
+# each module so many, and of a log-prob itself.
+_TIMES_ROUNDING, _OF_LOGPROB = 4, 2
+_SPARE = 1.25  # of the bytes of the weights
+_POLL_SECONDS = 0.2
+_CALLS = count()  # the same number on every rank
+
+
+def verify_saved(folder: Path, model: nn.Module, rows: Sequence[Trajectory], engine: TreeEngine) -> str:
+    """Compares a saved model with the one in memory; every rank calls this. Returns a line for the log.
+
+    rows: some of the data. engine: of the model in memory; where ranks hold parts of it, within `StepRunner.scoring`.
+
+    Raises:
+        CheckpointError: on every rank, where what was saved is not what was trained; names the folder, and the
+            parameter that differs most.
+    """
+    chosen = _short_texts(rows)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            trained = [each.double().cpu().numpy() for each in engine.logprobs(chosen)] if chosen else []
+            engine.drain()
+    finally:
+        model.train(was_training)
+    found = _on_first_rank(lambda: _compared(folder, unwrap_model(model), chosen, trained, engine))
+    if found["error"] is None:
+        return str(found["line"])
+    worst = ""
+    if found["names_worst"]:
+        state = _state_of(model)
+        worst = _on_first_rank(lambda: {"text": _worst(folder, unwrap_model(model), state)})["text"]
+    raise CheckpointError(f"{folder}: {found['error']}{worst} Do not use this folder; verify_saves=False skips this.")
+
+
+def _short_texts(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    texts = sorted((each.token_ids[:_MOST_TOKENS] for each in rows if not each.images and len(each) > 1), key=len)
+    return [Trajectory(each) for each in texts[-_MOST_ROWS:]]
+
+
+# -- on the first rank ------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    folder: Path, model: Any, rows: list[Trajectory], trained: list[np.ndarray], engine: TreeEngine
+) -> dict[str, Any]:
+    """line: of what was found. error: of what is wrong, or None. names_worst: whether a parameter may be named."""
+    skipped = _why_not(model, rows)
+    if skipped:
+        return {"line": f"{folder}: not read back, because {skipped}", "error": None}
+    try:
+        saved, missing = _read(folder, model)
+    except (OSError, ValueError, RuntimeError) as error:
+        return {"error": f"cannot be read back: {' '.join(str(error).split())}", "names_worst": False}
+    if isinstance(saved, str):
+        return {"line": f"{folder}: not read back, because {saved}", "error": None}
+    if missing:
+        return {"error": f"{', '.join(missing[:3])} is not in it, and would be drawn at random.", "names_worst": False}
+    found = _logprobs(saved, rows, engine.temperature)
+    dtype = next((each.dtype for each in saved.parameters() if each.is_floating_point()), torch.float32)
+    with _rounded_once_more(saved, dtype):
+        moved = _logprobs(saved, rows, engine.temperature)
+    largest = max(float(np.abs(each).max()) for each in found)
+    rounding = max(float(np.abs(one - other).max()) for one, other in zip(found, moved, strict=True))
+    allowed = _TIMES_ROUNDING * rounding + _OF_LOGPROB * torch.finfo(dtype).eps * max(1.0, largest)
+    other = _other_dtype(saved, model)
+    difference = max(float(np.abs(one - other).max()) for one, other in zip(found, trained, strict=True))
+    how = f"log-probs of {sum(map(len, found)):,} tokens differ by {difference:.1e} at most"
+    if other:
+        return {"error": other, "names_worst": False}
+    if not difference <= allowed:  # one that is not a number compares as false
+        return {"error": f"{how}, and by rounding {allowed:.1e}.", "names_worst": True}
+    name, off = (None, 0.0) if _is_parted(model) else _furthest(saved, dict(model.named_parameters()))
+    if name is not None:
+        return {"error": f"{name} differs by {off:.1e} of its largest element.", "names_worst": False}
+    by = "transformers and PEFT" if is_peft(model) else "transformers"
+    return {"line": f"{folder}: read back by {by}, {how} (rounding: {allowed:.1e})", "error": None}
+
+
+def _why_not(model: Any, rows: list[Trajectory]) -> str:
+    """Why a model is not read back; empty where it is."""
+    if not rows:
+        return "the first tree has no row of text"
+    if any(getattr(each, "quant_state", None) is not None for each in model.parameters()):
+        return "its weights are quantised"
+    needed = round(_SPARE * sum(each.numel() * each.element_size() for each in model.parameters()))
+    free = free_bytes(torch.device("cpu"))
+    if free < needed:
+        return f"that takes {bytes_as_text(needed)} of host memory, and {bytes_as_text(free)} is free"
+    return ""
+
+
+def _read(folder: Path, model: Any) -> tuple[Any, list[str]]:
+    """The model of a folder as its user reads it, and what it lacks; in place of the model why it was not read."""
+    base = model.get_base_model() if is_peft(model) else model
+    kind: Any = AutoModelForCausalLM if type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING else type(base)
+    with _without_bars(), torch.random.fork_rng(devices=[]):  # new modules are drawn before their weights are read
+        if not is_peft(model):
+            saved, info = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+            return saved.eval(), sorted(info["missing_keys"])
+        below = model.peft_config[model.active_adapter].base_model_name_or_path
+        if not below:
+            return "its base model has no name", []
+        try:
+            whole = kind.from_pretrained(below, dtype=base.dtype, local_files_only=True)
+        except OSError:
+            return f"its base model {below} is not on this machine", []
+        from peft import PeftModel
+
+        # Adapters that hold a larger table are loaded on a base that was resized first, by PEFT's rule.
+        num_tokens = base.get_input_embeddings().weight.shape[0]
+        if whole.get_input_embeddings().weight.shape[0] != num_tokens:
+            whole.resize_token_embeddings(num_tokens, mean_resizing=False)
+        return PeftModel.from_pretrained(whole, folder).eval(), []
+
+
+@torch.no_grad()
+def _logprobs(model: Any, rows: list[Trajectory], temperature: float) -> list[np.ndarray]:
+    """Of every token but the first, by the model's own forward."""
+    found = []
+    for row in rows:
+        ids = torch.tensor(row.token_ids, dtype=torch.long)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        chosen = logits.gather(1, ids[1:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
+        found.append(chosen.double().numpy())
+    return found
+
+
+@contextmanager
+def _rounded_once_more(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, results of modules with parameters of their own are off by up to a rounding, at random."""
+    generator, epsilon = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+
+    def round_again(module: nn.Module, args: object, output: object) -> object:
+        del module, args
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        drawn = torch.rand(output.shape, generator=generator, dtype=torch.float32) - 0.5
+        return (output.float() * (1 + epsilon * drawn)).to(output.dtype)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                hooks.callback(module.register_forward_hook(round_again).remove)
+        yield
+
+
+def _other_dtype(saved: nn.Module, model: nn.Module) -> str:
+    """A sentence on a parameter that was saved in another dtype than it has in memory; empty where there is none."""
+    held = dict(model.named_parameters())
+    for name, parameter in saved.named_parameters():
+        own = held.get(name)
+        if own is not None and own.dtype != parameter.dtype:
+            names = (str(each.dtype).removeprefix("torch.") for each in (parameter, own))
+            return f"{name} was saved in {' and trained in '.join(names)}."
+    return ""
+
+
+def _is_parted(model: nn.Module) -> bool:
+    return any(local_part(each) is not each for each in model.parameters())
+
+
+def _state_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """Parameters of the model in memory; of one that ranks hold in parts, gathered on the first."""
+    model = unwrap_model(model)
+    if _is_parted(model):
+        gathered: Mapping[str, Tensor] = features.fsdp.whole_state(model)
+        return gathered
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def _furthest(saved: nn.Module, held: Mapping[str, Tensor]) -> tuple[str | None, float]:
+    """The parameter that differs most, relative to its largest element, and by how much; None: all are equal."""
+    worst, name = 0.0, None
+    for each, parameter in saved.named_parameters():
+        own = held.get(each)
+        # What PEFT keeps beside a copy that is trained computes nothing, and has drawn rows where a table was resized.
+        if own is None or ".original_module." in each:
+            continue
+        own = own.cpu()
+        if own.shape != parameter.shape:
+            return each, float("inf")
+        if torch.equal(own, parameter):
+            continue
+        off = float((own.double() - parameter.double()).abs().max() / own.abs().max().double().clamp(min=1e-30))
+        if not off <= worst:
+            worst, name = off, each
+    return name, worst
+
+
+def _worst(folder: Path, model: Any, held: Mapping[str, Tensor]) -> str:
+    """The same as a sentence."""
+    saved, _ = _read(folder, model)
+    name, off = _furthest(saved, held)
+    if name is None:
+        return " Every parameter is the same, so a setting of its configuration is another one."
+    shapes = tuple(saved.get_parameter(name).shape), tuple(held[name].shape)
+    if shapes[0] != shapes[1]:
+        return f" {name} was saved with the shape {shapes[0]}, and has {shapes[1]}."
+    return f" {name} differs most, by {off:.1e} of its largest element."
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
+
+
+def _on_first_rank(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 finds, on every rank. The others poll the store of the run: reading a large model may take longer
+    than a collective operation may wait.
+    """
+    if ranks.count() == 1:
+        return work()
+    world: Any = distributed.group.WORLD
+    store, key = world.get_group_store(), f"treewise/saved/{next(_CALLS)}"
+    if ranks.own() == 0:
+        try:
+            found = work()
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}", "names_worst": False}
+        store.set(key, json.dumps(found))
+        return found
+    while not store.check([key]):
+        time.sleep(_POLL_SECONDS)
+    answer: dict[str, Any] = json.loads(store.get(key))
+    return answer

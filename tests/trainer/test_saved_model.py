@@ -1,0 +1,166 @@
+"""A saved model is read back and compared: what is right passes, and each kind of damage is an error by name."""
+
+import json
+import logging
+from functools import partial
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.distributed.test_mesh import fork_ranks
+from tests.trainer.helpers import some_trees
+from treewise.errors import CheckpointError
+from treewise.testing import tiny_model
+from treewise.trainer import TreeTrainer, TreeTrainingArguments, saved_model
+from treewise.trainer.checkpoint import contents
+
+WEIGHTS = "model.safetensors"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def trained(folder, model, **settings):
+    """A trainer after one step."""
+    args = TreeTrainingArguments(
+        output_dir=str(folder), max_steps=1, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True,
+        learning_rate=1e-2, max_tokens=64, **settings,
+    )  # fmt: skip
+    trainer = TreeTrainer(model, args, train_dataset=some_trees())
+    trainer.train()
+    return trainer
+
+
+def adapted(base):
+    tiny_model().save_pretrained(base)
+    model = tiny_model()
+    model.name_or_path = str(base)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, settings)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def changed_json(folder, name, **values):
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def changed_weights(folder, change, name=WEIGHTS):
+    tensors = load_file(folder / name)
+    change(tensors)
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def one_weight(folder):
+    changed_weights(folder, lambda tensors: tensors[GATE].mul_(1.05))
+
+
+def cast(folder):
+    changed_weights(folder, lambda tensors: tensors.update({key: each.bfloat16() for key, each in tensors.items()}))
+    changed_json(folder, "config.json", dtype="bfloat16")
+
+
+def fewer_tokens(folder):
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    changed_weights(folder, lambda tensors: tensors.update({key: tensors[key][:60].clone() for key in names}))
+    changed_json(folder, "config.json", vocab_size=60)
+
+
+DAMAGES = {
+    "a weight": (one_weight, rf"log-probs of \d+ tokens differ by .*{GATE} differs most, by 5.0e-02 of its largest"),
+    "dtype": (cast, "was saved in bfloat16 and trained in float32"),
+    "vocabulary": (fewer_tokens, r"model.embed_tokens.weight was saved with the shape \(60, 32\), and has \(64, 32\)"),
+    "untied": (partial(changed_json, name="config.json", tie_word_embeddings=False), "lm_head.weight is not in it"),
+    "scale": (
+        partial(changed_json, name="adapter_config.json", lora_alpha=16),
+        "Every parameter is the same, so a setting of its configuration is another one",
+    ),
+}
+
+
+def damaging(monkeypatch, damage):
+    """Every save is damaged after it was written."""
+    save_model = contents.save_model
+
+    def save(folder, *args):
+        names = save_model(folder, *args)
+        damage(folder)
+        return names
+
+    monkeypatch.setattr(contents, "save_model", save)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(name, tmp_path, monkeypatch) -> None:
+    damage, message = DAMAGES[name]
+    if name == "scale":
+        model = adapted(tmp_path / "base")
+    else:
+        model = tiny_model(tie_word_embeddings=name == "untied")
+    trainer = trained(tmp_path / "run", model)
+    damaging(monkeypatch, damage)
+    with pytest.raises(CheckpointError, match=f"run: .*{message}"):
+        trainer.save_model()
+
+
+@pytest.mark.parametrize("kind", ["whole", "tied", "bfloat16", "adapters", "hybrid"])
+def test_what_is_right_passes(kind, tmp_path, caplog) -> None:
+    models = {
+        "whole": tiny_model,
+        "tied": partial(tiny_model, tie_word_embeddings=True),
+        "bfloat16": partial(tiny_model, dtype=torch.bfloat16),
+        "adapters": partial(adapted, tmp_path / "base"),
+        "hybrid": partial(tiny_model, "qwen3_next"),
+    }
+    trainer = trained(tmp_path / "run", models[kind]())
+    state = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "treewise"):
+        trainer.save_model()
+    assert f"read back by transformers{' and PEFT' * (kind == 'adapters')}, log-probs of" in caplog.text
+    assert torch.equal(drawn, torch.get_rng_state())  # observing changes nothing
+    assert all(torch.equal(each, state[name]) for name, each in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("memory", "host memory, and 10 bytes is free"), ("base", "its base model .* is not on this machine")],
+)
+def test_what_cannot_be_read_back_is_told(name, text, tmp_path, monkeypatch, caplog) -> None:
+    model = adapted(tmp_path / "base") if name == "base" else tiny_model()
+    if name == "base":
+        model.peft_config["default"].base_model_name_or_path = "no/such-model"
+    else:
+        monkeypatch.setattr(saved_model, "free_bytes", lambda device: 10)
+    trainer = trained(tmp_path / "run", model)
+    with caplog.at_level(logging.INFO, "treewise"):
+        trainer.save_model()
+    assert [each for each in caplog.messages if "not read back, because" in each]
+    assert text.split(".*")[-1] in caplog.text
+
+
+def test_it_can_be_turned_off(tmp_path, monkeypatch) -> None:
+    trainer = trained(tmp_path / "run", tiny_model(), verify_saves=False)
+    damaging(monkeypatch, one_weight)
+    trainer.save_model()
+
+
+def sharded_save(folder):
+    """What each of two ranks is told of a save that is right, and of one that is not."""
+    trainer = trained(folder / "run", tiny_model(), sharded=True)
+    trainer.save_model()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        damaging(monkeypatch, lambda path: one_weight(path) if trainer.args.process_index == 0 else None)
+        with pytest.raises(CheckpointError) as raised:
+            trainer.save_model()
+    return str(raised.value)
+
+
+def test_two_ranks_are_told_of_damage(tmp_path) -> None:
+    first, second = fork_ranks(2, lambda: sharded_save(tmp_path), tmp_path)
+    assert first == second
+    assert f"{GATE} differs most" in first
