@@ -14,9 +14,10 @@ os.environ["TREEWISE_KEEP_FREED_MEMORY"] = "0"  # tests of memory run in the sam
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # models of the tests are tiny: more threads only wait for one another
 
-from tests.whose_warnings import name_callers
+from tests.whose_warnings import name_callers, pardon_collections
 
 name_callers()  # before others are imported, which may take `warnings.warn` along
+pardon_collections()
 
 import numpy as np
 import pytest

@@ -30,6 +30,12 @@ class Leak:
 def ends_a_thread():
     raise ValueError("in a thread of others")
 """
+CONFTEST = """
+from tests.whose_warnings import name_callers, pardon_collections
+
+name_callers()
+pardon_collections()
+"""
 # What pytest-benchmark does under pytest-xdist, and inductor on Python 3.12.
 PLUGIN = """
 import warnings
@@ -76,7 +82,7 @@ def run_pytest(folder: Path, test: str, *flags: str) -> subprocess.CompletedProc
     path = folder / "tests" / "test_one.py"
     path.parent.mkdir()
     path.write_text(test)
-    (path.parent / "conftest.py").write_text("from tests.whose_warnings import name_callers\n\nname_callers()\n")
+    (path.parent / "conftest.py").write_text(CONFTEST)
     (path.parent / "whose_warnings.py").write_text((ROOT / "tests" / "whose_warnings.py").read_text())
     (folder / "noisy.py").write_text(PLUGIN)
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
@@ -116,3 +122,27 @@ def test_file(tmp_path):
 """
     done = run_pytest(tmp_path, test)
     assert "3 failed" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_what_the_collector_finds_unclosed_fails_no_test_of_ours(tmp_path: Path) -> None:
+    """It names the code that ran at that moment, where what came before and afterwards is found as ever."""
+    test = """
+import gc
+import warnings
+
+class Holds:
+    pass
+
+def test_cycle(tmp_path):
+    found = Holds()
+    found.file, found.itself = open(tmp_path / "leaked", "w"), found
+    del found
+    gc.collect()
+
+def test_afterwards(tmp_path):
+    gc.collect()
+    open(tmp_path / "leaked", "w")
+"""
+    done = run_pytest(tmp_path, test)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout

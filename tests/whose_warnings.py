@@ -1,9 +1,11 @@
 """Whose a warning is: pyproject.toml makes errors of warnings in treewise and its tests, and of no one else's.
 
 Which code a warning is about is told by the frame that it names (`stacklevel`). Libraries often warn without one, and
-then name themselves, also where treewise called what is deprecated; `name_callers` lets those name their caller.
+then name themselves, also where treewise called what is deprecated; `name_callers` lets those name their caller. What
+the garbage collector destroys names whatever code runs at that moment, often ours: `pardon_collections`.
 """
 
+import gc
 import sys
 import warnings
 from functools import wraps
@@ -27,6 +29,19 @@ def name_callers() -> None:
         plain(message, category, max(level, stacklevel) + 1, source, **more)
 
     warnings.warn = warn
+
+
+def pardon_collections() -> None:
+    """From now on a warning during a collection, whose frame is anybody's, is no error (an unclosed socket of an SDK)."""
+    ignored = ("ignore", None, Warning, None, 0)
+
+    def follow(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            warnings.filters.insert(0, ignored)
+        elif ignored in warnings.filters:
+            warnings.filters.remove(ignored)
+
+    gc.callbacks.append(follow)
 
 
 def _is_ours(frame: FrameType | None) -> bool:
