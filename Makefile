@@ -6,7 +6,7 @@
 #   make serve-demo  a server of the Tinker API on trees, a recipe of tinker-cookbook as its client, and the time with sharing and without
 #   make test     what must hold before a commit: `make check` and the tests
 #   make test-all also the exhaustive tests: every family, optimizer and number of processes; before a release
-#   make quick    `make check` beside the fast tests of every room with few random examples, in a minute
+#   make quick    `make check` beside the fast tests that your changes touch, nearest first, in 90 seconds (SINCE=main: since another commit)
 #   make check    `make lint`, and types
 #   make lint     lint, format, spelling, banned words, a report of lengths, import layers
 #   make bench    treewise against flat training and tree rows on this machine's CPU, about six minutes
@@ -70,15 +70,8 @@ CPU_TORCH ?= torch==2.13.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 
-# The way of a record from file to gradient, and the quick files of every room: 40 seconds of one core.
-QUICK_TESTS := tests/tree tests/planning tests/advantages tests/data/io tests/data/test_load.py tests/data/test_rollouts.py \
-  tests/objectives/test_registry.py tests/nn/test_gradients.py tests/nn/test_lm_head.py tests/nn/attention/test_gateway.py \
-  tests/nn/attention/test_implementations.py tests/nn/attention/test_reference.py tests/nn/recurrent/test_kinds.py \
-  tests/distributed/lockstep/test_turns.py tests/distributed/placement/test_cost_model.py tests/distributed/test_fsdp.py \
-  tests/engine/test_engine.py tests/engine/test_budget.py tests/integrations/batches/test_batch_forest.py \
-  tests/trainer/test_arguments.py tests/trainer/test_data_loader.py tests/rl/test_update.py tests/rl/test_rollout_batch.py tests/rl/branching/test_rollout_tree.py tests/grow/test_widening.py \
-  tests/report/analysis/test_run_log.py tests/report/html/test_picture.py tests/bench/test_workloads.py \
-  tests/cli/test_config.py tests/testing/test_shape_checks.py tests/examples/test_tiny_treewise.py tests/test_package.py
+# What `make quick` compares with, as in SINCE=main; the last commit where nothing is given, or the one before.
+SINCE ?=
 
 # Types on one core while the command runs on the others: what mypy prints comes last, and either can fail.
 define beside_types
@@ -113,7 +106,8 @@ test-all: lint
 	$(call beside_types,HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup)
 
 quick: lint
-	$(call beside_types,HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not slow and not exhaustive" $(QUICK_TESTS))
+	$(call beside_types,HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not slow and not exhaustive" \
+	  -p tests.nearest --nearest 60 $(if $(SINCE),--since $(SINCE)))
 
 check: lint
 	$(BIN)/mypy

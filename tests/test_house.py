@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES_P90 = 30
 
 # Tests of several modules at once: what they hold, by path below tests/. All others bear the name of a module.
 CROSS_CUTTING = {
+    "test_nearest": "tests/nearest.py, which picks the tests of `make quick`",
     "test_cuda_first": "everything that runs on a GPU, for the first machine that has one",
     "test_count_code": "what `benchmarks/count_code.py` counts",
     "test_gpu_script": "the stages of `make gpu`",
