@@ -55,7 +55,7 @@ SERVED = {
 }
 PARTS = {
     "the decoder": [(chunks, "run_decoder")],
-    "the head": [(scores, "HeldLogits"), (scores, "edge_values")],
+    "the head": [(scores, "hold_logits"), (scores, "edge_values")],
     "the end, all backwards": [(Window, "end")],
 }
 SERVER_PARTS = {
@@ -115,7 +115,8 @@ def measure(
             sharings[key] = treewise.share_prefixes(model, window="auto" if key == "window" else None)
         contestants[key] = step_of(trainer_of(model), model, micro_batches)
         contestants[key]()
-        contestants[key]()  # a first window is not known to be worth it where it shares nothing at once
+        if key == "window":  # a first one is not known to be worth it where it shares nothing at once
+            contestants[key]()
         grads[key] = [each.grad.clone() for each in model.parameters() if each.grad is not None]
     largest = max(float(each.abs().max()) for each in grads["plain"])
     worst = {

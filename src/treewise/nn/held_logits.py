@@ -6,6 +6,8 @@ layers are held anyway, as in a window, logits are a tenth of what these take.
 Letters: R rows, E edges of them, U rows with a gradient, M model width, V vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -30,67 +32,108 @@ def can_hold(head: AnyHead) -> bool:
     return isinstance(head, Head) and head.shard is None and head.softcap is None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldLogits:
-    """Edges from rows ([R, M], each with an edge) to tokens.
+    """Edges from rows to tokens.
 
-    source: [E] int64, the row of each edge, ascending. target: [E] int64 token ids. values: [E] by name, without a
-    graph.
+    source: [E] int64, the row of each edge, ascending. target: [E] int64 token ids. rows: [R, M], each with an edge.
+    logits: [R, V]. lse: [R], the logarithms of their sums. entropy: [R], where it is asked for.
     """
 
-    def __init__(
-        self, rows: Tensor, head: AnyHead, source: np.ndarray, target: Tensor, outputs: tuple[str, ...]
-    ) -> None:
-        assert isinstance(head, Head)
-        dtype = autocast_dtype(rows.device.type) or head.weight.dtype
-        self._rows, self._source, self._target = rows.detach().to(dtype), source, target
-        wide = torch.promote_types(dtype, torch.float32)
-        with torch.no_grad():
-            self._logits, _ = project(self._rows, head.weight.to(dtype), head.bias, wide, head)
-            self._lse = over_rows(partial(torch.logsumexp, dim=1), self._logits)
-            row_E = to_device(source, rows.device)
-            self.values = {"log_probs": self._logits[row_E, target] - self._lse[row_E]}
-            self._entropy: Tensor | None = None
-            if "entropy" in outputs:
-                self._entropy = self._lse - over_rows(means, self._logits, self._lse[:, None])
-                self.values["entropy"] = self._entropy[row_E]
+    source: np.ndarray
+    target: Tensor
+    rows: Tensor
+    logits: Tensor
+    lse: Tensor
+    entropy: Tensor | None
 
     @property
     def num_bytes(self) -> int:
         """Of the logits."""
-        return self._logits.nbytes
+        return self.logits.nbytes
+
+    def values(self) -> dict[str, Tensor]:
+        """[E] of each edge by name, without a graph."""
+        row_E = to_device(self.source, self.rows.device)
+        found = {"log_probs": self.logits[row_E, self.target] - self.lse[row_E]}
+        return found if self.entropy is None else found | {"entropy": self.entropy[row_E]}
 
     @torch.no_grad()
     def backward(self, edges: np.ndarray, grads: dict[str, Tensor], head: AnyHead) -> tuple[np.ndarray, Tensor]:
         """Adds gradients of the head, which collects them; returns those of the rows of these edges ([U, M]), and which
-        rows these are ([U] int64, ascending).
+        rows these are ([U] int64, ascending). Once: where all rows have a gradient it takes the place of their logits.
 
         edges: [n] int64, ascending; all others have no gradient. grads: [n] of each value.
         """
         assert isinstance(head, Head)
-        device, weight = self._rows.device, head.weight.to(self._rows.dtype)
-        used, place = np.unique(self._source[edges], return_inverse=True)
+        device, weight = self.rows.device, head.weight.to(self.rows.dtype)
+        used, place = np.unique(self.source[edges], return_inverse=True)
         used_U, place_n, token_n = (
             to_device(used, device),
             to_device(place, device),
-            self._target[to_device(edges, device)],
+            self.target[to_device(edges, device)],
         )
         needs = True, head.weight.requires_grad, head.bias is not None and head.bias.requires_grad
-        gradients = ChunkGradients(head, self._rows[used_U], needs, self._lse.dtype)
+        gradients = ChunkGradients(head, self.rows[used_U], needs, self.lse.dtype)
         logprob_grad = grads.get("log_probs")
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(next(iter(grads.values())))
         factor = head.scale / head.temperature
-        size = max(1, MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"]) // self._logits.shape[1])
+        size = max(1, _most(device) // self.logits.shape[1])
         for start in range(0, len(used), size):
             low, high = np.searchsorted(place, (start, start + size))
-            rows, part = used_U[start : start + size], place_n[low:high] - start
-            zeros, entropies = self._lse.new_zeros(len(rows)), None
-            if self._entropy is not None and "entropy" in grads:
-                entropies = self._entropy[rows], zeros.index_add(0, part, grads["entropy"][low:high])
+            rows: Tensor | slice = used_U[start : start + size]
+            if len(used) == len(self.rows):
+                rows = slice(start, min(start + size, len(used)))  # a view, no copy
+            num_rows, part = min(size, len(used) - start), place_n[low:high] - start
+            zeros, entropies = self.lse.new_zeros(num_rows), None
+            if self.entropy is not None and "entropy" in grads:
+                entropies = self.entropy[rows], zeros.index_add(0, part, grads["entropy"][low:high])
             own = part, token_n[low:high], logprob_grad[low:high]
             row_grad = zeros.index_add(0, part, own[2])
-            logits, slope = self._logits[rows], None if factor == 1.0 else factor
-            grad = gradient_of_logits(logits, slope, self._lse[rows], row_grad, own, entropies)
-            gradients.add(grad, weight, start, start + len(rows))
+            logits, slope = self.logits[rows], None if factor == 1.0 else factor
+            grad = gradient_of_logits(logits, slope, self.lse[rows], row_grad, own, entropies)
+            gradients.add(grad, weight, start, start + num_rows)
         assert gradients.hidden is not None
         return used, gradients.hidden
+
+
+@torch.no_grad()
+def hold_logits(
+    rows: Tensor, head: AnyHead, source: np.ndarray, target: Tensor, outputs: tuple[str, ...]
+) -> HeldLogits:
+    """Projects rows ([R, M]) for values that are asked for now and gradients that come later."""
+    assert isinstance(head, Head)
+    dtype = autocast_dtype(rows.device.type) or head.weight.dtype
+    rows = rows.detach().to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    logits, _ = project(rows, head.weight.to(dtype), head.bias, wide, head)
+    lse = over_rows(partial(torch.logsumexp, dim=1), logits)
+    entropy = lse - over_rows(means, logits, lse[:, None]) if "entropy" in outputs else None
+    return HeldLogits(source, target, rows, logits, lse, entropy)
+
+
+def joined(held: Sequence[HeldLogits]) -> HeldLogits:
+    """All edges of several, one after the other, so that a backward has products of many rows."""
+    if len(held) == 1:
+        return held[0]
+    starts = np.cumsum([0, *(len(each.rows) for each in held)])
+    entropies = [each.entropy for each in held if each.entropy is not None]
+    return HeldLogits(
+        np.concatenate([each.source + start for each, start in zip(held, starts, strict=False)]),
+        torch.cat([each.target for each in held]),
+        torch.cat([each.rows for each in held]),
+        torch.cat([each.logits for each in held]),
+        torch.cat([each.lse for each in held]),
+        torch.cat(entropies) if entropies else None,
+    )
+
+
+def num_joined(held: Sequence[HeldLogits]) -> int:
+    """How many, from the last one back, one product of the backward takes: calls of few rows leave it half empty."""
+    sizes = np.cumsum([each.logits.numel() for each in reversed(held)])
+    return max(1, int(np.searchsorted(sizes, _most(held[-1].logits.device), side="right")))
+
+
+def _most(device: torch.device) -> int:
+    return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])

@@ -15,7 +15,7 @@ from treewise.engine.budget import gateway_token_bytes
 from treewise.engine.window import scores
 from treewise.engine.window.window import kept_token_bytes
 from treewise.errors import ConfigError, UnsupportedModelError
-from treewise.nn.held_logits import HeldLogits
+from treewise.nn.held_logits import hold_logits
 from treewise.nn.lm_head import edge_loss
 from treewise.nn.recomputation import set_recomputation
 from treewise.testing.families import tiny_model
@@ -453,7 +453,7 @@ def test_what_is_kept_is_counted_and_bounded_in_bytes():
 def test_logits_are_held_with_graphs(hold_tokens, monkeypatch):
     """So the head projects a pair once in all; without graphs once more, at the end."""
     calls, again = [], []
-    monkeypatch.setattr(scores, "HeldLogits", lambda *given: calls.append(given[2]) or HeldLogits(*given))
+    monkeypatch.setattr(scores, "hold_logits", lambda *given: calls.append(given[2]) or hold_logits(*given))
     monkeypatch.setattr(scores, "edge_loss", lambda *given: again.append(given[2]) or edge_loss(*given))
     model = model_of()
     expected = flat_gradients(model, CALLS)
@@ -470,9 +470,9 @@ def test_logits_beyond_memory_are_not_held(monkeypatch):
         if len(failed) == 0 and len(given[2]) < 4:  # not of the first call
             failed.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return HeldLogits(*given)
+        return hold_logits(*given)
 
-    monkeypatch.setattr(scores, "HeldLogits", no_room)
+    monkeypatch.setattr(scores, "hold_logits", no_room)
     model = model_of()
     expected = flat_gradients(model, CALLS)
     assert gradient_error(window_gradients(model, CALLS), expected) < CLOSE

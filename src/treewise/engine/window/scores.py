@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treewise.engine.window.known_rows import GrowingRows, lengthened
-from treewise.nn.held_logits import HeldLogits, can_hold
+from treewise.nn.held_logits import HeldLogits, can_hold, hold_logits, joined, num_joined
 from treewise.nn.lm_head import AnyHead, edge_loss, edge_values
 from treewise.nn.platform.tensors import to_device
 
@@ -39,7 +39,7 @@ class _Held:
 
     @property
     def places(self) -> slice:
-        return slice(self.first, self.first + len(self.logits.values["log_probs"]))
+        return slice(self.first, self.first + len(self.logits.source))
 
 
 class Scores:
@@ -94,9 +94,9 @@ class Scores:
         rows = hidden.index_select(0, to_device(numbers, hidden.device))
         tokens = to_device(keys % head.num_tokens, hidden.device)
         if holds:
-            logits = HeldLogits(rows, head, source, tokens, self.outputs)
+            logits = hold_logits(rows, head, source, tokens, self.outputs)
             self._held.append(_Held(self.num_edges, numbers, logits))
-            found = logits.values
+            found = logits.values()
         else:
             with torch.no_grad():
                 found = edge_values(rows, head, source, tokens, self.outputs)
@@ -139,7 +139,7 @@ class Scores:
 
     def backward(self, hidden: Tensor, head: AnyHead) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Adds the gradients of the head, which collects them; gives those of hidden rows ([R, M]) with their numbers
-        ([R] int64, ascending), in parts. hidden: rows of all numbers.
+        ([R] int64, some of them twice), in parts. hidden: rows of all numbers.
         """
         totals = {
             name: lengthened(total, self.num_edges)
@@ -150,14 +150,16 @@ class Scores:
             return
         is_used = torch.stack([total != 0 for total in totals.values()]).any(0).cpu().numpy()
         while self._held:
-            held = self._held.pop()
-            edges = np.flatnonzero(is_used[held.places])
-            is_used[held.places] = False
+            first = len(self._held) - num_joined([each.logits for each in self._held])
+            held, self._held = self._held[first:], self._held[:first]
+            places = np.concatenate([np.arange(each.places.start, each.places.stop) for each in held])
+            edges = np.flatnonzero(is_used[places])
+            is_used[places] = False
             if len(edges):
-                index = to_device(edges, hidden.device)
-                own = {name: total[held.places].index_select(0, index) for name, total in totals.items()}
-                rows, grad = held.logits.backward(edges, own, head)
-                yield held.numbers[rows], grad
+                index = to_device(places[edges], hidden.device)
+                own = {name: total.index_select(0, index) for name, total in totals.items()}
+                rows, grad = joined([each.logits for each in held]).backward(edges, own, head)
+                yield np.concatenate([each.numbers for each in held])[rows], grad
         used = np.flatnonzero(is_used[self._places])  # in the order of the keys
         if len(used):
             yield self._again(used, totals, hidden, head)
