@@ -32,7 +32,7 @@ def name_callers() -> None:
 
 
 def pardon_collections() -> None:
-    """From now on a warning during a collection, whose frame is anybody's, is no error (an unclosed socket of an SDK)."""
+    """From now on a warning during a collection, whose frame is anybody's, is no error (an SDK's open socket)."""
     ignored = ("ignore", None, Warning, None, 0)
 
     def follow(phase: str, _: dict[str, int]) -> None:

@@ -25,7 +25,6 @@ from treewise.data.render.template import dated
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
 from treewise.nn.model_checks import length_limit, num_positions
-from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.calls import calls_of, write_calls
 from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
@@ -39,6 +38,7 @@ from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut
 from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
 from treewise.rl.replies import end_ids
+from treewise.rl.samplers.batching import Batcher
 from treewise.rl.samplers.by_name import row_limit
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
 from treewise.rl.tasks.agent_task import AgentTask, request_of
@@ -298,8 +298,8 @@ class _InProgress:
         def on_sampled(_num_tokens: int) -> None:
             self.events.put(lambda: self._advance(0))  # whoever watches may end the collecting
 
-        batcher = Batcher(self.moment.sampler, gather_seconds=own.gather_seconds, on_sampled=on_sampled)
-        batcher.num_expected = 0
+        gather_seconds = collector.settings.gather_seconds
+        batcher = Batcher(self.moment.sampler, gather_seconds=gather_seconds, on_sampled=on_sampled).serve()
         threads = ThreadPoolExecutor(min(own.at_once, len(left)), "treewise-episodes")
         try:
             futures = [threads.submit(self._one, episode, batcher) for episode in left]
@@ -352,13 +352,13 @@ class _InProgress:
                 collector.episodes.end(episode)
                 raise TaskError(f"{name}: the run ends.")
             self.running.add(episode)
-            batcher.num_expected = len(self.running)
+            batcher.expect(len(self.running))
         try:
             outcome = collector.runner.run(episode, wanted.item.extra)
         finally:
             with self._lock:
                 self.running.discard(episode)
-                batcher.num_expected = len(self.running)
+                batcher.expect(len(self.running))
         record = _record_of(episode, outcome, self.moment.version)
         if collector.task.functions is not None:
             record["talk"] = _talk_of(episode)

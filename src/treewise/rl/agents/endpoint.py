@@ -223,7 +223,7 @@ class Endpoint:
 
     async def _begun(self, episode: Episode, asked: AgentRequest, *, is_trained: bool) -> OpenCall:
         most = self.episodes.settings.max_waiting
-        if episode.batcher.num_waiting >= most:
+        if episode.batcher.num_open >= most:
             raise RefusedError(f"{most} calls wait already (max_waiting).", status=429, is_final=False)
         found: OpenCall = await run_in_threadpool(lambda: episode.begin(asked, is_trained=is_trained))
         return found

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from treewise.errors import ConfigError, RequestRefusedError
-from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, RecordedCall, RecordedTurn, Recording
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
@@ -25,7 +25,8 @@ from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.wire.kept import Kept
 from treewise.rl.agents.writing import Turn, Writer
 from treewise.rl.replies.reader import Parts
-from treewise.rl.samplers.protocol import Completion
+from treewise.rl.samplers.batching import Batcher
+from treewise.rl.samplers.protocol import Completion, TextStops
 from treewise.rl.tasks.calls import FailedCall
 from treewise.rl.tasks.reward_functions import number
 
@@ -119,18 +120,17 @@ class Episode:
             self.ignored.update(dict.fromkeys(asked.ignored, 1))
         for name in asked.ignored:
             self.writer.note(f"calls give {name}, which changes nothing here and is ignored")
-        futures = [self.batcher.submit(request) for request in requests]
-        left = [len(futures)]
+        results, left = dict[int, Completion | BaseException](), [len(requests)]
 
-        def ended(_: object) -> None:
+        def answered(index: int, result: Completion | BaseException) -> None:
             with self._lock:
-                left[0] -= 1
+                results[index], left[0] = result, left[0] - 1
                 is_last = not left[0]
             if is_last:
-                self.batcher.beside(self._end, opened, futures)
+                self.batcher.beside(self._end, opened, [results[number] for number in range(len(requests))])
 
-        for future in futures:
-            future.add_done_callback(ended)
+        for index, request in enumerate(requests):
+            self.batcher.submit(request, partial(answered, index), (self.seed, call.number, index))
         return opened
 
     def _refuse(self, what: str, status: int) -> None:
@@ -141,7 +141,7 @@ class Episode:
         """Nobody waits for the call; what was sampled of it is recorded."""
         opened.is_cancelled = True
 
-    def _requests(self, opened: OpenCall) -> list[WatchedRequest]:
+    def _requests(self, opened: OpenCall) -> list[TextStops]:
         """A request for each choice."""
         call, asked, settings = opened.call, opened.call.asked, self.settings
         prefix = self.recording.prompt_ids(call)
@@ -156,7 +156,7 @@ class Episode:
         for index in range(asked.num_choices):
             opened.tokens.append([])
             requests.append(
-                WatchedRequest(
+                TextStops(
                     prefix_ids=tuple(prefix.tolist()),
                     max_new_tokens=most,
                     seed=self._seed(call, index),
@@ -192,21 +192,21 @@ class Episode:
         own = [self.seed, call.asked.seed, call.digest, call.repeat, index]
         return int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "big")
 
-    def _end(self, opened: OpenCall, futures: Sequence["Future[Completion]"]) -> None:
+    def _end(self, opened: OpenCall, results: Sequence[Completion | BaseException]) -> None:
         """Records a call and gives its replies out."""
         try:
-            errors = [error for future in futures if (error := future.exception()) is not None]
+            completions = [result for result in results if isinstance(result, Completion)]
+            errors = [result for result in results if isinstance(result, BaseException)]
+            replies = self._record(opened, completions)
             if errors:
                 error = next((each for each in errors if not self._is_of_call(opened.call, each)), None)
                 if not opened.is_cancelled and error is not None:
                     self.failure = error
-                completions = [future.result() for future in futures if future.exception() is None]
-                self._record(opened, completions)
                 if not completions:
                     self.recording.fail(opened.call)
                 opened.done.set_exception(RefusedError(str(errors[0])) if error is None else error)
             else:
-                opened.done.set_result(self._record(opened, [future.result() for future in futures]))
+                opened.done.set_result(replies)
         except BaseException as error:  # is raised where the replies are waited for
             self.failure = error
             opened.done.set_exception(error)

@@ -24,7 +24,6 @@ from treewise.base.durable import append
 from treewise.base.http.server import listening_socket, serve_on, url_of
 from treewise.base.progress import busy_with
 from treewise.errors import DiskError, num
-from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint import Endpoint
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.record_settings import RecordSettings
@@ -33,6 +32,7 @@ from treewise.rl.agents.wire.protocol import addresses
 from treewise.rl.agents.writing import Writer
 from treewise.rl.replies import end_ids
 from treewise.rl.samplers import Sampler
+from treewise.rl.samplers.batching import Batcher
 
 logger = logging.getLogger("treewise")
 LAST_SECONDS, SECONDS_BETWEEN_TRIES = 60.0, 5.0  # that the last rows wait for room
@@ -150,7 +150,7 @@ def _serve(settings: RecordSettings, own: socket.socket, path: Path, say: Callab
     limits = settings.of_endpoint(most)
     keeps, today = limits.keeps_thinking, settings.template_date
     writer = Writer(tokenizer, settings.chat_template, keeps_thinking=keeps, today=today)
-    stop_ids, batcher = end_ids(writer.template_of({})[0], generation_config), Batcher(sampler)
+    stop_ids, batcher = end_ids(writer.template_of({})[0], generation_config), Batcher(sampler).serve()
     episodes = Episodes(writer, batcher, limits, stop_ids, takes_any_key=True)
     file = RowsFile(path, tokenizer, say)
     is_over = threading.Event()
