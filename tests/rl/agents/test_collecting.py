@@ -53,7 +53,7 @@ def collector_of(agent, *, online=None, task=TASK, ends=None, **changes):
 
 def test_turns_end_with_every_end_of_the_model():
     with collector_of("drawn", ends=[7, TOKENIZER.eos_token_id]) as collector:
-        assert collector.episodes.stop_ids == (TOKENIZER.eos_token_id, 7)
+        assert collector.chat.end_ids == (TOKENIZER.eos_token_id, 7)
 
 
 def test_a_date_that_prompts_hold_is_a_fact_of_the_run():

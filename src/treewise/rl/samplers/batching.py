@@ -24,7 +24,7 @@ Answered = Callable[[Completion | BaseException], object]
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request of one continuation, and who is told what came of it."""
+    """A request of one continuation, and what is called with what came of it."""
 
     request: SampleRequest
     answered: Answered
@@ -97,7 +97,7 @@ class Batcher:
         )
 
     def sample(self) -> None:
-        """One batch of all that wait. Raises what the sampler raises, or who is told of its answers, unless served."""
+        """One batch of all that wait. Raises what the sampler or `answered` raises, unless it is served."""
         with self._changed:
             batch, self._waiting = sorted(self._waiting, key=lambda asked: asked.order), []
         self._sample(batch)
