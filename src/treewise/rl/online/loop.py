@@ -36,7 +36,7 @@ from treewise.rl.curriculum import TaskSampler
 from treewise.rl.online import journal, records, report
 from treewise.rl.online.collector import Collector, Group, Moment
 from treewise.rl.online.drawn import Drawn, budget_of, check_failures, draw_groups, num_practised, requests_of
-from treewise.rl.online.first_tree import FirstTree
+from treewise.rl.online.first_tree import first_tree
 from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, sampling_progress
 from treewise.rl.online.settings import OnlineSettings, online_objective
@@ -52,7 +52,7 @@ from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.trainer.signals import StepAbandoned, StopSignals, stop_of_all
-from treewise.tree.forest import forest_of
+from treewise.tree.forest import Forest, forest_of
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -115,10 +115,8 @@ class OnlineTrainer:
         self.objective = objective = online_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages, (), self.settings.advantages_settings)
         self.reference = reference
-        self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
-        self.trainer = TreeTrainer(
-            model, args, train_dataset=first, objective=objective, processing_class=tokenizer, callbacks=[*callbacks]
-        )
+        given: dict[str, Any] = {"objective": objective, "processing_class": tokenizer, "callbacks": [*callbacks]}
+        self.trainer = TreeTrainer(model, args, first_tree=lambda: self._first_tree, **given)
         self.model, self.processing_class = self.trainer.model, tokenizer
         self.state, self.control = self.trainer.state, self.trainer.control
         self.runner = self.trainer.runner  # of the optimizer's steps
@@ -144,6 +142,10 @@ class OnlineTrainer:
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._own_trees = slice(args.data_index, None, args.data_size)  # of a step's, where nobody places them
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
+
+    @cached_property
+    def _first_tree(self) -> Forest:
+        return first_tree(self.collector.prompt_ids(self.task.item("train", 0)))
 
     @property
     def engine(self) -> TreeEngine:
@@ -492,7 +494,7 @@ class OnlineTrainer:
         trainer = self.trainer
         if self.args.world_size > 1:
             features.mesh.copy_first(self.model, self.args.device)
-        _ = self._first_tree[0]  # refuses what no rollout can begin with
+        _ = self._first_tree  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
         if wanted:
