@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy, deepcopy
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ from treewise.trainer.checkpoint import contents, store
 from treewise.trainer.checkpoint.manager import CheckpointManager
 from treewise.trainer.run_context import entered_run, stopped_error
 from treewise.trainer.signals import StepAbandoned, StopSignals, stop_of_all
-from treewise.tree.forest import Forest, forest_of
+from treewise.tree.forest import forest_of
 from treewise.tree.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -115,8 +115,9 @@ class OnlineTrainer:
         self.objective = objective = online_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages, (), self.settings.advantages_settings)
         self.reference = reference
+        self._first_tree = cache(lambda: first_tree(self.collector.prompt_ids(task.item("train", 0))))
         given: dict[str, Any] = {"objective": objective, "processing_class": tokenizer, "callbacks": [*callbacks]}
-        self.trainer = TreeTrainer(model, args, first_tree=lambda: self._first_tree, **given)
+        self.trainer = TreeTrainer(model, args, first_tree=self._first_tree, **given)
         self.model, self.processing_class = self.trainer.model, tokenizer
         self.state, self.control = self.trainer.state, self.trainer.control
         self.runner = self.trainer.runner  # of the optimizer's steps
@@ -142,10 +143,6 @@ class OnlineTrainer:
         self.loop = LoopState(SuccessBook(self.settings.settings_of_book()))
         self._own_trees = slice(args.data_index, None, args.data_size)  # of a step's, where nobody places them
         self._num_begun = 0  # optimizer steps; parameters may have changed with the first
-
-    @cached_property
-    def _first_tree(self) -> Forest:
-        return first_tree(self.collector.prompt_ids(self.task.item("train", 0)))
 
     @property
     def engine(self) -> TreeEngine:
@@ -494,7 +491,7 @@ class OnlineTrainer:
         trainer = self.trainer
         if self.args.world_size > 1:
             features.mesh.copy_first(self.model, self.args.device)
-        _ = self._first_tree  # refuses what no rollout can begin with
+        self._first_tree()  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
         if wanted:
