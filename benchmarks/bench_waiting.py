@@ -33,9 +33,10 @@ from treewise.rl.online.continuing import Rounds
 from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.rollout import Limits, start
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import SampleRequest, ServerSampler, TransformersSampler
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, RewardRunner
+from treewise.rl.tasks import Calls, EnvironmentTask, RewardRunner
 
 
 class Sleeping:

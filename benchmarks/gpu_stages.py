@@ -28,7 +28,7 @@ from treewise.nn.device import matmul_flops, synchronized_clock
 from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.whole_gradients import zero_gradients
-from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
+from treewise.bench.gpu_facts import KernelChecks, gpu_facts
 from treewise.report.analysis.machine_facts import machine_facts
 from treewise.tree.forest import Forest
 

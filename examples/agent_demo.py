@@ -198,8 +198,8 @@ def words_of(args: argparse.Namespace, output: Path) -> list[str]:
         "tasks_settings.held_out": HELD_OUT,
     }
     if args.kind == "agent":
-        settings = {"episodes": args.episodes, "gather_seconds": 2, "episode_seconds": 3600, "python": args.python}
-        own |= {"agent": AGENT, "tasks": rows, "max_new_tokens": MAX_NEW_TOKENS}
+        settings = {"episodes": args.episodes, "episode_seconds": 3600, "python": args.python}
+        own |= {"agent": AGENT, "tasks": rows, "max_new_tokens": MAX_NEW_TOKENS, "gather_seconds": 2}
         own |= {f"agent_settings.{name}": value for name, value in settings.items() if value is not None}
     else:
         own |= {"tasks": f"{HERE / 'box_environment.py'}:boxes", "tasks_settings.rows": rows}

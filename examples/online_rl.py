@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from treewise.cli.main import explained, loading
+from treewise.rl.recorder.chat_tokens import ChatTokens
 
 with loading("rl"):
     import numpy as np
@@ -40,7 +41,7 @@ with loading("rl"):
     from treewise.report.html.build import build_data_report
     from treewise.report.html.page import write_page
     from treewise.rl.online.records import rollouts_file
-    from treewise.rl.tasks import ChatTokens, RewardRequest, TaskItem
+    from treewise.rl.tasks import RewardRequest, TaskItem
 
 LETTERS = "abcdefghij"
 PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # a template of nothing but the text

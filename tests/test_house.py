@@ -37,7 +37,7 @@ CROSS_CUTTING = {
 }
 # Tests of what several modules of one package do together.
 WHOLE_PACKAGE = {
-    "rl/replies/test_drivers": "an environment and an agent as drivers of the same turns",
+    "rl/recorder/test_drivers": "an environment and an agent as drivers of the same turns",
     "advantages/test_tree_credit": "each rule against one that compares prefixes",
     "advantages/test_unbiased": "expected gradients over all rollouts that can be drawn",
     "engine/test_onednn": "which kernels multiply in bfloat16 on a CPU",

@@ -221,6 +221,7 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
         curriculum_settings=curriculum_settings,
         check_items=0,
         eval_every=0,
+        gather_seconds=0.0 if has_agent else 0.1,
         success_at=SUCCESS_AT,
         chat_template="chatml" if has_agent else "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     )
@@ -246,7 +247,7 @@ def run_loop(draw: Draw, model: torch.nn.Module, folder: Path) -> tuple[list[dic
     task, words, collector = Letters(), tokenizer(), None
     if has_agent:
         task, words = AgentTask([{"question": letter} for letter in "abcdefgh"], held_out=0.25), TOKENIZER
-        own = AgentSettings(episodes=EPISODES, gather_seconds=0.0)
+        own = AgentSettings(episodes=EPISODES)
         given = {"temperature": draw["temperature"], "folder": folder}
         collector = AgentCollector(f"{AGENTS}:{draw['agent']}", words, model, task, settings, own, **given)
     trainer = tw.OnlineTrainer(

@@ -186,8 +186,8 @@ def agent_run(agent, servers, folder):
     """Two iterations of `plain_agents.py`, on servers."""
     model = policy()
     rows = AgentTask([{"question": f"{number}+2?"} for number in range(6)], held_out=0.2)
-    online = settings(branching="none", branching_settings={}, max_new_tokens=6, max_length=250)
-    own = AgentSettings(episodes=2, gather_seconds=0.0, episode_seconds=SECONDS)
+    online = settings(branching="none", branching_settings={}, max_new_tokens=6, max_length=250, gather_seconds=0.0)
+    own = AgentSettings(episodes=2, episode_seconds=SECONDS)
     collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, rows, online, own)
     given = {"sampler": sampler_on(*servers), "collector": collector}
     trainer = OnlineTrainer(model, rows, TOKENIZER, online, arguments(folder, max_tokens=None), **given)

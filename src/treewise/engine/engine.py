@@ -439,7 +439,7 @@ class TreeEngine:
         check_choice("stream", stream, LOGPROB_STREAMS)
         items = list(trajectories)
         plan = self.plan(Forest.from_trajectories(items, tree_of=tree_of))
-        is_needed = None if all_tokens else plan.forest.token_weights() > 0
+        is_needed = None if all_tokens else plan.forest.is_trained
         reader = features.values.token_reader(plan.forest, is_needed)
         values_T = self.values(plan, [reader])[0]["log_probs"].float().cpu().numpy()
         changes: list[dict[str, Any]] = [{stream: values_T[path]} for path in plan.forest.paths]

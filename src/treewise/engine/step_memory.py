@@ -188,7 +188,7 @@ class _CountedRouters(Guest):
 
 def _loss(forest: Forest, outputs: tuple[str, ...], measured: tuple[str, ...]) -> LossOf:
     """A loss on the values of trained tokens."""
-    score = EdgeScorer(forest, np.flatnonzero((forest.parent >= 0) & (forest.token_weights() > 0)), outputs=outputs)
+    score = EdgeScorer(forest, np.flatnonzero((forest.parent >= 0) & forest.is_trained), outputs=outputs)
 
     def of_part(values: dict[str, torch.Tensor], *_: object) -> torch.Tensor:
         return torch.stack([each.sum() for name, each in values.items() if name not in measured]).sum()

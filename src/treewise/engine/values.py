@@ -134,7 +134,7 @@ def token_reader(
 
 def logprob_reader(forest: Forest, *, trained_only: bool) -> Reader:
     """Reads [T] log-probs by tree position, 0 for first tokens; `trained_only`: for all that no trajectory trains."""
-    return token_reader(forest, forest.token_weights() > 0 if trained_only else None)
+    return token_reader(forest, forest.is_trained if trained_only else None)
 
 
 def hidden_reader(forest: Forest) -> Reader:

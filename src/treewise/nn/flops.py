@@ -217,20 +217,20 @@ def state_bytes(optim: str | None, itemsize: int) -> float:
 def flat_head_rows(forest: Forest) -> int:
     """Trained tokens of all trajectories: each is predicted by a row of its own."""
     if forest.tree_streams:
-        return int(forest.multiplicity[forest.token_weights() > 0].sum())
+        return int(forest.multiplicity[forest.is_trained].sum())
     return int(np.count_nonzero(forest.flat_stream("loss_weights")))
 
 
 def tree_head_rows(forest: Forest) -> int:
     """Tree tokens that predict at least one trained token."""
-    return len(np.unique(forest.parent[forest.token_weights() > 0]))
+    return len(np.unique(forest.parent[forest.is_trained]))
 
 
 def leaf_head_rows(forest: Forest) -> int:
     """Trained tokens on the paths of the `leaf_trajectories`."""
     # A segment adds its count to every path below it: +count where its subtree begins, -count where it ends.
     segments = forest.segments
-    count = np.add.reduceat((forest.token_weights() > 0).astype(np.int64), segments.start)
+    count = np.add.reduceat(forest.is_trained.astype(np.int64), segments.start)
     change = np.zeros(forest.num_tokens + 1, dtype=np.int64)
     change[segments.start] += count
     np.subtract.at(change, segments.subtree_end, count)

@@ -64,14 +64,14 @@ class Catalog:
         facts = self.facts(request, "sampler", name)
         return {"sampler_id": name, "base_model": facts["base_model"], "model_path": facts["model_path"]}
 
-    async def runs(self, request: Request, _: object) -> object:
+    async def training_runs(self, request: Request, _: object) -> object:
         names, cursor = _page(request, self.journal.names_of("model", request.state.key))
-        return {"training_runs": [self._run(request, name) for name in names], "cursor": cursor}
+        return {"training_runs": [self._run_of(request, name) for name in names], "cursor": cursor}
 
-    async def run(self, request: Request, _: object) -> object:
-        return self._run(request, request.path_params["run"])
+    async def training_run(self, request: Request, _: object) -> object:
+        return self._run_of(request, request.path_params["run"])
 
-    def _run(self, request: Request, name: str) -> types.TrainingRun:
+    def _run_of(self, request: Request, name: str) -> types.TrainingRun:
         facts, places = self.facts(request, "model", name), self.store.places(name)
         last = {place.kind: _checkpoint(place, own) for place, own in places.items()}
         return types.TrainingRun(

@@ -28,7 +28,7 @@ from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import num_positions
 from treewise.nn.vision import image_token_of
-from treewise.rl.replies import end_ids
+from treewise.rl.recorder import end_ids
 from treewise.rl.samplers import Sampler, sampler_named
 from treewise.rl.samplers.by_name import entry_of
 from treewise.serve.adapter_slots import OwnedWeights, Shape, Slots

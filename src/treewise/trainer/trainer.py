@@ -79,6 +79,8 @@ class TreeTrainer(Trainer):
         peft_config: new adapters (`peft.LoraConfig`, or a mapping of its settings); they alone are trained.
         render: how records are rendered (`RenderOptions`, or a mapping of its fields).
         objective: a loss (`tw.GRPO()`, ...), in place of the one that `args` names. Its metrics are logged.
+        first_tree: loads the tree that sharding is checked and budgets are measured with, the same on every rank; by
+            default the first of `train_dataset`, without which nothing is trained by `train`.
         reference: of `tw.DPO`, `tw.IPO` and `tw.KTO`, a model or its name. It scores the rows that lack `ref_logprobs`,
             once, before the first step; None: the trained model does, as it starts.
 
@@ -109,6 +111,7 @@ class TreeTrainer(Trainer):
         peft_config: object = None,
         render: object = None,
         reference: PreTrainedModel | str | Path | None = None,
+        first_tree: Callable[[], Forest] | None = None,
         model_init: Callable[..., PreTrainedModel] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -122,7 +125,7 @@ class TreeTrainer(Trainer):
         train_dataset = as_trees("train_dataset", train_dataset, processing_class, render)
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
-        self._own_objective = objective
+        self._own_objective, self._given_first_tree = objective, first_tree
         is_named = isinstance(reference, str | Path)
         self._reference = features.load_model.load_weights(str(reference)) if is_named else reference
         loss = objective or args.sft_objective()
@@ -176,13 +179,17 @@ class TreeTrainer(Trainer):
             self.model,
             self.loss_objective,
             self.args,
-            lambda: forest_of(self.train_dataset[0]),
+            self._first_tree,
             autocast=self.accelerator.autocast,
             reserve_bytes=optimizer_bytes(self.model, self.optimizer, self.args.optimizer_name),
             processor=self.processing_class,
         )
         runner.resume_budget(self._resumed.max_tokens if self._resumed else None)
         return runner
+
+    def _first_tree(self) -> Forest:
+        given = self._given_first_tree
+        return forest_of(self.train_dataset[0]) if given is None else given()
 
     @property
     def engine(self) -> TreeEngine:
@@ -401,7 +408,8 @@ class TreeTrainer(Trainer):
         if not needs_others:  # an engine of its own: a budget that was measured on this tree would stay
             temperature = self.args.temperature
             engine = TreeEngine(self.model, None, self.args.attention, temperature=temperature, check=False)
-        rows = [] if self.train_dataset is None else forest_of(self.train_dataset[0]).trajectories
+        has_tree = self.train_dataset is not None or self._given_first_tree is not None
+        rows = self._first_tree().trajectories if has_tree else []
         with self.runner.scoring(), self.accelerator.autocast() if needs_others else nullcontext():
             logger.info("%s", features.verified_saves.verify_saved(folder, self.model, rows, engine))
 

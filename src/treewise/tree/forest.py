@@ -373,6 +373,11 @@ class Forest:
             return weights if weighting == "once" else weights * self.multiplicity
         return np.bincount(self.path_index, weights=self.flat_weights(weighting), minlength=self.num_tokens)
 
+    @cached_property
+    def is_trained(self) -> np.ndarray:
+        """[T] bool, tokens that have a loss weight in any trajectory."""
+        return self.token_weights() > 0
+
     def __repr__(self) -> str:
         counts = f"{num(self.num_trees, 'tree')}, {num(self.num_trajectories, 'trajectory', 'trajectories')}"
         return (

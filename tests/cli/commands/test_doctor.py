@@ -7,10 +7,10 @@ import signal
 import pytest
 import torch
 
+from treewise.bench import gpu_facts
 from treewise.cli.commands import doctor
 from treewise.cli.main import main
 from treewise.nn.attention.kernel_cases import CASES
-from treewise.report.analysis import gpu_facts
 
 NAMES = ("one block", "broken")
 

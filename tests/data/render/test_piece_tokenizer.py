@@ -13,9 +13,7 @@ from treewise.data.render import chat
 from treewise.data.render.messages import clean_conversation
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import Template
-from treewise.rl.agents.wire.asked import AgentRequest
-from treewise.rl.agents.writing import Turn, Writer
-from treewise.rl.tasks import ChatTokens
+from treewise.rl.recorder.chat_tokens import ChatTokens, Turn
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog",
@@ -140,8 +138,8 @@ def test_turns_and_what_stands_between_are_as_in_the_whole(kind):
         tail = tokens.answer_ids(talk[:1], talk[1], tokenizer.eos_token_id, talk[2:3], None, "a")
         assert wholes[1] + tail.tolist() == prompts[2], tokenizer.chat_template
 
-        writer = Writer(tokenizer)
-        written = writer.written(AgentRequest(model="a", messages=tuple(talk[:3])))
+        writer = ChatTokens(tokenizer)
+        written = writer.written(talk[:3])
         turn = Turn(np.array(sampled), talk[1]["content"], is_ended=True, is_cut=False)
         rest = writer.tail(written, 2, turn)
         assert rest.num_kept == len(sampled)

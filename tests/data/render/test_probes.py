@@ -13,9 +13,7 @@ from treewise.data.render.messages import WeightedMessages
 from treewise.data.render.piece_tokenizer import Encoder
 from treewise.data.render.template import CHATML, Template
 from treewise.errors import DataError
-from treewise.rl.agents.wire.asked import AgentRequest
-from treewise.rl.agents.writing import Turn, Writer
-from treewise.rl.tasks import ChatTokens
+from treewise.rl.recorder.chat_tokens import ChatTokens, Turn
 
 ROOT = Path(__file__).parents[3]
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "Yes."}
@@ -80,7 +78,7 @@ def test_a_call_of_gemma_4_is_in_its_own_form(tokenizer, name):
     )[0].trajectories
     assert written in tokenizer.decode(first.token_ids[first.loss_weights > 0])
     assert written in tokenizer.decode(second.token_ids[second.loss_weights == 0])  # in the history
-    text = Writer(tokenizer, template).written(AgentRequest(model="a", messages=tuple(GEMMA_4[:3]), tools=[TOOL])).text
+    text = ChatTokens(tokenizer, template, on_hidden="warn").written(GEMMA_4[:3], [TOOL]).text
     assert written in text
     assert "{{" not in text
 
@@ -192,9 +190,9 @@ def test_turns_of_environments_and_agents_that_hold_probes(tokenizer, text):
     assert tokenizer.decode(found) == tokenizer.decode(
         tokenizer(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     )
-    writer = Writer(tokenizer, "chatml", keeps_thinking=True)
+    writer = ChatTokens(tokenizer, "chatml", keeps_thinking=True)
     talk = ({"role": "user", "content": text}, {"role": "assistant", "content": text}, reply)
-    written = writer.written(AgentRequest(model="a", messages=talk))
+    written = writer.written(talk)
     turn = Turn(np.array([*tokenizer(text)["input_ids"], end]), text, is_ended=True, is_cut=False)
     assert writer.tail(written, 2, turn).text == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -285,8 +283,6 @@ def test_each_block_of_results_has_its_own_order():
 
 
 def test_an_agents_results_are_written_in_the_order_of_their_calls(tokenizer):
-    writer = Writer(tokenizer, "chatml")
-    ours, theirs = (
-        writer.written(AgentRequest(model="a", messages=tuple(talk[:4]))).text for talk in (SWAPPED, IN_ORDER)
-    )
+    writer = ChatTokens(tokenizer, "chatml")
+    ours, theirs = (writer.written(talk[:4]).text for talk in (SWAPPED, IN_ORDER))
     assert ours == theirs

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.rl.tasks.test_episode import byte_tokenizer
-from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.episodes import Episodes
 from treewise.rl.agents.wire.asked import AgentRequest
-from treewise.rl.agents.writing import Writer
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.samplers.batching import Batcher
 from treewise.rl.samplers.protocol import Completion
 
 TOKENIZER = byte_tokenizer()
@@ -91,11 +91,12 @@ class Speaker:
 @contextmanager
 def episodes_on(speaker, *, chat_template="chatml", keeps_thinking=False, any_key=False, **changes):
     """Episodes of a speaker's tokenizer."""
-    writer = Writer(speaker.tokenizer, chat_template, keeps_thinking=keeps_thinking)
-    batcher = Batcher(speaker, gather_seconds=0.0)
+    chat = ChatTokens(speaker.tokenizer, chat_template, on_hidden="warn", keeps_thinking=keeps_thinking)
+    chat.end_ids = (speaker.end,)
+    batcher = Batcher(speaker, gather_seconds=0.0).serve()
     given = {"max_length": 100_000, "max_new_tokens": 4096, "keeps_thinking": keeps_thinking, **changes}
     try:
-        yield Episodes(writer, batcher, EndpointSettings(**given), [speaker.end], takes_any_key=any_key)
+        yield Episodes(chat, batcher, EndpointSettings(**given), takes_any_key=any_key)
     finally:
         batcher.close()
 

@@ -38,8 +38,10 @@ pytestmark = pytest.mark.xdist_group("test_agents_running")
 @contextmanager
 def collector_of(agent, *, online=None, task=TASK, ends=None, **changes):
     agent = agent if ":" in agent or " " in agent else f"{PLAIN}:{agent}"
-    settings = OnlineSettings(**{"max_new_tokens": 64, "chat_template": "chatml", **(online or {})})
-    given = {"episodes": 3, "episode_seconds": 600.0, "gather_seconds": 0.0, **changes}
+    settings = OnlineSettings(
+        **{"max_new_tokens": 64, "chat_template": "chatml", "gather_seconds": 0.0, **(online or {})}
+    )
+    given = {"episodes": 3, "episode_seconds": 600.0, **changes}
     model = tiny_policy(max_position_embeddings=4096)
     model.generation_config.eos_token_id = ends or model.generation_config.eos_token_id
     collector = AgentCollector(agent, TOKENIZER, model, task, settings, AgentSettings(**given))
@@ -51,7 +53,7 @@ def collector_of(agent, *, online=None, task=TASK, ends=None, **changes):
 
 def test_turns_end_with_every_end_of_the_model():
     with collector_of("drawn", ends=[7, TOKENIZER.eos_token_id]) as collector:
-        assert collector.episodes.stop_ids == (TOKENIZER.eos_token_id, 7)
+        assert collector.chat.end_ids == (TOKENIZER.eos_token_id, 7)
 
 
 def test_a_date_that_prompts_hold_is_a_fact_of_the_run():

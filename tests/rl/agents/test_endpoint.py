@@ -113,9 +113,9 @@ def test_the_end_of_a_turn_is_not_given_out_before_it_is_known_as_such():
     with episodes_on(Speaker(["It is 3."])) as episodes:
         opened = episodes.open("a").begin(asked([USER], is_streamed=True))
         opened.done.result(60)
-        stream, spoken = chat.ReplyStream(opened.answer, {}, episodes.writer.decode), [Spoken()]
+        stream, spoken = chat.ReplyStream(opened.answer, {}, episodes.chat.decode), [Spoken()]
         assert opened.tokens[0][-1] == END
-        parts = more(episodes.writer, opened, spoken, stream)
+        parts = more(episodes.chat, opened, spoken, stream)
         assert b"It is 3." in parts[0]
         assert spoken[0].content == "It is 3."
 
@@ -319,7 +319,7 @@ def test_a_turn_that_is_begun_for_the_model():
         talk = [USER, {"role": "assistant", "content": "a"}]
         found = post(client, "messages", {"model": "m", "max_tokens": 50, "messages": talk})
         assert found["content"][0]["text"] == "b"
-        assert client.episodes.writer.decode(client.speaker.seen[0][0]).endswith("assistant\na")
+        assert client.episodes.chat.decode(client.speaker.seen[0][0]).endswith("assistant\na")
         talk = [USER, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "And?"}]
         post(client, "messages", {"model": "m", "max_tokens": 50, "messages": talk})
         assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1
@@ -393,7 +393,7 @@ def test_what_asks_for_nothing_that_the_sampler_does_is_ignored_counted_and_said
         assert sorted(said) == sorted(
             f"calls give {name}, which changes nothing here and is ignored" for name in [*names, *more]
         )
-        prompt = client.episodes.writer.decode(client.speaker.seen[0][0])
+        prompt = client.episodes.chat.decode(client.speaker.seen[0][0])
         assert "web_search" not in prompt
         if path != "messages":
             assert '"name": "add"' in prompt
@@ -408,7 +408,7 @@ def test_functions_of_a_namespace():
         made = post(client, "responses", {**body, "input": "1+2?"})["output"]
         call = made[-1]
         assert (call["namespace"], call["name"], call["arguments"]) == ("team", "add", '{"a": 1, "b": 2}')
-        assert '"name": "team__add"' in client.episodes.writer.decode(client.speaker.seen[0][0])
+        assert '"name": "team__add"' in client.episodes.chat.decode(client.speaker.seen[0][0])
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         post(client, "responses", {**body, "input": [{"role": "user", "content": "1+2?"}, *made, result]})
         assert len(assert_rows_are(client.speaker, client.episode)[0]) == 1

@@ -13,7 +13,7 @@ from tests.rl.agents.test_endpoint import USER, post, served
 from tests.rl.online.helpers import tiny_policy
 from treewise.rl.agents.grammars import Grammars
 from treewise.rl.agents.wire.asked import RefusedError
-from treewise.rl.agents.writing import Writer
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import TransformersSampler
 
 SCHEMA = {
@@ -39,9 +39,9 @@ def length_of(grammar, text):
 
 
 def grammar_of(template="chatml", prompt="", **more):
-    writer = Writer(TOKENIZER, template)
+    writer = ChatTokens(TOKENIZER, template)
     call = asked([USER], **{"schema": SCHEMA, "tools": None, "reads_calls": False, **more})
-    return Grammars(TOKENIZER, [END]).of(call, writer.template_of({})[1], prompt)
+    return Grammars(TOKENIZER, [END]).of(call, writer.reader, prompt)
 
 
 @pytest.mark.parametrize(

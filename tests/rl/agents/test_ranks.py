@@ -48,9 +48,9 @@ def trainer_of(agent, folder, **changes):
             parameter.data += 0.1
     rows = [{"question": f"{number}+2?"} for number in range(10)]
     task = AgentTask(rows, [judged] if agent == "nothing" else [], held_out=0.2)
-    given = {"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **CASES[agent], **changes}
-    online = settings(**given)
-    own = AgentSettings(episodes=3, gather_seconds=0.0, episode_seconds=SECONDS)
+    given = {"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, "gather_seconds": 0.0}
+    online = settings(**{**given, **CASES[agent], **changes})
+    own = AgentSettings(episodes=3, episode_seconds=SECONDS)
     return OnlineTrainer(
         model,
         task,

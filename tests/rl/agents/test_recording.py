@@ -22,6 +22,7 @@ from tests.rl.agents.helpers import (
 )
 from treewise.data.io.encoded_arrays import decoded
 from treewise.rl.agents.forks import FORKS
+from treewise.rl.agents.recording import written_for
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 
 SYSTEM, USER = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+2?"}
@@ -121,8 +122,8 @@ def test_a_change_forks_at_the_first_token_that_differs(reason):
         changed = CHANGES[reason]([*talk, second, {"role": "user", "content": "Go on."}])
         _, call = say(episode, changed)
         assert call.reason == reason
-        expected = episodes.writer.written(asked(changed)).text
-        assert episodes.writer.decode(prefix_of_last(speaker)) == expected
+        expected = written_for(episodes.chat, asked(changed)).text
+        assert episodes.chat.decode(prefix_of_last(speaker)) == expected
         rows, account = assert_rows_are(speaker, episode)
         assert len(rows) == 2
         same = 0
@@ -130,8 +131,8 @@ def test_a_change_forks_at_the_first_token_that_differs(reason):
             same += 1
             if same in (len(prefix_of_last(speaker)), len(path_of(speaker, 1))):
                 break
-        agreed = episodes.writer.decode(prefix_of_last(speaker)[:same])
-        before = episodes.writer.decode(path_of(speaker, 1))
+        agreed = episodes.chat.decode(prefix_of_last(speaker)[:same])
+        before = episodes.chat.decode(path_of(speaker, 1))
         common = next(
             (i for i, (a, b) in enumerate(zip(expected, before, strict=False)) if a != b),
             min(len(expected), len(before)),
@@ -176,14 +177,14 @@ def test_a_stop_text_is_sampled_and_not_given_out(back):
         turn, call = say(episode, START, stop=("</code>",))
         assert turn["content"] == "code"
         assert call.choices[0].reply.stop_text == "</code>"
-        sampled = episodes.writer.decode(speaker.seen[0][1])
+        sampled = episodes.chat.decode(speaker.seen[0][1])
         assert sampled.startswith("code</code>")
         assert "and" not in sampled
         content = "code" if back == "cut" else sampled
         _, later = say(episode, [*START, {**turn, "content": content}, USER])
         assert goes_on(speaker) == (back != "cut")
         assert later.reason == ("end of turn" if back == "cut" else "turn edited")
-        assert episodes.writer.decode(prefix_of_last(speaker)) == episodes.writer.written(later.asked).text
+        assert episodes.chat.decode(prefix_of_last(speaker)) == written_for(episodes.chat, later.asked).text
         assert len(assert_rows_are(speaker, episode)[0]) == (2 if back == "cut" else 1)
 
 
@@ -216,14 +217,14 @@ def test_another_end_than_the_templates_is_not_shown_again():
     other = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
     speaker = Speaker(["A.", "Ok."], end=other)
     with episodes_on(speaker) as episodes:
-        episodes.stop_ids = (END, other)
+        episodes.chat.end_ids = (END, other)
         episode = episodes.open("a")
         turn, _ = say(episode, START)
         assert turn["content"] == "A."
         _, call = say(episode, [*START, turn, USER])
         assert call.reason == "end of turn"
         assert other not in prefix_of_last(speaker)
-        assert episodes.writer.decode(prefix_of_last(speaker)) == episodes.writer.written(call.asked).text
+        assert episodes.chat.decode(prefix_of_last(speaker)) == written_for(episodes.chat, call.asked).text
         assert len(assert_rows_are(speaker, episode)[0]) == 2
 
 
@@ -252,7 +253,7 @@ def test_a_call_that_was_asked_for_is_begun_and_the_beginning_is_no_draw():
         assert json.loads(turn2["tool_calls"][0]["function"]["arguments"]) == {"a": 5}
         assert goes_on(speaker)
         opening = '<tool_call>\n{"name": "add", "arguments": '
-        assert episodes.writer.decode(prefix_of_last(speaker)).endswith(opening)
+        assert episodes.chat.decode(prefix_of_last(speaker)).endswith(opening)
         rows, _ = assert_rows_are(speaker, episode)
         assert len(rows) == 1
         assert call.choices[0].num_sampled < len(call.choices[0].turn.token_ids)
@@ -267,9 +268,9 @@ def test_without_parallel_calls_a_turn_ends_with_its_first():
         assert turn["content"] == "Ok."
         _, call = say(episode, [*START, turn, result(turn)], is_parallel=False)
         assert call.reason == "end of turn"
-        text = episodes.writer.decode(prefix_of_last(speaker))
+        text = episodes.chat.decode(prefix_of_last(speaker))
         assert text.count('{"name": "add", "arguments"') == 1
-        assert text == episodes.writer.written(call.asked).text
+        assert text == written_for(episodes.chat, call.asked).text
         assert len(assert_rows_are(speaker, episode)[0]) == 2
 
 
@@ -340,7 +341,7 @@ def test_a_template_that_drops_thoughts_forks_or_keeps_them(smollm2, qwen3):
             _, call = say(episode, [*START, turn, USER], tools=None)
             assert call.reason == (None if keeps else "template")
             assert goes_on(speaker) == keeps
-            assert ("hm" in episodes.writer.decode(prefix_of_last(speaker))) == keeps
+            assert ("hm" in episodes.chat.decode(prefix_of_last(speaker))) == keeps
             rows, account = assert_rows_are(speaker, episode)
             assert len(rows) == num_rows
             assert (account.again == 0) == keeps

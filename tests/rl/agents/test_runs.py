@@ -26,8 +26,16 @@ pytestmark = pytest.mark.xdist_group("test_agents_running")
 
 def new_trainer(folder, agent="drawn_reward", *, own=None, model=None, **changes):
     model = tiny_policy(max_position_embeddings=4096) if model is None else model
-    online = settings(**{"branching": "none", "branching_settings": {}, "tokens_per_iteration": 8192, **changes})
-    given = AgentSettings(**{"episodes": 3, "gather_seconds": 0.0, "episode_seconds": 600.0, **(own or {})})
+    online = settings(
+        **{
+            "branching": "none",
+            "branching_settings": {},
+            "tokens_per_iteration": 8192,
+            "gather_seconds": 0.0,
+            **changes,
+        }
+    )
+    given = AgentSettings(**{"episodes": 3, "episode_seconds": 600.0, **(own or {})})
     collector = AgentCollector(f"{PLAIN}:{agent}", TOKENIZER, model, TASK, online, given, folder=folder)
     sampler = TransformersSampler(model, isolate_requests=True)
     more = {"sampler": None if online.max_staleness else sampler, "collector": collector}

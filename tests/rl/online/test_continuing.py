@@ -17,9 +17,10 @@ from treewise.rl.online.continuing import Rounds, continue_all
 from treewise.rl.online.journal import Journal, LoopState
 from treewise.rl.online.records import rollouts_file
 from treewise.rl.online.rollout import Continuation, Limits, start
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import Completion, SampleRequest
 from treewise.rl.success_book import SuccessBook
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask
+from treewise.rl.tasks import Calls, EnvironmentTask
 
 END = TOKENIZER.eos_token_id
 SECONDS = 200.0  # after which a test of what waits has failed

@@ -9,8 +9,9 @@ from treewise import Trajectory, TreeEngine
 from treewise.rl.branching import Branch, RolloutTree
 from treewise.rl.online.report import few_recorded
 from treewise.rl.online.rollout import Continuation, Limits, OneTurn, start
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import Completion, SampleRequest, TransformersSampler
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentTask, GuessNumber, SumTask, TaskItem
+from treewise.rl.tasks import Calls, EnvironmentTask, GuessNumber, SumTask, TaskItem
 
 END = TOKENIZER.eos_token_id
 LIMITS = Limits(max_new_tokens=6, max_length=100, stop_ids=(END,))

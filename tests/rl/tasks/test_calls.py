@@ -10,7 +10,8 @@ from transformers import TrainerState
 from tests.rl.tasks.test_episode import branch_of, byte_tokenizer, call, reward_of, start_episode, take_turn
 from treewise.errors import TaskError
 from treewise.rl.online.tasks_by_name import task_named
-from treewise.rl.tasks import Calls, ChatTokens, RewardRequest, RewardRunner, RowsTask
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.tasks import Calls, RewardRequest, RewardRunner, RowsTask
 from treewise.rl.tasks.calls import described, place_of
 
 pytest.importorskip("pebble")

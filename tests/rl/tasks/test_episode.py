@@ -15,9 +15,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from treewise.errors import ConfigError, DataError, TaskError
+from treewise.rl.recorder.chat_tokens import ChatTokens, ToolCall
 from treewise.rl.tasks import (
     Calls,
-    ChatTokens,
     EnvironmentEpisode,
     EnvironmentTask,
     GuessNumber,
@@ -25,7 +25,6 @@ from treewise.rl.tasks import (
     RewardRunner,
     TurnTask,
 )
-from treewise.rl.tasks.chat_tokens import ToolCall
 from treewise.rl.tasks.environment import opening, state_method, tool_schemas, tools_of
 from treewise.rl.tasks.episode import start_episodes
 
@@ -504,7 +503,7 @@ def test_a_text_begins_once() -> None:
 
 def test_calls_in_the_form_of_hermes(chat: ChatTokens) -> None:
     def calls(text: str) -> tuple[ToolCall, ...]:
-        return chat.read(chat.tokenizer(text)["input_ids"], [], []).calls
+        return chat.read(chat.tokenizer(text)["input_ids"], "", []).calls
 
     text = 'so <tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call> and ' + call("b", y="2")
     assert calls(text) == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": "2"}))
@@ -523,7 +522,7 @@ def test_calls_by_the_tokenizers_own_response_template() -> None:
     prefix = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     ids = tokenizer(call("take") + "<|im_end|>", add_special_tokens=False)["input_ids"]
     schemas = tool_schemas(Corridor(), "test")
-    assert ChatTokens(tokenizer).read(ids, prefix, schemas).calls == (ToolCall("take", {}),)
+    assert ChatTokens(tokenizer).read(ids, tokenizer.decode(prefix), schemas).calls == (ToolCall("take", {}),)
 
 
 def test_tools_are_public_methods() -> None:

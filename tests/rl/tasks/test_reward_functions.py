@@ -11,7 +11,8 @@ from tests.rl.online.helpers import TOKENIZER, tiny_policy
 from treewise.data.render.template import CHATML
 from treewise.errors import ConfigError
 from treewise.rl.online.rollout import OneTurn, start
-from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRequest, RewardRunner, RowsTask
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.tasks import Calls, RewardFailure, RewardRequest, RewardRunner, RowsTask
 from treewise.rl.tasks.reward_functions import is_async, loaded_function, math_reward
 
 TEXTS = [{"prompt": f"n{i}", "answer": i, "tags": ["a", str(i)], "note": None} for i in range(8)]

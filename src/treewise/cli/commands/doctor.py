@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         return _check_servers(args)
     import torch
 
+    from treewise.bench.gpu_facts import KernelChecks, gpu_facts
     from treewise.nn.device import chosen_device
-    from treewise.report.analysis.gpu_facts import KernelChecks, gpu_facts
     from treewise.report.analysis.machine_facts import machine_facts, self_check
 
     device = chosen_device(args.device)

@@ -324,7 +324,7 @@ def _inside_answers(ids: np.ndarray, forest: Forest, text: TokenText) -> np.ndar
     Other special tokens are valid inside answers: tool calls and channels use them. White space that closes a turn does
     not count as a continuation.
     """
-    trained = forest.token_weights()[: len(ids)] > 0
+    trained = forest.is_trained[: len(ids)]
     goes_on = np.zeros(len(ids), dtype=bool)
     goes_on[:-1] = trained[:-1] & trained[1:] & (forest.parent[1 : len(ids)] == np.arange(len(ids) - 1))
     candidates = np.flatnonzero(goes_on & np.isin(ids, np.array(sorted(text.turn_ids), dtype=np.int64)))

@@ -118,7 +118,7 @@ class TokenTree:
 
 def lost_in_tree(name: str, forest: Forest, text: TokenText) -> tuple[list[LostSharing], int]:
     """Where branches of one tree lose sharing, the most expensive first; and the number of branches not compared."""
-    trained = forest.token_weights() > 0
+    trained = forest.is_trained
     sources = sources_of(name, forest)
     return _lost(TokenTree(name, forest.segments, forest.token_ids, trained, sources, forest.has_routes), text)
 
@@ -335,7 +335,7 @@ class LostCollector:
             heads = chain_heads(forest.segments)
             begins = np.append(forest.segments.start[heads], forest.num_tokens)
             end = min(int(begins[1]), MAX_ROOT_TOKENS)  # of the heaviest path
-            trained = forest.token_weights()[:end] > 0
+            trained = forest.is_trained[:end]
             self._trunks.append(TokenTree(name, forest.segments, forest.token_ids[:end].copy(), trained, (name,)))
         return sum(each.num_lost_tokens for each in in_tree if each.cause in AVOIDABLE)
 

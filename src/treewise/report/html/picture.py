@@ -102,7 +102,7 @@ def picture(
 def segment_table(name: str, forest: Forest) -> dict[str, Any]:
     """The same segments for the JSON twin: one list per column."""
     segments = forest.segments
-    trained = np.add.reduceat((forest.token_weights() > 0).astype(np.int64), segments.start)
+    trained = np.add.reduceat(forest.is_trained.astype(np.int64), segments.start)
     return {
         "name": name,
         "num_tokens": forest.num_tokens,

@@ -12,7 +12,7 @@ CALLS = "calls"  # folder
 
 def calls_of(episode: Episode) -> list[dict[str, Any]]:
     """The calls as a tree: where each went on from, what was written there, and what came."""
-    decode = episode.writer.decode
+    decode = episode.chat.decode
     return [
         {
             "call": call.id,

@@ -24,8 +24,6 @@ from treewise.base import features
 from treewise.data.render.template import dated
 from treewise.distributed import ranks
 from treewise.errors import ConfigError, DataError, TaskError
-from treewise.nn.model_checks import length_limit, num_positions
-from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.calls import calls_of, write_calls
 from treewise.rl.agents.endpoint import Endpoint, listening
 from treewise.rl.agents.endpoint_settings import EndpointSettings
@@ -34,11 +32,12 @@ from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW
 from treewise.rl.agents.rows import trajectories_of
 from treewise.rl.agents.running import AgentOutcome, AgentRunner
 from treewise.rl.agents.settings import AgentSettings, check_online
-from treewise.rl.agents.writing import Writer
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
 from treewise.rl.online.journal import LoopState
 from treewise.rl.online.settings import OnlineSettings
-from treewise.rl.replies import end_ids
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.recorder.lengths import longest_row
+from treewise.rl.samplers.batching import Batcher
 from treewise.rl.samplers.by_name import row_limit
 from treewise.rl.tasks import Calls, RewardRunner, TaskItem
 from treewise.rl.tasks.agent_task import AgentTask, request_of
@@ -103,17 +102,17 @@ class AgentCollector:
         )
         self.calls = Calls(settings.reward_timeout, settings.reward_workers)
         self.tokenizer = tokenizer
-        self.max_length = _longest(settings, model)
-        self.writer = Writer(
+        self.chat = ChatTokens(
             tokenizer,
             settings.chat_template,
+            settings.template_date,
+            getattr(model, "generation_config", None),
+            on_hidden="warn",
             keeps_thinking=agent_settings.thinking == "keep",
-            today=settings.template_date,
         )
-        limits = agent_settings.of_endpoint(settings, temperature, self.max_length)
-        self.limits = limits
-        stop_ids = end_ids(self.writer.template_of({})[0], getattr(model, "generation_config", None))
-        self.episodes = Episodes(self.writer, None, limits, stop_ids)
+        most = longest_row(model, settings.max_length)
+        self.limits = limits = agent_settings.of_endpoint(settings, temperature, most)
+        self.episodes = Episodes(self.chat, None, limits)
         with ExitStack() as stack:
             endpoint = Endpoint(self.episodes, host=agent_settings.host)
             url = stack.enter_context(listening(endpoint, agent_settings.port))
@@ -128,11 +127,7 @@ class AgentCollector:
 
     def prompt_ids(self, item: TaskItem) -> list[int]:
         """The task as the first message of a user: what an agent sends instead is known once it runs."""
-        template, _ = self.writer.template_of({})
-        text = str(item.prompt)
-        written = template.render([[{"role": "user", "content": text}]], None, item.key, generation=True)[0]
-        ids: list[int] = self.writer.prompt_ids(written).tolist()
-        return ids
+        return list(self.chat.prompt_ids([{"role": "user", "content": str(item.prompt)}], None, item.key))
 
     def expected_size(self, num_groups: int, budget: int, state: LoopState, /) -> tuple[int, str]:
         """See `Collector`: episodes, whose tokens nobody knows before."""
@@ -188,7 +183,7 @@ class AgentCollector:
 
     def facts(self) -> dict[str, str]:
         """The agent and its settings."""
-        return {"agent": self.agent, "agent_settings": str(self.own.facts()), **dated(self.writer.template_of({})[0])}
+        return {"agent": self.agent, "agent_settings": str(self.own.facts()), **dated(self.chat.template)}
 
     def close(self) -> None:
         """Ends the agents and the endpoint."""
@@ -265,7 +260,7 @@ class AgentCollector:
         longest = max(rows, key=lambda row: len(row["token_ids"]))
         num_prompt = len(_prompt_of(longest))
         ids = longest["token_ids"]
-        return self.writer.decode(ids[:num_prompt]), self.writer.decode(ids[num_prompt:])
+        return self.chat.decode(ids[:num_prompt]), self.chat.decode(ids[num_prompt:])
 
 
 class _InProgress:
@@ -298,8 +293,8 @@ class _InProgress:
         def on_sampled(_num_tokens: int) -> None:
             self.events.put(lambda: self._advance(0))  # whoever watches may end the collecting
 
-        batcher = Batcher(self.moment.sampler, gather_seconds=own.gather_seconds, on_sampled=on_sampled)
-        batcher.num_expected = 0
+        gather_seconds = collector.settings.gather_seconds
+        batcher = Batcher(self.moment.sampler, gather_seconds=gather_seconds, on_sampled=on_sampled).serve()
         threads = ThreadPoolExecutor(min(own.at_once, len(left)), "treewise-episodes")
         try:
             futures = [threads.submit(self._one, episode, batcher) for episode in left]
@@ -352,13 +347,13 @@ class _InProgress:
                 collector.episodes.end(episode)
                 raise TaskError(f"{name}: the run ends.")
             self.running.add(episode)
-            batcher.num_expected = len(self.running)
+            batcher.expect(len(self.running))
         try:
             outcome = collector.runner.run(episode, wanted.item.extra)
         finally:
             with self._lock:
                 self.running.discard(episode)
-                batcher.num_expected = len(self.running)
+                batcher.expect(len(self.running))
         record = _record_of(episode, outcome, self.moment.version)
         if collector.task.functions is not None:
             record["talk"] = _talk_of(episode)
@@ -423,8 +418,8 @@ def _record_of(episode: Episode, outcome: AgentOutcome, version: int) -> dict[st
         DataError: the recording lost a token.
     """
     rows, account = episode.rows()
-    if account.sampled != account.recorded + account.context or account.recorded != account.trained:
-        raise DataError(f"{episode.name}: {asdict(account)} do not add up; this is a fault of treewise, report it.")
+    if account.fault is not None:
+        raise DataError(f"{episode.name}: {account.fault}.")
     return {
         "version": version,
         "reward": outcome.reward,
@@ -488,16 +483,3 @@ def _warnings(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
     refused = sum((Counter(record["refused"]) for record in records), Counter[str]())
     lines += [f"{count} calls were refused: {what}." for what, count in refused.most_common(MAX_SHOWN)]
     return lines
-
-
-def _longest(settings: OnlineSettings, model: Any) -> int | None:
-    """Tokens of a prompt and its reply at most: as many as positions and training allow."""
-    positions = num_positions(model.config)
-    if settings.max_length is not None and positions is not None and settings.max_length > positions:
-        raise ConfigError(
-            f"max_length={settings.max_length} is beyond the {positions:,} positions of the model "
-            "(max_position_embeddings)."
-        )
-    found = length_limit(model)
-    limits = [settings.max_length, positions, None if found is None else found[0]]
-    return min((limit for limit in limits if limit is not None), default=None)

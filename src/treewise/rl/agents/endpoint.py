@@ -28,6 +28,7 @@ from treewise.rl.agents.endpoint_settings import CONTEXT, KEY_FORM, TRAIN
 from treewise.rl.agents.episodes import Episode, Episodes, OpenCall
 from treewise.rl.agents.kept_paths import kept_paths
 from treewise.rl.agents.passing_on import passed_on
+from treewise.rl.agents.recording import written_for
 from treewise.rl.agents.streaming import Spoken, more, replies_of, rest
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
 from treewise.rl.agents.wire.common import Fields, Usage
@@ -195,8 +196,8 @@ class Endpoint:
                     param="model",
                 )
             return await self._passed_on(request, episode, body, use)
-        exchange = protocol.exchange(body, self.episodes.writer.source, episode.kept)
-        decode, opened = self.episodes.writer.decode, list[OpenCall]()
+        exchange = protocol.exchange(body, self.episodes.chat.template.source, episode.kept)
+        decode, opened = self.episodes.chat.decode, list[OpenCall]()
         try:
             for asked in exchange.asked:
                 opened.append(await self._begun(episode, asked, is_trained=use == TRAIN))
@@ -217,13 +218,14 @@ class Endpoint:
         self._episode(request)
         assert protocol.count is not None
         body = protocol.body(_place(request), self._json(request))
-        asked, writer = protocol.count(body, self.episodes.writer.source), self.episodes.writer
-        ids = await run_in_threadpool(lambda: writer.prompt_ids(writer.written(asked).text))
+        chat = self.episodes.chat
+        asked = protocol.count(body, chat.template.source)
+        ids = await run_in_threadpool(lambda: chat.ids_of(written_for(chat, asked).text))
         return JSONResponse(protocol.counted(len(ids)))
 
     async def _begun(self, episode: Episode, asked: AgentRequest, *, is_trained: bool) -> OpenCall:
         most = self.episodes.settings.max_waiting
-        if episode.batcher.num_waiting >= most:
+        if episode.batcher.num_open >= most:
             raise RefusedError(f"{most} calls wait already (max_waiting).", status=429, is_final=False)
         found: OpenCall = await run_in_threadpool(lambda: episode.begin(asked, is_trained=is_trained))
         return found
@@ -279,7 +281,7 @@ class Endpoint:
                         for part in rest(call, spoken[index], streams[index]):
                             yield part
                     else:
-                        for part in more(self.episodes.writer, call, spoken[index], streams[index]):
+                        for part in more(self.episodes.chat, call, spoken[index], streams[index]):
                             yield part
                 if not left:
                     break

@@ -12,20 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from treewise.base import features
 from treewise.errors import ConfigError, RequestRefusedError
-from treewise.rl.agents.batching import Batcher, WatchedRequest
 from treewise.rl.agents.endpoint_settings import EndpointSettings
 from treewise.rl.agents.recording import Account, RecordedCall, RecordedTurn, Recording
 from treewise.rl.agents.wire.asked import AgentRequest, GivenCall, RefusedError, Reply
 from treewise.rl.agents.wire.common import Answer, Usage
 from treewise.rl.agents.wire.kept import Kept
-from treewise.rl.agents.writing import Turn, Writer
-from treewise.rl.replies.reader import Parts
-from treewise.rl.samplers.protocol import Completion
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.recorder.reader import Parts
+from treewise.rl.samplers.batching import Batcher
+from treewise.rl.samplers.protocol import Completion, TextStops
 from treewise.rl.tasks.calls import FailedCall
 from treewise.rl.tasks.reward_functions import number
 
@@ -37,12 +39,11 @@ ID_SIZE = 9  # of a tool call's id: what the templates of Mistral ask for
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A call that is sampled. stop_ids: that end its turns. done: its replies, once they are recorded. on_progress: is
+    """A call that is sampled. done: its replies, once they are recorded. on_progress: is
     called where its tokens have become more; from another thread."""
 
     call: RecordedCall
     answer: Answer
-    stop_ids: tuple[int, ...]
     done: "Future[tuple[Reply, ...]]" = field(default_factory=Future)
     tokens: list[list[int]] = field(default_factory=list)
     on_progress: Callable[[], None] | None = None
@@ -58,15 +59,14 @@ class Episode:
         name: str,
         group: Any,
         seed: int,
-        writer: Writer,
+        chat: ChatTokens,
         batcher: Batcher,
         settings: EndpointSettings,
-        stop_ids: Sequence[int],
         version: int | None = None,
     ) -> None:
         self.key, self.name, self.group, self.seed = key, name, group, seed
-        self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
-        self.recording = Recording(writer, f"{seed}/{name}")
+        self.chat, self.batcher, self.settings = chat, batcher, settings
+        self.recording = Recording(chat, f"{seed}/{name}")
         self.reward: float | None = None
         self.no_rewards: dict[tuple[str, int] | None, str] = {}  # what was sent and is none: of a call, of the episode
         self.refused: Counter[str] = Counter()
@@ -109,7 +109,7 @@ class Episode:
                 )
             call = self.recording.begin(asked, is_trained=is_trained, max_length=self.settings.max_length)
             usage = Usage(call.num_prompt, 0, call.num_prompt - len(call.new_ids))
-            opened = OpenCall(call, Answer(call.id, int(time.time()), asked, usage), self.stop_ids)
+            opened = OpenCall(call, Answer(call.id, int(time.time()), asked, usage))
             try:
                 requests = self._requests(opened)
             except (ConfigError, RefusedError) as error:  # values that no sampler takes
@@ -118,19 +118,18 @@ class Episode:
             self._under_way.add(opened)
             self.ignored.update(dict.fromkeys(asked.ignored, 1))
         for name in asked.ignored:
-            self.writer.note(f"calls give {name}, which changes nothing here and is ignored")
-        futures = [self.batcher.submit(request) for request in requests]
-        left = [len(futures)]
+            self.chat.note(f"calls give {name}, which changes nothing here and is ignored")
+        results, left = dict[int, Completion | BaseException](), [len(requests)]
 
-        def ended(_: object) -> None:
+        def answered(index: int, result: Completion | BaseException) -> None:
             with self._lock:
-                left[0] -= 1
+                results[index], left[0] = result, left[0] - 1
                 is_last = not left[0]
             if is_last:
-                self.batcher.beside(self._end, opened, futures)
+                self.batcher.beside(self._end, opened, [results[number] for number in range(len(requests))])
 
-        for future in futures:
-            future.add_done_callback(ended)
+        for index, request in enumerate(requests):
+            self.batcher.submit(request, partial(answered, index), (self.seed, call.number, index))
         return opened
 
     def _refuse(self, what: str, status: int) -> None:
@@ -141,7 +140,7 @@ class Episode:
         """Nobody waits for the call; what was sampled of it is recorded."""
         opened.is_cancelled = True
 
-    def _requests(self, opened: OpenCall) -> list[WatchedRequest]:
+    def _requests(self, opened: OpenCall) -> list[TextStops]:
         """A request for each choice."""
         call, asked, settings = opened.call, opened.call.asked, self.settings
         prefix = self.recording.prompt_ids(call)
@@ -156,15 +155,15 @@ class Episode:
         for index in range(asked.num_choices):
             opened.tokens.append([])
             requests.append(
-                WatchedRequest(
+                TextStops(
                     prefix_ids=tuple(prefix.tolist()),
                     max_new_tokens=most,
                     seed=self._seed(call, index),
-                    stop_ids=self.stop_ids,
+                    stop_ids=self.chat.end_ids,
                     num_top=asked.num_top or 0,
                     want_routes=settings.records_experts,
                     stop_texts=asked.stop,
-                    decode=self.writer.decode,
+                    decode=self.chat.decode,
                     is_cancelled=lambda: opened.is_cancelled,
                     on_tokens=_shown(opened, index) if asked.is_streamed else None,
                     rules=kept_to(),
@@ -180,11 +179,11 @@ class Episode:
             return lambda: None
         if not getattr(self.batcher.sampler, "takes_rules", False):
             raise RefusedError("the sampler draws by no grammar, so outputs of a schema are not served.")
-        self.writer.note(
+        self.chat.note(
             "calls ask for replies of a schema: these are sampled under a grammar, and recorded with the policy's own "
             "log-probs"
         )
-        grammars = self.writer.grammars(self.stop_ids)
+        grammars = features.grammars.grammars_of(self.chat.tokenizer, self.chat.end_ids)
         return lambda: grammars.of(call.asked, reader, call.prompt_end)
 
     def _seed(self, call: RecordedCall, index: int) -> int:
@@ -192,21 +191,21 @@ class Episode:
         own = [self.seed, call.asked.seed, call.digest, call.repeat, index]
         return int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "big")
 
-    def _end(self, opened: OpenCall, futures: Sequence["Future[Completion]"]) -> None:
+    def _end(self, opened: OpenCall, results: Sequence[Completion | BaseException]) -> None:
         """Records a call and gives its replies out."""
         try:
-            errors = [error for future in futures if (error := future.exception()) is not None]
+            completions = [result for result in results if isinstance(result, Completion)]
+            errors = [result for result in results if isinstance(result, BaseException)]
+            replies = self._record(opened, completions)
             if errors:
                 error = next((each for each in errors if not self._is_of_call(opened.call, each)), None)
                 if not opened.is_cancelled and error is not None:
                     self.failure = error
-                completions = [future.result() for future in futures if future.exception() is None]
-                self._record(opened, completions)
                 if not completions:
                     self.recording.fail(opened.call)
                 opened.done.set_exception(RefusedError(str(errors[0])) if error is None else error)
             else:
-                opened.done.set_result(self._record(opened, [future.result() for future in futures]))
+                opened.done.set_result(replies)
         except BaseException as error:  # is raised where the replies are waited for
             self.failure = error
             opened.done.set_exception(error)
@@ -239,20 +238,14 @@ class Episode:
         ids = np.concatenate([call.forced_ids, sampled])
         is_sampled = np.concatenate([np.zeros(len(call.forced_ids), bool), np.ones(len(sampled), bool)])
         logprobs = np.concatenate([np.zeros(len(call.forced_ids)), completion.logprobs]).astype(np.float32)
-        is_ended = bool(len(sampled)) and int(sampled[-1]) in self.stop_ids
-        whole = self.writer.decode(ids[:-1] if is_ended else ids)
-        text, stop_text = _cut(whole, asked.stop)
-        parts = Parts(content=text)
-        if call.reader is not None:
-            ways = {"reads_calls": asked.reads_calls, "is_parallel": asked.is_parallel}
-            parts = call.reader.whole(text, call.prompt_end, asked.tools, **ways)
-        text = text[: parts.end]
-        reply = self._reply(call, index, parts, completion, stop_text)
-        turn = Turn(ids, text, is_ended, is_cut=text != whole)
+        ways: dict[str, Any] = {"reads_calls": asked.reads_calls, "is_parallel": asked.is_parallel}
+        prompt = None if call.reader is None else call.prompt_end
+        read = self.chat.read(ids, prompt, asked.tools, reader=call.reader, stop_texts=asked.stop, **ways)
+        reply = self._reply(call, index, read.parts, completion, read.stop_text)
         finish = "cancelled" if opened.is_cancelled else reply.finish
         version = completion.version if completion.version is not None else self._version
         more: dict[str, Any] = {"routed_experts": completion.routed_experts, "num_beyond": completion.num_beyond}
-        return RecordedTurn(call, 0, turn, is_sampled, logprobs, finish, reply, version, **more)
+        return RecordedTurn(call, 0, read.turn, is_sampled, logprobs, finish, reply, version, **more)
 
     def _reply(
         self, call: RecordedCall, index: int, parts: Parts, completion: Completion, stop_text: str | None
@@ -326,12 +319,6 @@ def _shown(opened: OpenCall, index: int) -> Callable[[Sequence[int]], None]:
     return on_tokens
 
 
-def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first of some texts, and which."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
-
-
 def _tool_id(call_id: str, index: int, number: int) -> str:
     value = int.from_bytes(hashlib.sha256(f"{call_id}/{index}/{number}".encode()).digest()[:8], "big")
     letters = []
@@ -346,20 +333,18 @@ class Episodes:
 
     Parameters:
         batcher: None where each episode has its own.
-        stop_ids: that end a turn.
         takes_any_key: whether a key that is not known begins an episode of that name (`treewise record`).
     """
 
     def __init__(
         self,
-        writer: Writer,
+        chat: ChatTokens,
         batcher: Batcher | None,
         settings: EndpointSettings,
-        stop_ids: Sequence[int],
         *,
         takes_any_key: bool = False,
     ) -> None:
-        self.writer, self.batcher, self.settings, self.stop_ids = writer, batcher, settings, tuple(stop_ids)
+        self.chat, self.batcher, self.settings = chat, batcher, settings
         self.takes_any_key = takes_any_key
         self.import_key = f"tw-import-{secrets.token_urlsafe(24)}"  # under which an agent's module is loaded
         self.import_calls = 0
@@ -389,7 +374,7 @@ class Episodes:
         key = f"tw-{secrets.token_urlsafe(24)}" if key is None else key
         batcher, settings = batcher or self.batcher, settings or self.settings
         assert batcher is not None, "an endpoint without a sampler is given one with each episode"
-        episode = Episode(key, name, group, seed, self.writer, batcher, settings, self.stop_ids, version)
+        episode = Episode(key, name, group, seed, self.chat, batcher, settings, version)
         with self._lock:
             self._by_key[key] = episode
         return episode

@@ -7,13 +7,14 @@ what begins a tool call, behind which all ids may come. A schema that llguidance
 import json
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treewise.errors import pip_install
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError
-from treewise.rl.replies.reader import ReplyReader
+from treewise.rl.recorder.reader import ReplyReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,12 @@ class TokenGrammar:
             raise RefusedError(f"the schema of the reply fails: {self._matcher.get_error()[:300]}", param="schema")
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._num_ids].astype(bool)
+
+
+@lru_cache(maxsize=2)
+def grammars_of(tokenizer: "PreTrainedTokenizerBase", stop_ids: tuple[int, ...]) -> "Grammars":
+    """Those of a tokenizer, which are compiled once."""
+    return Grammars(tokenizer, stop_ids)
 
 
 class Grammars:

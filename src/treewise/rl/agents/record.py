@@ -24,15 +24,14 @@ from treewise.base.durable import append
 from treewise.base.http.server import listening_socket, serve_on, url_of
 from treewise.base.progress import busy_with
 from treewise.errors import DiskError, num
-from treewise.rl.agents.batching import Batcher
 from treewise.rl.agents.endpoint import Endpoint
 from treewise.rl.agents.episodes import Episode, Episodes
 from treewise.rl.agents.record_settings import RecordSettings
 from treewise.rl.agents.recording import Account
 from treewise.rl.agents.wire.protocol import addresses
-from treewise.rl.agents.writing import Writer
-from treewise.rl.replies import end_ids
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import Sampler
+from treewise.rl.samplers.batching import Batcher
 
 logger = logging.getLogger("treewise")
 LAST_SECONDS, SECONDS_BETWEEN_TRIES = 60.0, 5.0  # that the last rows wait for room
@@ -71,8 +70,8 @@ class RowsFile:
             self.ignored += episode.ignored
             self.rows_in[self.path] += len(rows)
             self.num_episodes += 1
-        if account.sampled != account.recorded + account.context or account.recorded != account.trained:
-            logger.error("episode %s: %s do not add up; this is a fault of treewise, please report it", name, account)
+        if account.fault is not None:
+            logger.error("episode %s: %s", name, account.fault)
         reward = "" if episode.reward is None else f", reward {episode.reward:g}"
         self._say(f"{name}: {num(account.calls, 'call')}, {tokens_line(account)}, {num(len(rows), 'row')}{reward}")
         return {"rollout": name, "rows": len(rows), **asdict(account), "forks": dict(episode.recording.reasons)}
@@ -148,10 +147,10 @@ def record(settings: RecordSettings, say: Callable[[str], object]) -> None:
 def _serve(settings: RecordSettings, own: socket.socket, path: Path, say: Callable[[str], object]) -> None:
     tokenizer, sampler, most, generation_config = loaded(settings)
     limits = settings.of_endpoint(most)
-    keeps, today = limits.keeps_thinking, settings.template_date
-    writer = Writer(tokenizer, settings.chat_template, keeps_thinking=keeps, today=today)
-    stop_ids, batcher = end_ids(writer.template_of({})[0], generation_config), Batcher(sampler)
-    episodes = Episodes(writer, batcher, limits, stop_ids, takes_any_key=True)
+    ways: Any = {"on_hidden": "warn", "keeps_thinking": limits.keeps_thinking}
+    chat = ChatTokens(tokenizer, settings.chat_template, settings.template_date, generation_config, **ways)
+    batcher = Batcher(sampler).serve()
+    episodes = Episodes(chat, batcher, limits, takes_any_key=True)
     file = RowsFile(path, tokenizer, say)
     is_over = threading.Event()
 
@@ -164,7 +163,7 @@ def _serve(settings: RecordSettings, own: socket.socket, path: Path, say: Callab
                 logger.error("%s Episode %s is lost.", error, episode.name)
         batcher.close()
         sampler.close()
-        say("\n".join([file.summary(), *(f"note: {note}" for note in writer.notes)]))
+        say("\n".join([file.summary(), *(f"note: {note}" for note in chat.notes)]))
         file.close()
 
     endpoint = Endpoint(
@@ -175,7 +174,7 @@ def _serve(settings: RecordSettings, own: socket.socket, path: Path, say: Callab
         on_end=file.add,
         on_close=close,
     )
-    say(f"tool calls and thinking are read by: {writer.template_of({})[1].name}")
+    say(f"tool calls and thinking are read by: {chat.reader.name}")
     address = url_of(own, settings.host)
     # An agent's own client would ask a proxy for this address.
     direct = f" NO_PROXY={settings.host}" if getproxies() and not proxy_bypass(settings.host) else ""
@@ -191,7 +190,8 @@ def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, Any]:
     """The tokenizer, the sampler, the tokens that the model follows, and the generation config that it came with."""
     from treewise.models.load_model import load_config, load_generation_config, load_tokenizer, load_weights
     from treewise.nn.device import chosen_device
-    from treewise.nn.model_checks import length_limit, num_positions
+    from treewise.nn.model_checks import num_positions
+    from treewise.rl.recorder.lengths import longest_row
     from treewise.rl.samplers import sampler_named
     from treewise.rl.samplers.by_name import entry_of, row_limit
 
@@ -203,10 +203,8 @@ def loaded(settings: RecordSettings) -> tuple[Any, Sampler, int | None, Any]:
         return tokenizer, sampler, most, load_generation_config(settings.model)
     model = load_weights(settings.model, None, settings.dtype)
     model = model.to(chosen_device(None if settings.device == "auto" else settings.device)).eval()
-    found = [num_positions(model.config), (length_limit(model) or (None,))[0]]
-    most = min((limit for limit in found if limit is not None), default=None)
     sampler = sampler_named(settings.sampler, given, model)
-    return tokenizer, sampler, most, model.generation_config
+    return tokenizer, sampler, longest_row(model), model.generation_config
 
 
 def _end_idle(episodes: Episodes, file: RowsFile, seconds: float, is_over: threading.Event) -> None:

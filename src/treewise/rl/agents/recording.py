@@ -13,17 +13,18 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from treewise.base import features
 from treewise.data.render.canonical import canonical, canonical_all, chain, root_of
+from treewise.errors import ConfigError, DataError
 from treewise.rl.agents.forks import AGAIN, BRANCHED, NEW, num_equal, reason_of
 from treewise.rl.agents.wire.asked import AgentRequest, RefusedError, Reply
-from treewise.rl.agents.writing import Turn, Writer, Written
-from treewise.rl.replies.reader import ReplyReader
+from treewise.rl.recorder.chat_tokens import ChatTokens, Turn, Written
+from treewise.rl.recorder.reader import ReplyReader
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
@@ -108,12 +109,19 @@ class Account:
     calls: int = 0
     beyond: int = 0
 
+    @property
+    def fault(self) -> str | None:
+        """What does not add up: each sampled token is recorded or context, and each recorded one trained once."""
+        if self.sampled == self.recorded + self.context and self.recorded == self.trained:
+            return None
+        return f"{asdict(self)} do not add up; this is a fault of treewise, please report it"
+
 
 class Recording:
     """The calls of an episode. For several threads. name: begins the ids of calls."""
 
-    def __init__(self, writer: Writer, name: str = "episode") -> None:
-        self.writer, self.name = writer, name
+    def __init__(self, chat: ChatTokens, name: str = "episode") -> None:
+        self.chat, self.name = chat, name
         self.calls: list[RecordedCall] = []
         self.reasons: Counter[str] = Counter()
         self._ends: dict[str, RecordedTurn] = {}  # by the name of a conversation: the turn that ends it
@@ -163,7 +171,7 @@ class Recording:
                 if call.asked.prompt is None:
                     message = choice.reply.message()
                     message["content"] = call.asked.prefill + message["content"]  # they come back as one message
-                    own = canonical(message, with_reasoning=not self.writer.keeps_thinking)
+                    own = canonical(message, with_reasoning=not self.chat.keeps_thinking)
                     choice.items = [*call.items, own]
                     self._ends[chain(call.keys[0], choice.items)[-1]] = choice
             call.state = "done"
@@ -181,15 +189,15 @@ class Recording:
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def _chat(self, asked: AgentRequest) -> RecordedCall:
-        written = self.writer.written(asked)
-        items = canonical_all(written.given, with_reasoning=not self.writer.keeps_thinking)
+        written = written_for(self.chat, asked)
+        items = canonical_all(written.given, with_reasoning=not self.chat.keeps_thinking)
         keys = chain(root_of(asked.tools, asked.variables), items)
         start, num_kept, text, reason = None, 0, written.text, None
         for size in range(len(items), 0, -1):
             choice = self._ends.get(keys[size])
             if choice is None:
                 continue
-            tail = self.writer.tail(written, size, choice.turn)
+            tail = self.chat.tail(written, size, choice.turn)
             if tail is None:
                 reason = "template"
                 continue
@@ -205,7 +213,7 @@ class Recording:
         else:
             reason = reason or self._reason(nearest, items, keys[0])
             start, num_kept, text = self._further(start, num_kept, text, keys[0])
-        _, reader = self.writer.template_of(asked.variables)
+        _, reader = self.chat.template_of(asked.variables)
         new_ids = self._new_ids(start, num_kept, text)
         call = self._new_call(asked, reader, keys, items, start, num_kept, new_ids, text)
         call.prompt_end, call.reason = written.text[-4096:], reason
@@ -217,7 +225,7 @@ class Recording:
                     f"tool_choice asks for a call, and with {reader.name} none can be begun; ask for 'auto'.",
                     param="tool_choice",
                 )
-            call.forced_ids = self.writer.following_ids(written.text, opening)
+            call.forced_ids = self.chat.following_ids(written.text, opening)
         return call
 
     def _plain(self, asked: AgentRequest) -> RecordedCall:
@@ -229,7 +237,8 @@ class Recording:
             start, num_kept, text = self._longest(
                 [choice for choice in others if choice.call.start is None], text, None
             )
-            ids = self._new_ids(start, num_kept, text) if start is not None else self.writer.text_ids(text)
+            whole = np.array(self.chat.text_ids(text), dtype=np.int32)
+            ids = whole if start is None else self._new_ids(start, num_kept, text)
         else:
             ids = np.array(asked.prompt, dtype=np.int32)
             best = 0
@@ -247,9 +256,9 @@ class Recording:
 
     def _new_ids(self, start: RecordedTurn | None, num_kept: int, text: str) -> np.ndarray:
         if start is None:
-            return self.writer.prompt_ids(text)
+            return self.chat.ids_of(text)
         path = np.concatenate([part.token_ids for part in self._parts(start, num_kept)])
-        return self.writer.following_ids(self.writer.decode(path[-16:]), text)
+        return self.chat.following_ids(self.chat.decode(path[-16:]), text)
 
     def _new_call(
         self, asked: AgentRequest, reader: Any, keys: Any, items: Any, start: Any, kept: int, ids: Any, text: str
@@ -287,8 +296,8 @@ class Recording:
             before = len(choice.call.new_text)
             if len(choice.call.forced_ids) or not text.startswith(choice.call.new_text):
                 continue
-            kept = self.writer.num_within(choice.turn.token_ids, text[before:])
-            size = before + len(self.writer.decode(choice.turn.token_ids[:kept]))
+            kept = self.chat.num_within(choice.turn.token_ids, text[before:])
+            size = before + len(self.chat.decode(choice.turn.token_ids[:kept]))
             if kept and size > most:
                 found, num_kept, most = choice, kept, size
         return found, num_kept, text[most:]
@@ -313,7 +322,7 @@ class Recording:
         head = written.template.render([list(written.messages[:size])], written.tools, "the call")[0]
         behind = written.text[len(head) :] if written.text.startswith(head) else ""
         path = np.concatenate([part.token_ids for part in self._parts(nearest)])
-        num_old = call.num_prompt - len(self.writer.following_ids(head, behind))
+        num_old = call.num_prompt - len(self.chat.following_ids(head, behind))
         return max(num_old - _same(path, self.prompt_ids(call)), 0)
 
     # -- paths and rows -----------------------------------------------------------------------------------------------
@@ -402,6 +411,20 @@ class Recording:
                 trained_here = np.flatnonzero(weights[turn["start"] : turn["end"]])
                 rewards[turn["start"] + int(trained_here[-1])] = turn.get("reward", 0.0)
         return {**row, "turns": turns}
+
+
+def written_for(chat: ChatTokens, asked: AgentRequest) -> Written:
+    """The conversation of a call.
+
+    Raises:
+        RefusedError: messages of another shape, images, tools that the template does not write, or an error of the
+            template.
+    """
+    try:
+        return chat.written(asked.messages, asked.tools, asked.variables, prefill=asked.prefill)
+    except (DataError, ConfigError) as error:
+        is_of_tools = isinstance(error, ConfigError) and asked.tools
+        raise RefusedError(str(error), param="tools" if is_of_tools else "messages") from None
 
 
 def _turn_facts(choice: RecordedTurn, start: int, end: int) -> dict[str, Any]:

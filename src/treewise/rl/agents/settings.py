@@ -16,7 +16,6 @@ _ELSEWHERE = {
     "branching": "an agent's episodes begin at their tasks",
     "branching_settings": "give agent_settings.episodes, the number of a task's",
     "num_candidates": "an agent draws from no candidates",
-    "gather_seconds": "give agent_settings.gather_seconds",
     "episodes_at_once": "give agent_settings.at_once",
 }
 
@@ -36,7 +35,6 @@ class AgentSettings:
         models: by the name that a call asks for, `*` for any other: `train`, `context` (sampled by the same weights,
             not trained), or another endpoint: `{base_url, model, api_key}`.
         thinking: `keep`: turns stay in front of later ones with the reasoning that the agent or the template drops.
-        gather_seconds: for so long a call that is ready waits for those of other episodes, to be sampled as one batch.
         host, port: where the endpoint listens; 0: any port that is free.
         python: that runs an agent's function, with the packages that it imports; None: the one of the run.
 
@@ -54,7 +52,6 @@ class AgentSettings:
     max_request_mb: Count = 16
     models: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_MODELS))
     thinking: Literal["as_sent", "keep"] = "as_sent"
-    gather_seconds: Annotated[float, Ge(0)] = 0.05
     host: str = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535)] = 0
     python: str | None = None

@@ -6,8 +6,8 @@ from typing import Any
 from treewise.rl.agents.episodes import OpenCall
 from treewise.rl.agents.wire.asked import RefusedError, Reply
 from treewise.rl.agents.wire.common import Delta
-from treewise.rl.agents.writing import Writer
-from treewise.rl.replies.reader import held_back
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.recorder.reader import held_back
 
 
 class Spoken:
@@ -27,13 +27,12 @@ class Spoken:
         return new[0], new[1]
 
 
-def more(writer: Writer, opened: OpenCall, spoken: Sequence[Spoken], stream: Any) -> list[bytes]:
+def more(chat: ChatTokens, opened: OpenCall, spoken: Sequence[Spoken], stream: Any) -> list[bytes]:
     """The events of what has become sure of a growing reply."""
     events: list[bytes] = []
     call = opened.call
     for choice, (tokens, known) in enumerate(zip(opened.tokens, spoken, strict=True)):
-        own = tokens[: len(tokens) - (bool(tokens) and tokens[-1] in opened.stop_ids)]
-        text = writer.decode([*call.forced_ids, *own])
+        text = chat.decode([*call.forced_ids, *chat.said(tokens)])
         if call.reader is None:
             reasoning, content = "", held_back(text, call.asked.stop)
         else:

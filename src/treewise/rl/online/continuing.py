@@ -6,10 +6,12 @@ take longer than `gather_seconds`, on time: it changes logits by rounding, and n
 each request a batch of its own. Without environments it does not, as reward functions are waited for.
 """
 
+import math
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from treewise.rl.online.journal import (
 )
 from treewise.rl.online.rollout import Continuation, Limits
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.samplers.protocol import sample_in_parts
+from treewise.rl.samplers.batching import Batcher
 from treewise.rl.tasks import RewardFailure, RewardRunner
 from treewise.rl.tasks.calls import Beside
 from treewise.rl.tasks.reward_functions import Logged
@@ -67,43 +69,43 @@ def continue_all(continuations: Sequence[Continuation], rounds: Rounds, ended: E
     """
     started, before = time.monotonic(), rounds.seconds["reward"]
     rounds.moment.journal.begin_phase()
+    sampler, gather_seconds = rounds.moment.sampler, rounds.gather_seconds
     with (
         Beside(rounds.episodes_at_once) as environments,
-        Beside(getattr(rounds.moment.sampler, "max_concurrent", 0), environments) as servers,
+        closing(Batcher(sampler, gather_seconds=gather_seconds)) as batcher,
     ):
-        _SideBySide(rounds, ended, environments, servers).run(continuations)
+        _SideBySide(rounds, ended, environments, batcher).run(continuations)
     rounds.seconds["sampling"] += time.monotonic() - started - (rounds.seconds["reward"] - before)
 
 
 @dataclass(slots=True)
 class _SideBySide:
-    """environments: threads that wait for them, and for rewards. servers: threads that wait for a server that answers
-    several calls at once, each request as soon as it is ready; a sampler in this process takes batches. ready: whose
-    next request can be in one. unrewarded: that ended and wait for reward functions, which get them together.
-    num_rewarding: calls for rewards that are under way. gathering_since: when requests began to wait for one another.
+    """environments: threads that wait for them, and for rewards. num_asked: requests that are not answered. answers:
+    that are not in the journal. unrewarded: that ended and wait for reward functions, which get them together.
+    num_rewarding: calls for rewards that are under way.
     """
 
     rounds: Rounds
     ended: Ended
     environments: Beside
-    servers: Beside
-    ready: list[Continuation] = field(default_factory=list)
+    batcher: Batcher
+    num_asked: int = 0
+    answers: list[tuple[str, Any, Any]] = field(default_factory=list)
     unrewarded: list[Continuation] = field(default_factory=list)
     num_rewarding: int = 0
-    gathering_since: float = 0.0
 
     def run(self, continuations: Sequence[Continuation]) -> None:
-        self.gathering_since = time.monotonic()
         self._go_on(continuations)
         while True:
-            num_under_way = self.environments.num_under_way + self.servers.num_under_way
-            if self.ready and (self.servers.at_once or not num_under_way):
+            num_others = self.environments.num_under_way
+            left = self.batcher.seconds_left(num_others)
+            if left is not None and not num_others:
                 self._sample()
-            elif self.unrewarded and not self.ready and not self.num_rewarding:
-                batch, self.unrewarded = _in_order(self.unrewarded), []
+            elif left is None and self.unrewarded and not self.num_rewarding:
+                batch, self.unrewarded = sorted(self.unrewarded, key=lambda continuation: continuation.seed), []
                 self._reward(batch)
-            elif num_under_way:
-                self._take_answer(num_under_way)
+            elif num_others or self.num_asked:
+                self._take_answer(left)
             else:
                 return
 
@@ -115,7 +117,8 @@ class _SideBySide:
             if continuation.wait is not None:
                 self.environments.start(partial(self._waited, continuation), continuation.wait)
             elif not continuation.is_finished:
-                self.ready.append(continuation)
+                if self._is_recalled(continuation):
+                    left.append(continuation)
             elif continuation.has_ended and continuation.outcome is None and self.rounds.rewards is not None:
                 answer = self.rounds.moment.journal.recall("reward", str(continuation.seed), _question(continuation))
                 if answer is not None:
@@ -128,13 +131,12 @@ class _SideBySide:
             else:
                 left.extend(self.ended(continuation))
 
-    def _take_answer(self, num_under_way: int) -> None:
-        """The next one; where none comes in time for the requests that are ready, one batch of these."""
-        asked, limit, is_idle = time.monotonic(), self.rounds.gather_seconds, not self.servers.num_under_way
-        waits_for = "reward" if self.num_rewarding == num_under_way else "environments"
-        left = None if limit is None or not self.ready else max(0.0, self.gathering_since + limit - asked)
+    def _take_answer(self, left: float | None) -> None:
+        """The next one; where none comes before a batch is due, that batch."""
+        asked, is_idle = time.monotonic(), not (self.batcher.is_on_servers and self.num_asked)
+        waits_for = "reward" if self.num_rewarding == self.environments.num_under_way else "environments"
         try:
-            then, result = self.environments.take(left)
+            then, result = self.environments.take(None if left == math.inf else left)
         except queue.Empty:
             then = None
         finally:
@@ -150,42 +152,45 @@ class _SideBySide:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
+    def _is_recalled(self, continuation: Continuation) -> bool:
+        """Takes what the journal holds of its next turn; else that is asked for."""
+        request = continuation.request(self.rounds.request)
+        name, question = str(request.seed), question_of(request)
+        answer = self.rounds.moment.journal.recall("sample", name, question)
+        if answer is not None:
+            self._take(continuation, completion_from_json(answer))
+            return True
+        self.num_asked += 1
+        answered: Any = partial(self._answered, continuation, name, question)
+        if self.batcher.is_on_servers:  # whose threads these are
+            answered = partial(self.environments.hand_in, answered)
+        self.batcher.submit(request, answered, continuation.seed)
+        return False
+
     def _sample(self) -> None:
-        """One batch of all that are ready; what the journal holds is not sampled again."""
-        batch, self.ready = _in_order(self.ready), []
-        moment, missing = self.rounds.moment, list[tuple[Continuation, SampleRequest, Any]]()
-        for continuation in batch:
-            request = continuation.request(self.rounds.request)
-            question = question_of(request)
-            answer = moment.journal.recall("sample", str(request.seed), question)
-            if answer is None:
-                missing.append((continuation, request, question))
-            else:
-                self._take(continuation, completion_from_json(answer))
-        requests, found = [request for _, request, _ in missing], list[tuple[str, Any, Any]]()
+        """One batch, which is in the journal as a whole: a resumed run makes the same ones."""
+        self.batcher.sample()
+        self._record()
 
-        def done(number: int, completions: Sequence[Completion]) -> None:
-            continuation, request, question = missing[number]
-            completion = replace(completions[0], version=moment.version)
-            found.append((str(request.seed), question, completion_to_json(completion)))
-            if self.servers.at_once:  # the others of the batch may come much later
-                moment.journal.record("sample", found[-1:])
-            self._take(continuation, completion)
+    def _answered(self, continuation: Continuation, name: str, question: Any, result: Any) -> None:
+        self.num_asked -= 1
+        if isinstance(result, BaseException):
+            raise result
+        completion = replace(result, version=self.rounds.moment.version)
+        self.answers.append((name, question, completion_to_json(completion)))
+        if self.batcher.is_on_servers:
+            self._record()
+        self._take(continuation, completion)
+        self._go_on([continuation])
 
-        if self.servers.at_once:
-            for number, request in enumerate(requests):
-                work = partial(moment.sampler.sample, [request])
-                self.servers.start(lambda completions, number=number: done(number, completions[0]), work)
-        elif missing:
-            sample_in_parts(moment.sampler, requests, done)
-            moment.journal.record("sample", found)
-        self.gathering_since = time.monotonic()
+    def _record(self) -> None:
+        answers, self.answers = self.answers, []
+        self.rounds.moment.journal.record("sample", answers)
 
     def _take(self, continuation: Continuation, completion: Completion) -> None:
         continuation.take(completion)
         if self.rounds.moment.progress is not None:
             self.rounds.moment.progress(completion.num_tokens)
-        self._go_on([continuation])
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
@@ -216,11 +221,6 @@ class _SideBySide:
         if isinstance(outcome, RewardFailure):
             self.rounds.moment.journal.mark()
         runner.count([outcome], metrics)
-
-
-def _in_order(continuations: Sequence[Continuation]) -> list[Continuation]:
-    """Whoever was ready first, so that no batch depends on it."""
-    return sorted(continuations, key=lambda continuation: continuation.seed)
 
 
 def _question(continuation: Continuation) -> list[Any]:

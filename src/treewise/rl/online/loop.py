@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy, deepcopy
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from treewise.rl.curriculum import TaskSampler
 from treewise.rl.online import journal, records, report
 from treewise.rl.online.collector import Collector, Group, Moment
 from treewise.rl.online.drawn import Drawn, budget_of, check_failures, draw_groups, num_practised, requests_of
-from treewise.rl.online.first_tree import FirstTree
+from treewise.rl.online.first_tree import first_tree
 from treewise.rl.online.journal import JOURNAL, Journal, LoopState, journal_file, journals
 from treewise.rl.online.report import PrintedLine, sampling_progress
 from treewise.rl.online.settings import OnlineSettings, online_objective
@@ -115,10 +115,9 @@ class OnlineTrainer:
         self.objective = objective = online_objective(objective, self.settings, args, reference, model)
         method_of(objective, self.settings.advantages, (), self.settings.advantages_settings)
         self.reference = reference
-        self._first_tree = first = FirstTree(lambda: self.collector.prompt_ids(task.item("train", 0)))
-        self.trainer = TreeTrainer(
-            model, args, train_dataset=first, objective=objective, processing_class=tokenizer, callbacks=[*callbacks]
-        )
+        self._first_tree = cache(lambda: first_tree(self.collector.prompt_ids(task.item("train", 0))))
+        given: dict[str, Any] = {"objective": objective, "processing_class": tokenizer, "callbacks": [*callbacks]}
+        self.trainer = TreeTrainer(model, args, first_tree=self._first_tree, **given)
         self.model, self.processing_class = self.trainer.model, tokenizer
         self.state, self.control = self.trainer.state, self.trainer.control
         self.runner = self.trainer.runner  # of the optimizer's steps
@@ -492,7 +491,7 @@ class OnlineTrainer:
         trainer = self.trainer
         if self.args.world_size > 1:
             features.mesh.copy_first(self.model, self.args.device)
-        _ = self._first_tree[0]  # refuses what no rollout can begin with
+        self._first_tree()  # refuses what no rollout can begin with
         trainer.create_optimizer_and_scheduler(self.settings.iterations * self.settings.updates_per_iteration)
         found = None
         if wanted:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from treewise.rl.tasks import Calls, ChatTokens, EnvironmentEpisode, RewardRunner, TaskItem
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.tasks import Calls, EnvironmentEpisode, RewardRunner, TaskItem
 from treewise.rl.tasks.episode import start_episodes
 from treewise.rl.tasks.protocol import TurnTask
 from treewise.rl.tasks.reward_functions import Logged

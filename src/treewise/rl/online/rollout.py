@@ -11,8 +11,9 @@ from treewise.base import features
 from treewise.data.render.messages import clean_conversation
 from treewise.errors import DataError, TaskError
 from treewise.rl.branching import PROMPT, Branch, RolloutNode, RolloutTree
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import Completion, SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks import Calls, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import RewardRequest, SingleTurnTask, Task, TurnTask
 from treewise.rl.tasks.reward_functions import Logged
 from treewise.rl.tasks.rewards import Outcome
@@ -93,8 +94,7 @@ class OneTurn:
     def request(self) -> RewardRequest:
         """What its reward is computed from."""
         prompt_ids, ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
-        said = ids[:-1] if ids and ids[-1] in self.chat.end_ids else ids
-        text = self.chat.tokenizer.decode(said, skip_special_tokens=True)
+        text = self.chat.tokenizer.decode(self.chat.said(ids), skip_special_tokens=True)
         message = None if isinstance(self.item.prompt, str) else self.chat.message(ids, prompt_ids)
         return RewardRequest(self.item, text, tuple(ids), message)
 

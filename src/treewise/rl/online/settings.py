@@ -128,8 +128,8 @@ class OnlineSettings:
         reward_workers: processes in which reward functions and environments run, and which are killed at the time
             limit; 0: threads of this process, which are left behind.
         episodes_at_once: environments that work at a time in such threads; 1: one after the other.
-        gather_seconds: for so long requests that are ready wait for environments that have not answered, to be sampled
-            as one batch; null: until all have, so that no log-prob depends on time, not even by rounding.
+        gather_seconds: for so long requests that are ready wait for environments, or agents, that have none, to be
+            sampled as one batch; null: until all have, so that no log-prob depends on time, not even by rounding.
         logprob_gap_limit: a run warns where sampler and engine differ by more (1: no gap).
         chat_template: in place of the tokenizer's: a text, a file, or `chatml`.
         template_date: the date that a chat template writes as today's, as 2026-11-28; that of the first start where not

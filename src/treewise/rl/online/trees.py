@@ -15,8 +15,8 @@ import torch
 from treewise.base import features
 from treewise.data.render.template import dated
 from treewise.distributed import ranks
-from treewise.errors import ConfigError, DataError
-from treewise.nn.model_checks import length_limit, num_positions, refuse_lengths
+from treewise.errors import DataError
+from treewise.nn.model_checks import length_limit, refuse_lengths
 from treewise.rl.branching import PROMPT, Branch, Branching, RolloutTree, branching_named
 from treewise.rl.node_values import node_values
 from treewise.rl.online.collector import Collected, Group, GroupRequest, HeldOut, Moment
@@ -25,8 +25,10 @@ from treewise.rl.online.growing import GrowingTree, grow_trees
 from treewise.rl.online.journal import LoopState
 from treewise.rl.online.rollout import Continuation, Conversation, Limits, start
 from treewise.rl.online.settings import OnlineSettings
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.recorder.lengths import longest_row
 from treewise.rl.samplers import SampleRequest
-from treewise.rl.tasks import Calls, ChatTokens, RewardFailure, RewardRunner, TaskItem
+from treewise.rl.tasks import Calls, RewardFailure, RewardRunner, TaskItem
 from treewise.rl.tasks.protocol import Task
 from treewise.rl.tasks.rewards import RewardTally
 
@@ -63,15 +65,8 @@ class TreeCollector:
         Raises:
             ConfigError: `max_length` is beyond the model's positions.
         """
-        settings = self.settings
-        positions = num_positions(self.model.config) or sys.maxsize
-        longest = settings.max_length or positions
-        if longest > positions:
-            raise ConfigError(
-                f"max_length={longest} is beyond the {positions:,} positions of the model (max_position_embeddings)."
-            )
-        longest = longest if self.followed is None else min(longest, self.followed)
-        return Limits(settings.max_new_tokens, longest, self.chat.end_ids)
+        longest = longest_row(self.model, self.settings.max_length)
+        return Limits(self.settings.max_new_tokens, longest or sys.maxsize, self.chat.end_ids)
 
     def prompt_ids(self, item: TaskItem) -> list[int]:
         """As `Collector.prompt_ids`. Raises `DataError` also of a prompt that leaves a rollout no room."""
@@ -219,7 +214,9 @@ def tree_collector(
     extras = Path(args.output_dir, f"reward_log-rank-{ranks.own()}.jsonl" if ranks.own() else "reward_log.jsonl")
     return TreeCollector(
         task=task,
-        chat=ChatTokens(tokenizer, settings.chat_template, settings.template_date, model),
+        chat=ChatTokens(
+            tokenizer, settings.chat_template, settings.template_date, getattr(model, "generation_config", None)
+        ),
         settings=settings,
         branching=settings.policy(),
         rewards=RewardRunner(calls, settings.on_reward_error, extras),

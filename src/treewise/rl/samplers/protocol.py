@@ -97,12 +97,14 @@ class TokenRules(Protocol):
 class TextStops(SampleRequest):
     """Also ends where the text of the continuation, of which `decode` makes one, holds one of `stop_texts`; and once
     nobody waits for it. rules: tokens are drawn from those that they allow, renormalised, and recorded with their
-    log-probs before that, as with top-k and top-p."""
+    log-probs before that, as with top-k and top-p. on_tokens: is called with all ids so far, as they come, in the
+    sampler's thread, and must not keep them."""
 
     stop_texts: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] = field(default=str, compare=False)
     is_cancelled: Callable[[], bool] = field(default=bool, compare=False)
     rules: TokenRules | None = field(default=None, compare=False)
+    on_tokens: Callable[[Sequence[int]], None] | None = field(default=None, compare=False)
 
     def is_ended(self, token_ids: Sequence[int]) -> bool:
         """See `SampleRequest`."""
@@ -115,6 +117,8 @@ class TextStops(SampleRequest):
 
     def is_stopped(self, token_ids: Sequence[int]) -> bool:
         """See `SampleRequest`."""
+        if self.on_tokens is not None:
+            self.on_tokens(token_ids)
         return self.is_cancelled() or self.is_ended(token_ids)
 
 

@@ -1,5 +1,4 @@
 from .calls import Calls as Calls
-from .chat_tokens import ChatTokens as ChatTokens
 from .environment import EnvironmentTask as EnvironmentTask
 from .environment import GuessNumber as GuessNumber
 from .episode import EnvironmentEpisode as EnvironmentEpisode

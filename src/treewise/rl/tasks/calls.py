@@ -242,16 +242,13 @@ class Calls:
 class Beside:
     """Work in threads beside the main one, at most so much at once, taken back in the order in which it ends. The
     threads are daemons, so work that never ends holds up no exit.
-
-    other: whose results are taken together with these, from `done`.
     """
 
-    def __init__(self, at_once: int, other: "Beside | None" = None) -> None:
+    def __init__(self, at_once: int) -> None:
         self.at_once, self.num_under_way = at_once, 0
         self._num_threads = 0
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[tuple[Beside, Any, Any, BaseException | None]]
-        self.done = queue.SimpleQueue() if other is None else other.done
+        self._done: queue.SimpleQueue[tuple[Any, Any, BaseException | None, bool]] = queue.SimpleQueue()
 
     def start(self, key: Any, work: Callable[[], Any]) -> None:
         """Begins some work, or queues it. key: names it."""
@@ -261,14 +258,18 @@ class Beside:
             self._num_threads += 1
             threading.Thread(target=self._run, daemon=True, name="treewise-beside").start()
 
+    def hand_in(self, key: Any, result: Any) -> None:
+        """What others did, from whatever thread, to be taken as the rest."""
+        self._done.put((key, result, None, False))
+
     def take(self, timeout: float | None = None) -> tuple[Any, Any]:
         """The key and the result of what ends next; raises what the work raised.
 
         Raises:
             queue.Empty: nothing ended within so many seconds.
         """
-        owner, key, result, error = self.done.get(timeout=timeout)
-        owner.num_under_way -= 1
+        key, result, error, is_own = self._done.get(timeout=timeout)
+        self.num_under_way -= is_own
         if error is not None:
             raise error
         return key, result
@@ -284,9 +285,9 @@ class Beside:
         while (task := self._todo.get()) is not None:
             key, work = task
             try:
-                self.done.put((self, key, work(), None))
+                self._done.put((key, work(), None, True))
             except BaseException as error:  # raised again where it is taken
-                self.done.put((self, key, None, error))
+                self._done.put((key, None, error, True))
 
 
 def guarded(job: Job) -> object:

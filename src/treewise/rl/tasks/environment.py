@@ -24,8 +24,8 @@ from typing import Any, Literal
 from treewise.data.io.field_checks import shown
 from treewise.data.render.messages import Message, clean_conversation
 from treewise.errors import ConfigError, TaskError, TreewiseError
+from treewise.rl.recorder.chat_tokens import ToolCall
 from treewise.rl.tasks.calls import FailedCall, described
-from treewise.rl.tasks.chat_tokens import ToolCall
 from treewise.rl.tasks.protocol import Split, TaskItem, check_held_out, rows_of_split
 from treewise.rl.tasks.reward_functions import number
 

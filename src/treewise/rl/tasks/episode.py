@@ -16,9 +16,9 @@ import numpy as np
 
 from treewise.data.render.messages import Message
 from treewise.errors import ConfigError, DataError, TaskError
+from treewise.rl.recorder.chat_tokens import MAX_PROMPT, ChatTokens, ReadTurn, ToolCall
 from treewise.rl.tasks import environment as env
 from treewise.rl.tasks.calls import Calls, FailedCall, Job
-from treewise.rl.tasks.chat_tokens import ChatTokens, ReadTurn, ToolCall
 from treewise.rl.tasks.environment import StateMethod, TurnRecord
 from treewise.rl.tasks.protocol import TaskItem, TurnTask
 
@@ -174,7 +174,7 @@ class EnvironmentEpisode:
 
     def _read(self, ids: list[int], *, is_cut: bool) -> tuple[ReadTurn, Message, tuple[ToolCall, ...]]:
         """A turn taken apart, as a message, and what the environment is called with."""
-        read = self.chat.read(ids, self.token_ids, self.schemas)
+        read = self.chat.read(ids, self.chat.decode(self.token_ids[-MAX_PROMPT:]), self.schemas)
         text, calls = read.text, read.calls
         if self.task.text_tool is not None:
             tool = next(

@@ -6,6 +6,11 @@ from typing import Any
 
 from treewise.data.render.messages import Message, Tools
 
+# What a call may not give as variables of the template: arguments of the function that writes it.
+RESERVED = {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents", "padding"}
+RESERVED |= {"continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs", "max_length", "truncation"}
+RESERVED |= {"return_assistant_tokens_mask"}
+
 
 class RefusedError(Exception):
     """A call that is answered with an error in its protocol's form.
@@ -76,6 +81,10 @@ class AgentRequest:
             if value is not None and not (low <= value and (high is None or value <= high)):
                 most = "" if high is None else f" and at most {high}"
                 raise RefusedError(f"{name} is {value}; it must be at least {low}{most}.", param=name)
+        if reserved := RESERVED & set(self.variables):
+            raise RefusedError(
+                f"chat_template_kwargs holds {', '.join(sorted(reserved))}; give the template's variables."
+            )
         if self.top_p == 0.0:
             raise RefusedError("top_p is 0; it must be above 0.", param="top_p")
         if (

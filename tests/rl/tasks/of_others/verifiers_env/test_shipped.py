@@ -7,7 +7,7 @@ import pytest
 from tests.rl.online.helpers import TOKENIZER
 from tests.rl.tasks.test_episode import call, reward_of, start_episode, take_turn, text_of
 from treewise.rl.online.tasks_by_name import task_named
-from treewise.rl.tasks import ChatTokens
+from treewise.rl.recorder.chat_tokens import ChatTokens
 
 pytestmark = [pytest.mark.environments, pytest.mark.filterwarnings("ignore")]  # of the packages
 WORDS = ("crane", "slate", "plant", "house", "mouse", "water", "light")

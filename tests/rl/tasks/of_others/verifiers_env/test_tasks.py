@@ -12,7 +12,8 @@ from tests.rl.online.helpers import TOKENIZER
 from tests.rl.tasks.test_episode import branch_of, call, reward_of, start_episode, take_turn, text_of
 from treewise.errors import ConfigError, TaskError
 from treewise.rl.online.tasks_by_name import task_named
-from treewise.rl.tasks import ChatTokens, RewardFailure
+from treewise.rl.recorder.chat_tokens import ChatTokens
+from treewise.rl.tasks import RewardFailure
 
 pytestmark = [pytest.mark.environments, pytest.mark.xdist_group("verifiers")]
 

@@ -14,10 +14,10 @@ from treewise.data.render.template import Template
 from treewise.models.load_model import load_generation_config
 from treewise.rl.agents.record import loaded
 from treewise.rl.agents.record_settings import RecordSettings
-from treewise.rl.agents.writing import Writer
 from treewise.rl.online import OnlineTrainer
 from treewise.rl.online.records import EVALUATIONS, rollouts_file
-from treewise.rl.replies import end_ids
+from treewise.rl.recorder import end_ids
+from treewise.rl.recorder.chat_tokens import ChatTokens
 from treewise.rl.samplers import SampleRequest, TransformersSampler
 from treewise.rl.samplers.server_answers import question
 
@@ -81,7 +81,7 @@ def test_record_ends_turns_by_what_the_folder_says(sampler, tmp_path):
         more = {} if sampler == "transformers" else {"sampler_settings": {"base_url": f"{server.url}/v1"}}
         folder, rows = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
         tokenizer, found, _, config = loaded(RecordSettings(model=folder, output=rows, sampler=sampler, **more))
-    stop_ids = end_ids(Writer(tokenizer, "chatml").template_of({})[0], config)
+    stop_ids = ChatTokens(tokenizer, "chatml", generation_config=config).end_ids
     assert set(ids) <= set(stop_ids)
     request = SampleRequest((5, 6), max_new_tokens=8, temperature=0.0, stop_ids=stop_ids)
     if sampler == "transformers":

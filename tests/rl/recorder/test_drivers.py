@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.rl.agents.helpers import Speaker, episodes_on
-from tests.rl.replies.test_families import (
+from tests.rl.recorder.test_families import (
     Window,
     all_names,
     is_silent,
@@ -87,7 +87,7 @@ def by_agent(name, turns, tools, *, is_cut):
     tokens = tokens_of(name)
     speaker = Speaker([list(turn) for turn in turns], tokenizer=tokenizer())
     with episodes_on(speaker, chat_template=tokens.template.text, keeps_thinking=True) as episodes:
-        episodes.stop_ids = tuple(ends_of(name))
+        episodes.chat.end_ids = tuple(ends_of(name))
         episode, messages = episodes.open("first"), [{"role": "user", "content": QUESTION}]
         for turn in turns:
             limit = {"max_tokens": len(turn)} if is_cut else {}

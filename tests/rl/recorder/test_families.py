@@ -14,10 +14,9 @@ from treewise.data.render import chat
 from treewise.data.render.messages import clean_conversation
 from treewise.data.render.template import CHATML
 from treewise.errors import ConfigError, DataError
-from treewise.rl.agents.wire.asked import AgentRequest
-from treewise.rl.agents.writing import Turn, Writer
-from treewise.rl.replies import Broken
-from treewise.rl.tasks import ChatTokens, EnvironmentTask
+from treewise.rl.recorder import Broken
+from treewise.rl.recorder.chat_tokens import ChatTokens, Turn
+from treewise.rl.tasks import EnvironmentTask
 from treewise.rl.tasks.calls import Calls
 from treewise.rl.tasks.episode import start_episodes
 
@@ -74,7 +73,7 @@ def tokens_of(name):
     """As a run has them, whose model was published with these ends."""
     ids = [tokenizer().convert_tokens_to_ids(end) for end in ENDS]
     text = TEMPLATES[name]() if name in TEMPLATES else trl_template(name)
-    return ChatTokens(tokenizer(), text, model=SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids)))
+    return ChatTokens(tokenizer(), text, generation_config=SimpleNamespace(eos_token_id=ids))
 
 
 def trl_template(name):
@@ -131,7 +130,7 @@ def test_calls_of_every_template_are_read_at_both_doors(name):
     if is_silent(name):
         assert tokens.reader.name in ("text alone", "hermes")
         return
-    writer = Writer(tokenizer(), tokens.template.text)
+    writer = ChatTokens(tokenizer(), tokens.template.text)
     num_read = 0
     for arguments in CALLS.values():
         made = sampled(name, arguments)
@@ -139,11 +138,11 @@ def test_calls_of_every_template_are_read_at_both_doors(name):
             continue
         prompt, text = made[0], made[1] + made[2]
         ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
-        read = tokens.read(ids, tokenizer()(prompt, add_special_tokens=False)["input_ids"], [LOOK])
+        read = tokens.read(ids, prompt, [LOOK])
         assert [(call.name, call.arguments, call.problem) for call in read.calls] == [
             ("look", given, None) for given in arguments
         ], text
-        own = writer.template_of({})[1].whole(read.text, prompt, [LOOK])
+        own = writer.reader.whole(read.text, prompt, [LOOK])
         assert [(found, json.loads(given)) for found, given in own.calls] == [("look", given) for given in arguments]
         assert not own.content.strip()
         num_read += 1
@@ -157,10 +156,10 @@ def test_a_call_that_was_not_finished_is_told_and_is_text_for_agents(name):
         return
     tokens = tokens_of(name)
     *_, text = sampled(name, [FIRST])
-    text = tokens.text_of(tokenizer()(text, add_special_tokens=False)["input_ids"])
+    text = tokens.read(tokenizer()(text, add_special_tokens=False)["input_ids"], None, None).text
     begins = text.index("look")
     broken = text[: begins + (len(text) - begins) * 2 // 3]
-    read = tokens.read(tokenizer()(broken, add_special_tokens=False)["input_ids"], [], [LOOK])
+    read = tokens.read(tokenizer()(broken, add_special_tokens=False)["input_ids"], "", [LOOK])
     [call] = read.calls
     assert (call.name, call.arguments) == ("unknown", {})
     assert call.problem
@@ -231,7 +230,7 @@ class Window:
 )
 def test_what_is_no_call_is_told_in_its_place(text, told, content):
     tokens = tokens_of("chatml")
-    read = tokens.read(tokenizer()(text)["input_ids"], [], [LOOK])
+    read = tokens.read(tokenizer()(text)["input_ids"], "", [LOOK])
     assert len(read.calls) == len(told)
     for call, words in zip(read.calls, told, strict=True):
         assert words in (call.problem or call.name)
@@ -258,12 +257,12 @@ def test_what_is_no_call_is_told_in_its_place(text, told, content):
     ],
 )
 def test_why_a_call_cannot_be_read(name, text, words):
-    [call] = tokens_of(name).read(tokenizer()(text, add_special_tokens=False)["input_ids"], [], [LOOK]).calls
+    [call] = tokens_of(name).read(tokenizer()(text, add_special_tokens=False)["input_ids"], "", [LOOK]).calls
     assert words in call.problem
 
 
 def test_an_answer_in_json_is_no_call_that_failed():
-    read = tokens_of("llama3_1").read(tokenizer()('{"result": 3}')["input_ids"], [], [LOOK])
+    read = tokens_of("llama3_1").read(tokenizer()('{"result": 3}')["input_ids"], "", [LOOK])
     assert read.calls == ()
     assert read.parts.content == '{"result": 3}'
 
@@ -303,13 +302,13 @@ def test_a_turn_that_ended_with_another_end_goes_on(end):
 def test_an_end_that_begins_what_follows_is_not_written_twice():
     """GLM ends a turn with the header of the next: in environments, and at the endpoint, where the turn stays whole."""
     tokens = tokens_of("glm4moe")
-    writer = Writer(tokenizer(), trl_template("glm4moe"))
+    writer = ChatTokens(tokenizer(), trl_template("glm4moe"))
     for role, end in (("user", "<|user|>"), ("tool", "<|observation|>")):
         own = tokenizer().convert_tokens_to_ids(end)
         talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": role, "content": "b"}]
         found = tokens.answer_ids(talk[:1], talk[1], own, talk[2:], None, "here")
         assert end not in tokenizer().decode(found)
-        written = writer.written(AgentRequest(model="m", messages=tuple(talk)))
+        written = writer.written(talk)
         ids = tokenizer()(f"\na{end}", add_special_tokens=False, return_tensors="np")["input_ids"][0]
         tail = writer.tail(written, 2, Turn(ids, "\na", is_ended=True, is_cut=False))
         assert tail.num_kept == len(ids)

@@ -5,11 +5,10 @@ from time import perf_counter
 import pytest
 import torch
 
-from treewise.bench import varlen
+from treewise.bench import gpu_facts, varlen
+from treewise.bench.gpu_facts import KernelChecks
+from treewise.bench.side_by_side import Died
 from treewise.nn.attention.kernel_cases import CASES
-from treewise.report.analysis import gpu_facts
-from treewise.report.analysis.gpu_facts import KernelChecks
-from treewise.report.analysis.side_by_side import Died
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from treewise.report.analysis.side_by_side import Died, side_by_side
+from treewise.bench.side_by_side import Died, side_by_side
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FOREVER = time.perf_counter() + 1e6
 
 
@@ -37,7 +37,7 @@ def test_results_come_from_others_and_a_death_costs_one() -> None:
 def test_what_hangs_holds_up_nothing_else_and_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still until all else is done, and then it is too late."""
     clock = [0.0]
-    monkeypatch.setattr("treewise.report.analysis.side_by_side.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("treewise.bench.side_by_side.perf_counter", lambda: clock[0])
     found = []
     for name, _ in side_by_side(work, ["hangs", "a", "b"], 2, 1e6):
         found.append(name)
@@ -51,7 +51,7 @@ def test_without_time_nothing_begins() -> None:
 
 GROUP = """
 import os, signal, sys, time
-from tests.report.analysis.test_side_by_side import FOREVER, side_by_side, work
+from tests.bench.test_side_by_side import FOREVER, side_by_side, work
 
 class Terminated(BaseException): pass
 def stop(*_): raise Terminated

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import treewise
+from treewise.bench.side_by_side import Died, side_by_side
 from treewise.bench.varlen import kernels
 from treewise.nn.attention import AUTO, choose
 from treewise.nn.attention.flex import flex_attention_tree
@@ -20,7 +21,6 @@ from treewise.nn.attention.kernel_cases import CASES, is_within, kernel_errors, 
 from treewise.nn.device import synchronized_clock
 from treewise.nn.platform.card import card_name
 from treewise.nn.platform.versions import installed_version
-from treewise.report.analysis.side_by_side import Died, side_by_side
 
 # Packages with kernels that attention or layers may run, of treewise, of transformers or of the baselines.
 _KERNELS = (

@@ -16,7 +16,7 @@ from treewise.data.render import probes
 from treewise.data.render.messages import Tools
 from treewise.data.render.template import Template, common_prefix
 from treewise.errors import DataError
-from treewise.rl.replies.families import (
+from treewise.rl.recorder.families import (
     FAMILIES,
     HERMES,
     MESSAGE,
