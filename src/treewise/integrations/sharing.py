@@ -5,9 +5,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from treewise.distributed import ranks
+from treewise.distributed.others_shards import OthersShards, shards_of
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
@@ -24,9 +24,11 @@ class Sharing:
     model: without wrappers and PEFT.
     """
 
-    def __init__(self, model: Any, engine: TreeEngine, min_ratio: float, *, windows: bool) -> None:
+    def __init__(
+        self, model: Any, engine: TreeEngine, min_ratio: float, *, windows: bool, shards: OthersShards | None = None
+    ) -> None:
         self.model, self.engine = model, engine
-        self._batches = TreeBatches(engine, model, min_ratio, windows=windows)
+        self._batches = TreeBatches(engine, model, min_ratio, windows=windows, shards=shards)
         self.counts = self._batches.counts
         self._decoder = DecoderSeam(model, self._batches, self._take_fused_head)
         self._fused: FusedSeam | None = None
@@ -37,7 +39,7 @@ class Sharing:
 
     def _take_fused_head(self) -> None:
         """TRL's trainers may put their head on the model later than this line was called."""
-        if self._fused is None and has_fused_head(self.model.forward):
+        if self._fused is None and self._batches.together is None and has_fused_head(self.model.forward):
             self._fused = FusedSeam(self.model, self._batches, self.paused)
 
     @property
@@ -120,7 +122,8 @@ def share_model(
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
     base: Any = outer.get_base_model() if is_peft(outer) else outer
     engine = TreeEngine(base, max_tokens, attention, router_aux_loss=False)
-    return Sharing(base, engine, min_ratio, windows=window is not None)
+    shards = shards_of(model, base.base_model)
+    return Sharing(base, engine, min_ratio, windows=window is not None, shards=shards)
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
@@ -131,11 +134,6 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{kind.__name__} is DeepSpeed's, whose hooks expect each layer once in each backward; use accelerate "
                 "with DDP, or TreeTrainer with fsdp."
-            )
-        if isinstance(each, FullyShardedDataParallel | FSDPModule):
-            raise UnsupportedModelError(
-                f"the model is sharded ({kind.__name__}): ranks gather layers together, and share_prefixes computes "
-                "each rank's batch by itself. Train it by TreeTrainer (fsdp), or replicate it (DDP)."
             )
         if type(each).forward.__module__.startswith("unsloth"):
             raise UnsupportedModelError(

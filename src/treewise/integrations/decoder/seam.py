@@ -131,6 +131,8 @@ class DecoderSeam:
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self._before_call()
         self.head.give(None)
+        if self._batches.together is not None:
+            self._ask_model_once()
         asked, self._asked = self._asked, ((), {})
         arguments: dict[str, Any] = {}
 
@@ -158,6 +160,12 @@ class DecoderSeam:
         self._batches.count(rows, len(arguments["input_ids"]), computed)
         return self._output(rows, arguments, *(next(iter(values.values())) for values in computed.values))
 
+    def _ask_model_once(self) -> None:
+        """What forwards of a few tokens show of a model is asked on all ranks at once."""
+        with self.paused():
+            self._batches.rules.is_relative()
+            self._batches.rules.cuts_rows()
+
     def _gradients_if_any(self) -> AbstractContextManager[Any]:
         """No gradients where nothing is trained, as with adapters switched off; each row has none then, either."""
         is_trained = any(each.requires_grad for each in self.model.parameters())
@@ -167,15 +175,18 @@ class DecoderSeam:
         self, rows: WholeRows, arguments: dict[str, Any], tree: torch.Tensor, routers: torch.Tensor | None = None
     ) -> object:
         """What the decoder's own forward returns. tree: [T, M] hidden rows. routers: [T, layers, E]."""
-        place, has_padding = to_device(rows.place, tree.device), rows.num_real < rows.place.size
-        tree = RowsAndPadding.apply(tree) if has_padding else tree
-        hidden = GatheredRows.apply(tree, place).view(*arguments["input_ids"].shape, -1)
+        place, is_together = to_device(rows.place, tree.device), self._batches.together is not None
+        # Ranks that run their backwards together all look at it, whether or not they have some.
+        has_padding = rows.num_real < rows.place.size or is_together
+        tree = RowsAndPadding.apply(tree, is_together) if has_padding else tree
+        hidden = GatheredRows.apply(tree, place.view(arguments["input_ids"].shape))
         # Where several processes add gradients up, DDP looks for tensors among what a model returns.
-        self.head.is_lazy = self._loss.takes_rows_alone and ranks.count() == 1
+        # A sharded head is whole while it is called.
+        self.head.is_lazy = self._loss.takes_rows_alone and ranks.count() == 1 and not is_together
         self.head.give(GivenRows.of(hidden, tree, rows.place))
         more: dict[str, Any] = {}
         if routers is not None:
-            routers = RowsAndPadding.apply(routers) if has_padding else routers
+            routers = RowsAndPadding.apply(routers, is_together) if has_padding else routers
             more["router_logits"] = GatheredRows.apply(routers, place).unbind(1)
         config: Any = self.model.config.get_text_config()
         if not torch.is_grad_enabled() and getattr(config, "use_cache", False) and "use_cache" not in arguments:
