@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -29,8 +30,8 @@ def shards_of(model: nn.Module, decoder: nn.Module) -> "OthersShards | None":
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedModelError(
-                f"the model is sharded by FSDP1 ({type(module).__name__}), whose wrappers stand between the layers; use "
-                "FSDP2: fully_shard, or fsdp_version 2 (`version` in transformers' fsdp_config)."
+                f"the model is sharded by FSDP1 ({type(module).__name__}), whose wrappers stand between the layers; "
+                "use FSDP2: fully_shard, or fsdp_version 2 (`version` in transformers' fsdp_config)."
             )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -64,14 +65,29 @@ class OthersShards:
 
     def __init__(self, units: list[FSDPModule], decoder: nn.Module) -> None:
         inside = {id(module) for module in decoder.modules() if module is not decoder}
-        self._decoder = decoder
+        self._decoder, self.units = decoder, list[Any](units)
         self._layers: list[Any] = [unit for unit in units if id(unit) in inside]
         self._around: list[Any] = [unit for unit in units if id(unit) not in inside]
 
     @property
+    def root(self) -> Any:
+        """The outermost unit that calls the decoder; None where layers alone are units."""
+        return next((unit for unit in self._around if any(each is self._decoder for each in unit.modules())), None)
+
+    def divide(self) -> None:
+        """Leaves nothing whole, as a forward without a backward may."""
+        for unit in self.units:
+            unit.reshard()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the processes add numbers up."""
+        return torch.device(self.units[0]._get_fsdp_state()._device)  # noqa: SLF001
+
+    @property
     def dtypes(self) -> set[Any]:
         """In which units compute, where not in the dtype of their parameters."""
-        policies = [unit._get_fsdp_state()._mp_policy for unit in (*self._layers, *self._around)]  # noqa: SLF001
+        policies = [unit._get_fsdp_state()._mp_policy for unit in self.units]  # noqa: SLF001
         return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
 
     @contextmanager
@@ -89,21 +105,14 @@ class OthersShards:
     @contextmanager
     def within_backward(self) -> Iterator[None]:
         """Within a backward of the model: inside, walks over the decoder gather layers as outside of any backward."""
-        states = {id(state): state for state in (unit._get_fsdp_state() for unit in self._layers)}  # noqa: SLF001
+        states = {id(state): state for state in (unit._get_fsdp_state() for unit in self._layers)}.values()  # noqa: SLF001
         # Others are in the middle of their own backward: one that has a head in it, too.
-        own = [state for state in states.values() if state._training_state.name == "IDLE"]  # noqa: SLF001
-        if not own:
+        own = [state for state in states if state._training_state.name == "IDLE"]  # noqa: SLF001
+        with ExitStack() as ending:
+            for shared in {id(state._state_ctx): state._state_ctx for state in own}.values():  # noqa: SLF001
+                ending.enter_context(_ended_by(shared, [state for state in own if state._state_ctx is shared]))  # noqa: SLF001
+            ending.enter_context(self._freed_after_forward(own))
             yield
-            return
-        shared, order = own[0]._state_ctx, own[0]._comm_ctx.post_forward_order  # noqa: SLF001
-        before = shared.all_states, shared.post_backward_final_callback_queued, [*order]
-        # A backward inside ends with the layers, as if it were all; the outer one ends with the rest.
-        shared.all_states, shared.post_backward_final_callback_queued = own, False
-        try:
-            with self._freed_after_forward(own):
-                yield
-        finally:
-            shared.all_states, shared.post_backward_final_callback_queued, order[:] = before
 
     @contextmanager
     def _freed_after_forward(self, states: list[Any]) -> Iterator[None]:
@@ -136,16 +145,41 @@ class OthersShards:
 
 
 @contextmanager
-def _without_own_hooks(unit: Any) -> Iterator[None]:
-    """Inside, FSDP2's hooks on a module's forward do not run; others do."""
-    state, before = unit._get_fsdp_state(), (unit._forward_pre_hooks, unit._forward_hooks)  # noqa: SLF001
-    unit._forward_pre_hooks, unit._forward_hooks = (
-        OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of(hook, state)) for hooks in before
-    )
+def _ended_by(shared: Any, states: list[Any]) -> Iterator[None]:
+    """Inside, a backward ends with some units alone, as if they were all; that around it ends with the others.
+
+    shared: what all units under one root share.
+    """
+    order = states[0]._comm_ctx.post_forward_order  # noqa: SLF001
+    before = shared.all_states, shared.post_backward_final_callback_queued, [*order]
+    shared.all_states, shared.post_backward_final_callback_queued = states, False
     try:
         yield
     finally:
-        unit._forward_pre_hooks, unit._forward_hooks = before
+        shared.all_states, shared.post_backward_final_callback_queued, order[:] = before
+
+
+@contextmanager
+def _without_own_hooks(unit: Any) -> Iterator[None]:
+    """Inside, FSDP2's hooks on a module's forward do not run, but that tensors are cast as by these; others do."""
+    state, names = unit._get_fsdp_state(), ("_forward_pre_hooks", "_forward_hooks")  # noqa: SLF001
+    before = {name: vars(unit)[name] for name in names}
+    for name, hooks in before.items():
+        vars(unit)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of(hook, state))
+    policy = state._mp_policy  # noqa: SLF001
+
+    def cast(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        is_float = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in args]
+        return tuple(each.to(policy.param_dtype) if yes else each for each, yes in zip(args, is_float, strict=True))
+
+    casts = policy.param_dtype is not None and policy.cast_forward_inputs
+    hook = unit.register_forward_pre_hook(cast) if casts else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+        vars(unit).update(before)
 
 
 def _is_of(hook: Any, state: object) -> bool:

@@ -21,13 +21,13 @@ from treewise.nn.wrapped import is_peft, unwrap_model
 class Sharing:
     """What `share_prefixes` does to one model: `counts` are its statistics, `remove()` undoes it.
 
-    model: without wrappers and PEFT.
+    model: without wrappers and PEFT. shards: of a model that FSDP2 divides over the processes.
     """
 
     def __init__(
         self, model: Any, engine: TreeEngine, min_ratio: float, *, windows: bool, shards: OthersShards | None = None
     ) -> None:
-        self.model, self.engine = model, engine
+        self.model, self.engine, self.shards = model, engine, shards
         self._batches = TreeBatches(engine, model, min_ratio, windows=windows, shards=shards)
         self.counts = self._batches.counts
         self._decoder = DecoderSeam(model, self._batches, self._take_fused_head)
@@ -58,6 +58,9 @@ class Sharing:
             lines.append(
                 f"  heads are computed row by row: at this share ratio a step is at most {self._ceiling():.1f} x"
             )
+        if (together := self._batches.together) is not None:
+            cut = f"{together.num_cut:,} of {self.counts.num_calls:,} calls in several passes"
+            lines.append(f"  in lockstep with all processes, over which the model is sharded (FSDP2): {cut}")
         if windows is None:
             lines.append("  calls of one step share nothing with one another (window=None)")
         elif windows.why_off is not None:
@@ -92,7 +95,8 @@ class Sharing:
             ending.enter_context(self.paused())
 
     def verify(self, batch: Mapping[str, Any], *, loss_of: LossOf | None = None) -> BatchReport:
-        """Losses and gradients of one batch with trees and without; see `verify_batch`."""
+        """Losses and gradients of one batch with trees and without; see `verify_batch`. Of a sharded model all
+        processes call it, each with a batch of its own."""
         windows, self._batches.windows = self._batches.windows, None  # gradients are there after each backward
         try:
             return verify_batch(self, batch, loss_of=loss_of)

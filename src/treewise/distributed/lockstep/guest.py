@@ -24,8 +24,7 @@ class Lockstep(Guest):
     """Keeps the walks of this rank in lockstep with those of others.
 
     exchange: sends this rank's text to all ranks and returns everybody's, in the order of ranks. new_walk: a walk over
-    a plan, of which this is a guest; empty passes run one over two tokens. within_backward: see `Guest`; None: trainings
-    run outside of any backward.
+    a plan, of which this is a guest; empty passes run one over two tokens. within_backward: see `Guest`.
     """
 
     in_lockstep = True

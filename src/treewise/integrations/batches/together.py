@@ -4,7 +4,7 @@ Every pass gathers layers, which all ranks do together. So a call is computed as
 pass each or in lockstep, and an error on one is raised on all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treewise.distributed import ranks
 from treewise.distributed.others_shards import OthersShards
@@ -14,15 +14,19 @@ from treewise.tree.forest import Forest
 
 
 class Together:
-    """The ranks of one engine, whose every call of the model reaches `agree`, then `begin` where trees are computed."""
+    """The ranks of one engine, whose every call of the model reaches `agree`, then `begin` where trees are computed.
+
+    num_cut: calls that some rank computed in several passes.
+    """
 
     def __init__(self, engine: TreeEngine, shards: OthersShards) -> None:
-        self._engine = engine
+        self._engine, self.shards = engine, shards
+        self.num_cut = 0
         self._is_cut = self._is_checked = False
         engine.walk_inside(shards)
 
-    def offer(self, forest: Forest) -> tuple[bool, bool]:
-        """Whether this rank's trees take several passes, and whether the model has been checked as it is.
+    def completed(self, offer: "Offer", forest: Forest) -> "Offer":
+        """The same with whether this rank's trees take several passes, and the model has been checked as it is.
 
         Raises:
             ConfigError: several passes, each of which would run a hook on an accumulated gradient.
@@ -32,7 +36,7 @@ class Together:
         if is_cut:
             why = "and each pass over a batch above max_tokens would run it. Take it off, or leave max_tokens out."
             refuse_hooks(self._engine.model, why)
-        return is_cut, self._engine.is_checked(forest)
+        return replace(offer, is_cut=is_cut, is_checked=self._engine.is_checked(forest))
 
     def agree(self, offers: "list[Offer]") -> None:
         """offers: of all ranks, which compute this call as trees."""
@@ -45,6 +49,7 @@ class Together:
         if not self._is_checked:
             trajectories = ranks.on_first_rank(lambda: list(forest.trajectories))
             self._engine.check_again(Forest.from_trajectories(trajectories))
+        self.num_cut += self._is_cut
         return self._is_cut
 
 
@@ -54,7 +59,7 @@ class Offer:
 
     left: why they have to be computed by the model's own forward; empty: they need not. is_own_call: it is meant for
     that, as in generation. level: of a log that says so. num_padded: tokens, padding included. num_tree: tokens of the
-    tree. fits: within the budget, as they are. is_cut, is_checked: see `Together.offer`.
+    tree. fits: within the budget, as they are. is_cut, is_checked: see `Together.completed`.
     """
 
     left: str = ""

@@ -34,9 +34,9 @@ from treewise.integrations.batches.batch_forest import (
     Rows,
     WholeRows,
 )
-from treewise.integrations.batches.together import Offer, Together
 from treewise.integrations.batches.positions import cuts_packed_rows, has_relative_positions
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
+from treewise.integrations.batches.together import Offer, Together
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import length_limit, refuse_dropout
 from treewise.nn.platform.tensors import to_device
@@ -233,8 +233,8 @@ class TreeBatches:
             return Offer("no label is scored", level=logging.DEBUG)
         made.append(rows)
         fits = self.engine.max_tokens is None or num_padded <= self.engine.max_tokens
-        of_rank = (False, True) if self.together is None else self.together.offer(rows.forest)
-        return Offer("", False, 0, num_padded, rows.forest.num_tokens, fits, *of_rank)
+        own = Offer(num_padded=num_padded, num_tree=rows.forest.num_tokens, fits=fits)
+        return own if self.together is None else self.together.completed(own, rows.forest)
 
     def _left(self, reason: str, level: int) -> None:
         self.counts.leave(reason)

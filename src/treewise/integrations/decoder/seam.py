@@ -138,6 +138,7 @@ class DecoderSeam:
 
         def make() -> tuple[WholeRows, int]:
             arguments.update(arguments_of(self._own, args, kwargs))
+            _refuse_adapters_by_row(self.decoder)
             self._refuse_router_logits(arguments)
             with self.paused():  # whether it cuts packed rows is seen by calling it
                 rows = rows_of_call(arguments, self.model.config, self._batches.rules)
@@ -200,6 +201,14 @@ class DecoderSeam:
     def _refuse_router_logits(self, arguments: dict[str, Any]) -> None:
         if self._wants_routers(arguments) and "router_logits" not in self._kind.__dataclass_fields__:
             raise NotShareable(f"{type(self.decoder).__name__} is asked for router logits, which it does not return")
+
+
+def _refuse_adapters_by_row(decoder: nn.Module) -> None:
+    """Raises `NotShareable` within a call with PEFT's `adapter_names`, which hooks on each adapter hand on."""
+    for module in decoder.modules():
+        for hook in vars(module)["_forward_pre_hooks"].values():
+            if isinstance(hook, functools.partial) and hook.keywords.get("adapter_names") is not None:
+                raise NotShareable("adapter_names gives rows adapters of their own (PEFT)")
 
 
 def _router_reader(forest: Forest) -> Reader:
