@@ -66,13 +66,13 @@ class OthersShards:
     def __init__(self, units: list[FSDPModule], decoder: nn.Module) -> None:
         inside = {id(module) for module in decoder.modules() if module is not decoder}
         self._decoder, self.units = decoder, list[Any](units)
-        self._layers: list[Any] = [unit for unit in units if id(unit) in inside]
-        self._around: list[Any] = [unit for unit in units if id(unit) not in inside]
+        self.layers: list[Any] = [unit for unit in units if id(unit) in inside]
+        self.around: list[Any] = [unit for unit in units if id(unit) not in inside]
 
     @property
     def root(self) -> Any:
         """The outermost unit that calls the decoder; None where layers alone are units."""
-        return next((unit for unit in self._around if any(each is self._decoder for each in unit.modules())), None)
+        return next((unit for unit in self.around if any(each is self._decoder for each in unit.modules())), None)
 
     def divide(self) -> None:
         """Leaves nothing whole, as a forward without a backward may."""
@@ -95,7 +95,7 @@ class OthersShards:
         """Within a forward of the model: inside, the modules around the layers are whole, and are called without hooks
         of FSDP2, which a second forward would have free them in the middle of the first one."""
         with ExitStack() as ending:
-            for unit in self._around:
+            for unit in self.around:
                 unit.unshard()
                 if not any(module is self._decoder for module in unit.modules()):
                     ending.callback(unit.reshard)  # a head, which is not in the middle of its forward
@@ -105,7 +105,7 @@ class OthersShards:
     @contextmanager
     def within_backward(self) -> Iterator[None]:
         """Within a backward of the model: inside, walks over the decoder gather layers as outside of any backward."""
-        states = {id(state): state for state in (unit._get_fsdp_state() for unit in self._layers)}.values()  # noqa: SLF001
+        states = {id(state): state for state in (unit._get_fsdp_state() for unit in self.layers)}.values()  # noqa: SLF001
         # Others are in the middle of their own backward: one that has a head in it, too.
         own = [state for state in states if state._training_state.name == "IDLE"]  # noqa: SLF001
         with ExitStack() as ending:
@@ -117,7 +117,7 @@ class OthersShards:
     @contextmanager
     def _freed_after_forward(self, states: list[Any]) -> Iterator[None]:
         """Inside, a layer is whole during its own forward and backward alone; a recomputation is in the latter."""
-        units = [unit for unit in self._layers if unit._get_fsdp_state() in states]  # noqa: SLF001
+        units = [unit for unit in self.layers if unit._get_fsdp_state() in states]  # noqa: SLF001
         if is_compiled(self._decoder):  # hooks would have layers compiled once more
             yield
             return
