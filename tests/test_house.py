@@ -69,6 +69,7 @@ WHOLE_PACKAGE = {
     "distributed/placement/test_brute_force": "placements against the best of all on small steps",
     "integrations/decoder/test_contracts": "how projects call their models that need GPUs themselves",
     "integrations/decoder/test_ranks": "two processes under DDP against one",
+    "integrations/decoder/test_sharded_ranks": "two processes under FSDP2 against the same loop without the line",
     "integrations/trl/test_examples": "the TRL examples run",
     "integrations/trl/test_trainers": "SFT, DPO, KTO, GRPO and RLOO with and without the line",
     "nn/recurrent/test_hybrids": "hybrid models against flat training",

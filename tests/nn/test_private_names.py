@@ -77,6 +77,12 @@ PRIVATE_NAMES = {
     "_attn": "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention",
     # The scan of RecurrentGemma's unit.
     "_rnn_scan": "transformers.models.recurrent_gemma.modeling_recurrent_gemma:RecurrentGemmaRglru",
+    # Of units of FSDP2, whose hooks walks within a backward of others tell apart, and whose end they tell it.
+    "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",
+    **dict.fromkeys(
+        ("_state_ctx", "_comm_ctx", "_training_state", "_mp_policy", "_device"),
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+    ),
     "_models": "accelerate.accelerator",  # which models an accelerator has prepared
     "_shared_state": "accelerate.state:GradientState",  # whether a loop of accelerate runs
     "_disable_adapters": "peft.tuners.tuners_utils",  # whether a layer's adapters are off, for the present call

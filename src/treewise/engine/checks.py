@@ -7,6 +7,7 @@ A new state is searched for what trees refuse (`nn.model_checks`), and probed (`
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +131,16 @@ class StepChecks:
     Parameters:
         model: as the engine was given it.
         has_probes: whether the model is probed.
+
+    compares_gradients: whether probes compare gradients, too, where they are enabled. around_probe: a context for them.
     """
 
     def __init__(self, model: nn.Module, *, has_probes: bool) -> None:
         self._model, self._has_probes = model, has_probes
         self._passed: list[_Passed] = []
         self.stand_ins: set[nn.Module] = set()  # whose `forward` calls the engine, so it is no change of the model
+        self.compares_gradients = True
+        self.around_probe: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def check(
         self,
@@ -158,16 +163,10 @@ class StepChecks:
         model_checks.refuse_kept_weights(self._model)
         modules = all_modules(lm.model)
         parameters = all_parameters(modules)
-        state, has_gradients = _state_of(lm, modules, parameters, self.stand_ins), torch.is_grad_enabled()
+        state = _state_of(lm, modules, parameters, self.stand_ins)
+        has_gradients = self.compares_gradients and torch.is_grad_enabled()
         has_images = forest.has_images and processor is not None
-        passed = None
-        for earlier in reversed(self._passed):
-            is_same = (earlier.state.modules, earlier.state.outer) == (state.modules, state.outer)
-            is_trained_same = not has_gradients or state.is_trained == earlier.state.is_trained
-            is_probed_so = earlier.with_images == has_images and earlier.with_gradients >= has_gradients
-            if is_same and is_trained_same and is_probed_so:
-                passed = earlier
-                break
+        passed = self._passed_as(state, has_images=has_images, has_gradients=has_gradients)
         limits = self._limits(lm) if passed is None else passed.limits
         limits.check(lm, forest)
         if passed is not None:
@@ -176,7 +175,12 @@ class StepChecks:
             if before_probe is not None:
                 before_probe()
             try:
-                with busy_with("comparing a few tokens with the model's own forward"), random_state_kept(lm.device):
+                with (
+                    busy_with("comparing a few tokens with the model's own forward"),
+                    random_state_kept(lm.device),
+                    torch.set_grad_enabled(has_gradients),
+                    self.around_probe(),
+                ):
                     probe(lm, impl, forest, processor=processor if has_images else None, hold=hold, offload=offload)
                     check_router_losses(lm, router_rule, forest)
             except UnsupportedModelError as error:
@@ -190,6 +194,33 @@ class StepChecks:
             state = _state_of(lm, modules, parameters, self.stand_ins)
         self._passed = [*self._passed, _Passed(state, has_images, has_gradients, limits)][-_NUM_KEPT:]
         return parameters
+
+    def _passed_as(self, state: _State, *, has_images: bool, has_gradients: bool) -> _Passed | None:
+        """An earlier check that holds for a state, too."""
+        for earlier in reversed(self._passed):
+            is_same = (earlier.state.modules, earlier.state.outer) == (state.modules, state.outer)
+            is_trained_same = not has_gradients or state.is_trained == earlier.state.is_trained
+            is_probed_so = earlier.with_images == has_images and earlier.with_gradients >= has_gradients
+            if is_same and is_trained_same and is_probed_so:
+                return earlier
+        return None
+
+    def passed(self, lm: DecoderAndHead, forest: Forest) -> bool:
+        """Whether a check of a forest of text would not probe: the model as it is has passed; its tokens are checked.
+
+        Raises:
+            DataError: a token id beyond the vocabulary.
+        """
+        modules = all_modules(lm.model)
+        state = _state_of(lm, modules, all_parameters(modules), self.stand_ins)
+        has_gradients = self.compares_gradients and torch.is_grad_enabled()
+        passed = self._passed_as(state, has_images=False, has_gradients=has_gradients)
+        (self._limits(lm) if passed is None else passed.limits).check(lm, forest)
+        return passed is not None
+
+    def forget(self) -> None:
+        """The next check probes."""
+        self._passed.clear()
 
     def _limits(self, lm: DecoderAndHead) -> TokenLimits:
         """What the tokens of a forest must keep to with the model as it is now. Raises where trees refuse it."""

@@ -120,6 +120,7 @@ class TreeEngine:
         # What joins every walk; and of the ranks that compute a batch together, their group and the setting's name.
         self._mesh = mesh_of(model)
         self._lockstep: Any = None
+        self._shards: Any = None
         self._context = None if context is None else features.context.ContextWalk(self.lm, context, self._mesh)
         self._host_memory = features.host_memory.HostMemory() if offload else None
         self._batch_group: tuple[Any, str] | None = None
@@ -160,7 +161,7 @@ class TreeEngine:
     @property
     def computes_alone(self) -> bool:
         """Whether no other rank waits for the passes of this one."""
-        return self._lockstep is None and self._mesh is None and self._context is None
+        return self._lockstep is None and self._mesh is None and self._context is None and self._shards is None
 
     @property
     def images(self) -> Any:
@@ -523,6 +524,21 @@ class TreeEngine:
             before_probe=None if self._batch_group is None else partial(self.plan, forest),
         )
 
+    def is_checked(self, forest: Forest) -> bool:
+        """Whether `check` of a forest of text would find a model that has passed as it is; its tokens are checked.
+
+        Raises:
+            DataError: a token id beyond the vocabulary.
+        """
+        if not self.lm.is_current:
+            self.lm = split_model(self.model)
+        return self._checks.passed(self.lm, forest)
+
+    def check_again(self, forest: Forest) -> None:
+        """`check`, whether or not the model has passed as it is."""
+        self._checks.forget()
+        self.check(forest)
+
     def stand_in_for(self, module: nn.Module) -> None:
         """`module.forward` is a function that calls this engine from now on, and no change of the model.
 
@@ -550,6 +566,34 @@ class TreeEngine:
         )
         guests.append(self._lockstep)
         self.budget.recovers = False
+
+    def walk_inside(self, shards: Any) -> None:
+        """Another program has sharded the model, and walks run inside of its own forward and backward (`values`).
+
+        The probe compares no gradients then: a backward of a few rows would end that of the program.
+
+        shards: `distributed.others_shards.OthersShards`.
+
+        Raises:
+            ConfigError: `max_tokens="auto"`.
+        """
+        self.budget.fix("(FSDP2)")
+        self._shards = shards
+        self._checks.compares_gradients, self._checks.around_probe = False, shards.ends_whole
+
+    @contextmanager
+    def inside_lockstep(self, exchange: Callable[[str], list[str]]) -> Iterator[None]:
+        """Inside, `values` run in lockstep with the other ranks, and so does their backward, later, within that of the
+        program that sharded the model. exchange: see `enable_lockstep`."""
+        guests: list[Guest] = []
+        self._lockstep = features.lockstep.Lockstep(
+            exchange, lambda plan: Walk(self.lm, plan, self.implementation, guests), self._shards.within_backward
+        )
+        guests.append(self._lockstep)
+        try:
+            yield
+        finally:
+            self._lockstep = None
 
     def drain(self) -> None:
         """Runs empty passes until every rank has finished its walks of this step."""

@@ -45,12 +45,12 @@ class Budget:
         self.tokens, self.is_measured = tokens, True
 
     def fix(self, settings: str) -> None:
-        """Raises `ConfigError` for `auto`: ranks that compute a batch together (by these settings) all need the budget
-        of the others, and none may run a step again.
+        """Raises `ConfigError` for `auto`: ranks that run passes together (by these settings) cannot measure on their
+        own, and none may run a step again.
         """
         if self.setting == AUTO:
             raise ConfigError(
-                "max_tokens='auto' measures the free memory of each rank, and ranks that compute a batch together "
+                "max_tokens='auto' measures the free memory of each rank, and ranks that run passes together "
                 f"{settings} need one budget; give max_tokens a number, or None."
             )
         self.recovers = False

@@ -365,7 +365,9 @@ def _difference(
         gaps = [_gaps(*pair) for pair in zip(flat.hidden, restored(hidden), strict=True)]
         size, limit = torch.cat(gaps).max().item(), max(_ROW[0], _ROW[1] * spread)
         if not flat.is_exact:
-            limit = max(_SPREADS * spread, _ROUNDINGS * torch.finfo(flat.autocast or hidden.dtype).eps)
+            # FSDP2 may widen what layers return.
+            dtypes = (flat.autocast,) if flat.autocast is not None else (hidden.dtype, lm.decoder.dtype)
+            limit = max(_SPREADS * spread, _ROUNDINGS * max(torch.finfo(each).eps for each in dtypes))
             branches = [each[-own:] for each, own in zip(gaps, probed.own, strict=True)]
             size = max(each.median().item() for each in (gaps[0][: -probed.own[0]], *branches))
         by = f"{size:.3g} (limit {limit:.3g}) of a row"

@@ -152,6 +152,7 @@ class Walk:
         self.reads_routers = reads_routers or any(guest.reads_routers for guest in guests)
         self.in_lockstep = any(guest.in_lockstep for guest in guests)
         self.splits_tokens = any(guest.splits_tokens for guest in guests)
+        self.within_backward = next((guest.within_backward for guest in guests if guest.within_backward), None)
         # Whether one backward is all: of a single micro-batch, whose graph holds what it reads.
         self.has_one_root = plan.is_whole and all(guest.is_in_graph for guest in guests)
         # Whether the caller's graph can hold the whole walk: all in one graph, and no rank to keep in step with.

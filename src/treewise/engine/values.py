@@ -61,9 +61,10 @@ def tree_values(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
     """For each reader, its [num_entries, ...] tensors by name; entries that no micro-batch gives are zero.
 
     Raises:
-        ConfigError: in lockstep with gradients enabled; in the backward, if weights changed since the forward.
+        ConfigError: in lockstep with gradients enabled, unless walks may run within a backward; in the backward, if
+            weights changed since the forward.
     """
-    if walk.in_lockstep and torch.is_grad_enabled():
+    if walk.in_lockstep and walk.within_backward is None and torch.is_grad_enabled():
         raise ConfigError(
             "with sharded parameters, values that carry gradients would run their backward outside of a step, where "
             "other ranks do not take part; give the loss to engine.step as a function, or use torch.no_grad()."
@@ -74,7 +75,8 @@ def tree_values(walk: Walk, readers: Sequence[Reader]) -> list[Values]:
         return _in_one_graph(_only_forward(walk), readers)
     # Has autograd call the backward also where no parameter is trained, which is an error there.
     anchor = torch.zeros((), device=walk.lm.device, requires_grad=True)
-    trained = [parameter for parameter in walk.lm.model.parameters() if parameter.requires_grad]
+    parameters = walk.lm.model.parameters() if walk.within_backward is None else ()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     tensors = iter(_TreeValues.apply(anchor, walk, tuple(readers), *trained))
     return [{name: next(tensors) for name in reader.names} for reader in readers]
 
@@ -284,7 +286,9 @@ class _TreeValues(torch.autograd.Function):
         grads_of = [{name: next(tensors) for name in reader.names} for reader in ctx.readers]
         came: list[Tensor | None] = [None] * len(ctx.trained)
         if any(grad is not None for grad in grads):
-            with gradients_restored(walk.lm.model), torch.enable_grad(), ctx.autocast.again():
+            is_handed_on = walk.within_backward is None
+            around = gradients_restored(walk.lm.model) if is_handed_on else walk.within_backward()
+            with around, torch.enable_grad(), ctx.autocast.again():
                 walk.train(_loss_with_gradients(ctx.readers, grads_of))
                 came = [each.grad for each in ctx.trained]
         spare_hooks_no_gradient(each for each, grad in zip(ctx.trained, came, strict=True) if grad is None)

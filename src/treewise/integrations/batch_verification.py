@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from treewise.distributed import ranks
+from treewise.distributed.divided_tensors import local_part
 from treewise.errors import ConfigError, VerificationError
 from treewise.nn.gradients import gradients_restored
 from treewise.nn.platform.tensors import autocast_dtype
@@ -30,6 +32,7 @@ class _Shared(Protocol):
 
     model: nn.Module
     counts: Any
+    shards: Any
 
     def paused(self) -> AbstractContextManager[None]: ...
 
@@ -83,11 +86,21 @@ def verify_batch(sharing: _Shared, batch: Mapping[str, Any], *, loss_of: LossOf 
             its logits.
 
     Raises:
-        ConfigError: an output without a loss that requires a gradient.
+        ConfigError: an output without a loss that requires a gradient; a sharded model in low precision, of which there
+            is no copy in float32.
     """
     model, own_loss = sharing.model, loss_of or partial(_default_loss, batch.get("attention_mask"))
     dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
     dtype = autocast_dtype(next(model.parameters()).device.type) or dtype
+    error_of = gradient_error
+    if (shards := sharing.shards) is not None:
+        shards.divide()
+        if low := {dtype, *shards.dtypes} & {*LOW_PRECISION}:
+            raise ConfigError(
+                f"verify compares a model in {', '.join(map(str, low))} with a copy in float32, and a sharded one has "
+                "none; call it before the model is sharded, or shard it in float32."
+            )
+        model, error_of = shards.root or model, partial(gradient_error, add_up=partial(ranks.sum_over, shards.device))
     with sharing.paused():
         loss_own, own = _gradients(model, batch, own_loss)
     before = dict(sharing.counts.left)
@@ -105,7 +118,7 @@ def verify_batch(sharing: _Shared, batch: Mapping[str, Any], *, loss_of: LossOf 
         loss_tree,
         loss_own,
         abs(loss_tree - loss) / max(abs(loss), 1e-12),
-        gradient_error(found, reference),
+        error_of(found, reference),
         own_error,
         limit,
         new_flat / new_tree if new_tree else 1.0,
@@ -122,7 +135,7 @@ def _gradients(model: nn.Module, batch: Mapping[str, Any], loss_of: LossOf) -> t
             if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
                 raise ConfigError("the batch gives no loss with a gradient; pass labels, or loss_of=.")
             loss.backward()
-        return float(loss.detach()), take_gradients(model)
+        return float(loss.detach()), {name: local_part(grad) for name, grad in take_gradients(model).items()}
 
 
 def _default_loss(mask: Any, output: Any) -> torch.Tensor:

@@ -5,9 +5,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from treewise.distributed import ranks
+from treewise.distributed.others_shards import OthersShards, shards_of
 from treewise.distributed.parts import mesh_of
 from treewise.engine.engine import TreeEngine
 from treewise.errors import ConfigError, UnsupportedModelError, check_choice
@@ -21,12 +21,14 @@ from treewise.nn.wrapped import is_peft, unwrap_model
 class Sharing:
     """What `share_prefixes` does to one model: `counts` are its statistics, `remove()` undoes it.
 
-    model: without wrappers and PEFT.
+    model: without wrappers and PEFT. shards: of a model that FSDP2 divides over the processes.
     """
 
-    def __init__(self, model: Any, engine: TreeEngine, min_ratio: float, *, windows: bool) -> None:
-        self.model, self.engine = model, engine
-        self._batches = TreeBatches(engine, model, min_ratio, windows=windows)
+    def __init__(
+        self, model: Any, engine: TreeEngine, min_ratio: float, *, windows: bool, shards: OthersShards | None = None
+    ) -> None:
+        self.model, self.engine, self.shards = model, engine, shards
+        self._batches = TreeBatches(engine, model, min_ratio, windows=windows, shards=shards)
         self.counts = self._batches.counts
         self._decoder = DecoderSeam(model, self._batches, self._take_fused_head)
         self._fused: FusedSeam | None = None
@@ -37,7 +39,7 @@ class Sharing:
 
     def _take_fused_head(self) -> None:
         """TRL's trainers may put their head on the model later than this line was called."""
-        if self._fused is None and has_fused_head(self.model.forward):
+        if self._fused is None and self._batches.together is None and has_fused_head(self.model.forward):
             self._fused = FusedSeam(self.model, self._batches, self.paused)
 
     @property
@@ -56,6 +58,9 @@ class Sharing:
             lines.append(
                 f"  heads are computed row by row: at this share ratio a step is at most {self._ceiling():.1f} x"
             )
+        if (together := self._batches.together) is not None:
+            cut = f"{together.num_cut:,} of {self.counts.num_calls:,} calls in several passes"
+            lines.append(f"  in lockstep with all processes, over which the model is sharded (FSDP2): {cut}")
         if windows is None:
             lines.append("  calls of one step share nothing with one another (window=None)")
         elif windows.why_off is not None:
@@ -90,7 +95,8 @@ class Sharing:
             ending.enter_context(self.paused())
 
     def verify(self, batch: Mapping[str, Any], *, loss_of: LossOf | None = None) -> BatchReport:
-        """Losses and gradients of one batch with trees and without; see `verify_batch`."""
+        """Losses and gradients of one batch with trees and without; see `verify_batch`. Of a sharded model all
+        processes call it, each with a batch of its own."""
         windows, self._batches.windows = self._batches.windows, None  # gradients are there after each backward
         try:
             return verify_batch(self, batch, loss_of=loss_of)
@@ -120,7 +126,8 @@ def share_model(
     TreeEngine(outer, max_tokens, attention, check=False, router_aux_loss=False)
     base: Any = outer.get_base_model() if is_peft(outer) else outer
     engine = TreeEngine(base, max_tokens, attention, router_aux_loss=False)
-    return Sharing(base, engine, min_ratio, windows=window is not None)
+    shards = shards_of(model, base.base_model)
+    return Sharing(base, engine, min_ratio, windows=window is not None, shards=shards)
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
@@ -131,11 +138,6 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{kind.__name__} is DeepSpeed's, whose hooks expect each layer once in each backward; use accelerate "
                 "with DDP, or TreeTrainer with fsdp."
-            )
-        if isinstance(each, FullyShardedDataParallel | FSDPModule):
-            raise UnsupportedModelError(
-                f"the model is sharded ({kind.__name__}): ranks gather layers together, and share_prefixes computes "
-                "each rank's batch by itself. Train it by TreeTrainer (fsdp), or replicate it (DDP)."
             )
         if type(each).forward.__module__.startswith("unsloth"):
             raise UnsupportedModelError(

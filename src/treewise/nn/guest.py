@@ -73,12 +73,14 @@ class Guest:
     micro-batch. brings_images: it is the images of the walk's forest. may_meet_images: trees of other walks that this
     one stands for may have images. is_in_graph: nothing of it lies outside of the graph of the micro-batches.
     keeps_on_host: gateways wait in host memory. reads_routers: outputs hold router logits. needs_visit: before a
-    training of several micro-batches it has to see all outputs once.
+    training of several micro-batches it has to see all outputs once. within_backward: a context for trainings inside of
+    a backward that is not the walk's, whose hooks add gradients up; None: they are handed on as those of parameters.
     """
 
     in_lockstep = splits_tokens = brings_images = may_meet_images = keeps_on_host = reads_routers = False
     is_in_graph = True
     needs_visit = False
+    within_backward: Callable[[], AbstractContextManager[None]] | None = None
 
     def passes(self, _plan: Plan, passes: Iterable[Pass]) -> Iterable[Pass]:
         """The passes of a training in their order."""

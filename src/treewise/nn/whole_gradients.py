@@ -8,6 +8,7 @@ flat training in float32 1.5 times as much as flat training in low precision doe
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -27,10 +28,12 @@ def gradients_of(model: nn.Module, device: torch.device | None = None) -> Gradie
     return {name: grad.to(grad.device if device is None else device, copy=True) for name, grad in found.items()}
 
 
-def gradient_error(computed: Gradients, expected: Gradients) -> float:
+def gradient_error(
+    computed: Gradients, expected: Gradients, add_up: Callable[..., list[float]] = lambda *own: [*own]
+) -> float:
     """Norm of the difference of the whole gradient over the norm of the expected one; a missing one counts as zero.
 
-    On the devices of the computed ones.
+    On the devices of the computed ones. add_up: numbers of this process's parts to their sums over all.
     """
     difference = norm = 0.0
     for name in computed.keys() | expected.keys():
@@ -42,6 +45,7 @@ def gradient_error(computed: Gradients, expected: Gradients) -> float:
         )
         difference += float((left - right).square().sum())
         norm += float(right.square().sum())
+    difference, norm = add_up(difference, norm)
     return float((difference / norm) ** 0.5) if norm else math.nan
 
 

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import treewise as tw
 from tests.distributed.test_mesh import fork_ranks
 from tests.integrations.decoder.test_seam import model_of, padded, through
-from treewise.errors import ConfigError, UnsupportedModelError
+from treewise.errors import ConfigError
 from treewise.testing.oracle import gradient_error, gradients_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("integrations/decoder/test_ranks")]
@@ -59,20 +58,9 @@ def cut():
     return str(error.value)
 
 
-def sharded():
-    """What the line says of a model in shards."""
-    model = model_of()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    with pytest.raises(UnsupportedModelError) as error:
-        tw.share_prefixes(model)
-    return str(error.value)
-
-
 def work():
     rank = torch.distributed.get_rank()
-    found = {"gradients": one_backward(), "cut": cut(), "sharded": sharded()}
+    found = {"gradients": one_backward(), "cut": cut()}
     for number in (1, 2):
         weights, sharing = steps_of_accelerate(True, rows_of(rank), number)
         found[f"steps {number}"] = weights, str(sharing)
@@ -111,4 +99,3 @@ def test_steps_of_accelerate_are_those_of_one_process(two, number):
 def test_what_is_refused_by_name(two):
     for found in two:
         assert "several ranks share_prefixes computes a batch whole" in found["cut"]
-        assert "sharded (FSDPLlamaForCausalLM)" in found["sharded"]

@@ -1,6 +1,7 @@
 """Lockstep: every rank runs the same sequence of forwards and backwards, because each is a collective operation."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,18 @@ class Lockstep(Guest):
     """Keeps the walks of this rank in lockstep with those of others.
 
     exchange: sends this rank's text to all ranks and returns everybody's, in the order of ranks. new_walk: a walk over
-    a plan, of which this is a guest; empty passes run one over two tokens.
+    a plan, of which this is a guest; empty passes run one over two tokens. within_backward: see `Guest`.
     """
 
     in_lockstep = True
 
-    def __init__(self, exchange: Exchange, new_walk: Callable[[Plan], Any]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        new_walk: Callable[[Plan], Any],
+        within_backward: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self.within_backward = within_backward
         chain = make_plan(Forest.from_trajectories([Trajectory(np.zeros(2, dtype=np.int32))]))
         self._exchange, self._empty_rows = exchange, lambda: new_walk(chain).forward(0).hidden
         self._held: list[torch.Tensor] = []

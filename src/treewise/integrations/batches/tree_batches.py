@@ -19,6 +19,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treewise.distributed import ranks
+from treewise.distributed.others_shards import OthersShards
 from treewise.distributed.parts import mesh_of
 from treewise.engine.edge_scorer import Entries, Values
 from treewise.engine.engine import TreeEngine
@@ -35,6 +36,7 @@ from treewise.integrations.batches.batch_forest import (
 )
 from treewise.integrations.batches.positions import cuts_packed_rows, has_relative_positions
 from treewise.integrations.batches.router_reader import router_loss_of, router_loss_reader
+from treewise.integrations.batches.together import Offer, Together
 from treewise.nn.guest import MicroBatchOutput
 from treewise.nn.model_checks import length_limit, refuse_dropout
 from treewise.nn.platform.tensors import to_device
@@ -147,18 +149,27 @@ class TreeBatches:
 
     model: of the engine, without wrappers. min_ratio: batches with fewer tokens than this for each tree token are not
     worth it, unless they exceed the budget. windows: whether calls between two optimizer steps share, where a loop says
-    which these are.
+    which these are. shards: of a model that another program has sharded.
 
     Raises:
-        ConfigError: a negative `min_ratio`.
+        ConfigError: a negative `min_ratio`, or `max_tokens="auto"` of a sharded model.
     """
 
-    def __init__(self, engine: TreeEngine, model: nn.Module, min_ratio: float, *, windows: bool = False) -> None:
+    def __init__(
+        self,
+        engine: TreeEngine,
+        model: nn.Module,
+        min_ratio: float,
+        *,
+        windows: bool = False,
+        shards: OthersShards | None = None,
+    ) -> None:
         if not min_ratio >= 0:
             raise ConfigError(f"min_ratio={min_ratio} must not be negative.")
         self.engine, self.model, self.min_ratio = engine, model, min_ratio
         self.counts = Counts()
         self.rules = _rules_of(engine)
+        self.together = None if shards is None else Together(engine, shards)
         self.windows = AccumulationWindow(engine, model, min_ratio) if windows else None
         self._logged: set[str] = set()
 
@@ -170,24 +181,29 @@ class TreeBatches:
         unless they do not fit the budget, or meet those of other calls in a window. whatever_size: also where little is
         shared.
         """
-        try:
-            refuse_dropout(self.model)
-            rows, num_padded = make()
-        except UnsupportedModelError as error:
-            noise = f"every row would have a dropout mask or noise of its own. {str(error).rstrip('.')}"
-            self._left(noise, logging.WARNING)
-            return None
-        except OwnCall:
+        made: list[AnyRows] = []
+
+        def offer() -> Offer:
+            return self._offer(make, made)
+
+        if self.together is None:
+            own = offer()
+            offers = [own]
+        else:
+            offers = ranks.on_every_rank(offer)
+            own = offers[ranks.own()]
+        if own.is_own_call:
             self.counts.num_cached += 1
             return None
-        except NotShareable as reason:
-            self._left(str(reason), logging.WARNING)
+        if own.left:
+            self._left(own.left, own.level)
             return None
-        if rows is None:
-            self._left("no label is scored", logging.DEBUG)
+        if other := next((each for each in offers if each.left), None):
+            self._left(f"another process leaves its rows of the call: {other.left}", logging.INFO)
             return None
-        fits = self.engine.max_tokens is None or num_padded <= self.engine.max_tokens
-        if fits and not whatever_size and num_padded < self.min_ratio * rows.forest.num_tokens:
+        (rows,) = made
+        num_padded, num_tree = (sum(getattr(each, name) for each in offers) for name in ("num_padded", "num_tree"))
+        if all(each.fits for each in offers) and not whatever_size and num_padded < self.min_ratio * num_tree:
             if self.windows is not None and self.windows.is_worth_it:
                 return rows
             if self.windows is not None:
@@ -195,7 +211,30 @@ class TreeBatches:
             little = f"little to share: fewer than {self.min_ratio:g} tokens, padding included, for each tree token"
             self._left(little, logging.INFO)
             return None
+        if self.together is not None:
+            self.together.agree(offers)
         return rows
+
+    def _offer(self, make: Callable[[], tuple[AnyRows | None, int]], made: list[AnyRows]) -> Offer:
+        """What this rank can do with a batch; its rows are added to `made`."""
+        try:
+            refuse_dropout(self.model)
+            rows, num_padded = make()
+            if rows is not None and rows.images is not None and self.together is not None:
+                raise NotShareable("it has images, and the model is sharded (FSDP2)")
+        except UnsupportedModelError as error:
+            noise = f"every row would have a dropout mask or noise of its own. {str(error).rstrip('.')}"
+            return Offer(noise, level=logging.WARNING)
+        except OwnCall as reason:
+            return Offer(str(reason), is_own_call=True)
+        except NotShareable as reason:
+            return Offer(str(reason), level=logging.WARNING)
+        if rows is None:
+            return Offer("no label is scored", level=logging.DEBUG)
+        made.append(rows)
+        fits = self.engine.max_tokens is None or num_padded <= self.engine.max_tokens
+        own = Offer(num_padded=num_padded, num_tree=rows.forest.num_tokens, fits=fits)
+        return own if self.together is None else self.together.completed(own, rows.forest)
 
     def _left(self, reason: str, level: int) -> None:
         self.counts.leave(reason)
@@ -210,6 +249,12 @@ class TreeBatches:
             ConfigError: several ranks, and a batch that exceeds `max_tokens`.
         """
         pixels_of = None if images is None else images.pixels_of
+        if self.together is not None:
+            in_lockstep = self.together.begin(forest)
+            plan = self.engine.plan(forest)
+            with self.engine.inside_lockstep(ranks.gather_texts) if in_lockstep else nullcontext():
+                values = self.engine.values(plan, readers, pixels_of)
+            return Computed(values, forest.num_tokens, plan.num_computed_tokens)
         with nullcontext() if self.windows is None else self.windows.around(forest):
             window = self.engine.in_window
             before = (0, 0) if window is None else (window.num_calls, window.num_tokens)

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from treewise.integrations.decoder.lazy_logits import LazyLogits
+from treewise.integrations.decoder.outputs import GatheredRows
+from treewise.nn.platform.tensors import to_device
 
 # The rows of the tree are projected apart where there are fewer of them by this.
 _MIN_RATIO = 1.1
@@ -108,13 +110,15 @@ class TreeHead:
         given = self._given
         places = None if given is None or not self.is_whole else given.places_of(rows)
         if given is not None and places is not None and places.size:
-            lazy = LazyLogits(given.tree, places, self._own)
             if self.is_lazy and torch.is_grad_enabled():
                 self.num_shared += 1
-                return lazy
-            if places.size >= _MIN_RATIO * len(np.unique(places)):
+                return LazyLogits(given.tree, places, self._own)
+            # Of the rows that the call was given, by whose gradients hooks of FSDP2 find its backward.
+            distinct, first, index = np.unique(places, return_index=True, return_inverse=True)
+            if places.size >= _MIN_RATIO * len(distinct):
                 self.num_shared += 1
-                return lazy.tensor()
+                chosen = rows.reshape(-1, rows.shape[-1]).index_select(0, to_device(first, rows.device))
+                return GatheredRows.apply(self._own(chosen), to_device(index.reshape(places.shape), rows.device))
         self.num_whole += given is not None
         own: torch.Tensor = self._own(rows)
         return own

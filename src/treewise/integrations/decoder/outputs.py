@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from treewise.base.shapes import Context
+from treewise.distributed import ranks
 from treewise.errors import UnsupportedModelError
 
 # Rows whose gradients are added up at a time, in float32.
@@ -20,18 +21,20 @@ _MAX_NUMBERS = 2**24
 
 
 class GatheredRows(torch.autograd.Function):
-    """Rows of a tensor, [n, ...], by index; the gradients of a row that stands in several places add up in float32."""
+    """Rows of a tensor, [n, ...], by an index of any shape; the gradients of a row that stands in several places add up
+    in float32. No view: modules that are sharded by FSDP2 may return it."""
 
     @staticmethod
     def forward(ctx: Context, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.shape, ctx.dtype = rows.shape, rows.dtype
-        return rows.index_select(0, index)
+        return rows[index]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index,) = ctx.saved_tensors
+        index = ctx.saved_tensors[0].reshape(-1)
+        grad = grad.reshape(len(index), *ctx.shape[1:])
         wide = torch.promote_types(ctx.dtype, torch.float32)
         total = torch.zeros(ctx.shape, dtype=wide, device=grad.device)
         size = max(1, _MAX_NUMBERS // max(1, grad[0].numel())) if len(grad) and grad.dtype != wide else len(grad)
@@ -41,23 +44,30 @@ class GatheredRows(torch.autograd.Function):
 
 
 class RowsAndPadding(torch.autograd.Function):
-    """[n + 1, ...], the last of zeros, which stands for padding. Raises `UnsupportedModelError` where a loss reads
-    it."""
+    """[n + 1, ...], the last of zeros, which stands for padding. Raises `UnsupportedModelError` where a loss reads it;
+    on all ranks, where it does on one of those that run their backwards together."""
 
     @staticmethod
-    def forward(_: Context, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, rows: torch.Tensor, is_together: bool = False) -> torch.Tensor:
+        ctx.is_together = is_together
         return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(_: Context, grad: torch.Tensor) -> torch.Tensor:
-        if grad[-1].abs().max() > 0:
-            raise UnsupportedModelError(
-                "the loss reads logits or hidden rows of padding, which share_prefixes does not compute. Score real "
-                "tokens alone; with left padding the first of a row is predicted by padding. Or leave such batches to "
-                "the model: `with sharing.paused():` around them."
-            )
-        return grad[:-1]
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def check() -> None:
+            if grad[-1].abs().max() > 0:
+                raise UnsupportedModelError(
+                    "the loss reads logits or hidden rows of padding, which share_prefixes does not compute. Score "
+                    "real tokens alone; with left padding the first of a row is predicted by padding. Or leave such "
+                    "batches to the model: `with sharing.paused():` around them."
+                )
+
+        if ctx.is_together:
+            ranks.on_every_rank(check)
+        else:
+            check()
+        return grad[:-1], None
 
 
 class NotComputed:

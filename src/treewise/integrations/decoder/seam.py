@@ -131,11 +131,14 @@ class DecoderSeam:
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self._before_call()
         self.head.give(None)
+        if self._batches.together is not None:
+            self._ask_model_once()
         asked, self._asked = self._asked, ((), {})
         arguments: dict[str, Any] = {}
 
         def make() -> tuple[WholeRows, int]:
             arguments.update(arguments_of(self._own, args, kwargs))
+            _refuse_adapters_by_row(self.decoder)
             self._refuse_router_logits(arguments)
             with self.paused():  # whether it cuts packed rows is seen by calling it
                 rows = rows_of_call(arguments, self.model.config, self._batches.rules)
@@ -158,6 +161,12 @@ class DecoderSeam:
         self._batches.count(rows, len(arguments["input_ids"]), computed)
         return self._output(rows, arguments, *(next(iter(values.values())) for values in computed.values))
 
+    def _ask_model_once(self) -> None:
+        """What forwards of a few tokens show of a model is asked on all ranks at once."""
+        with self.paused():
+            self._batches.rules.is_relative()
+            self._batches.rules.cuts_rows()
+
     def _gradients_if_any(self) -> AbstractContextManager[Any]:
         """No gradients where nothing is trained, as with adapters switched off; each row has none then, either."""
         is_trained = any(each.requires_grad for each in self.model.parameters())
@@ -167,15 +176,18 @@ class DecoderSeam:
         self, rows: WholeRows, arguments: dict[str, Any], tree: torch.Tensor, routers: torch.Tensor | None = None
     ) -> object:
         """What the decoder's own forward returns. tree: [T, M] hidden rows. routers: [T, layers, E]."""
-        place, has_padding = to_device(rows.place, tree.device), rows.num_real < rows.place.size
-        tree = RowsAndPadding.apply(tree) if has_padding else tree
-        hidden = GatheredRows.apply(tree, place).view(*arguments["input_ids"].shape, -1)
+        place, is_together = to_device(rows.place, tree.device), self._batches.together is not None
+        # Ranks that run their backwards together all look at it, whether or not they have some.
+        has_padding = rows.num_real < rows.place.size or is_together
+        tree = RowsAndPadding.apply(tree, is_together) if has_padding else tree
+        hidden = GatheredRows.apply(tree, place.view(arguments["input_ids"].shape))
         # Where several processes add gradients up, DDP looks for tensors among what a model returns.
-        self.head.is_lazy = self._loss.takes_rows_alone and ranks.count() == 1
+        # A sharded head is whole while it is called.
+        self.head.is_lazy = self._loss.takes_rows_alone and ranks.count() == 1 and not is_together
         self.head.give(GivenRows.of(hidden, tree, rows.place))
         more: dict[str, Any] = {}
         if routers is not None:
-            routers = RowsAndPadding.apply(routers) if has_padding else routers
+            routers = RowsAndPadding.apply(routers, is_together) if has_padding else routers
             more["router_logits"] = GatheredRows.apply(routers, place).unbind(1)
         config: Any = self.model.config.get_text_config()
         if not torch.is_grad_enabled() and getattr(config, "use_cache", False) and "use_cache" not in arguments:
@@ -189,6 +201,14 @@ class DecoderSeam:
     def _refuse_router_logits(self, arguments: dict[str, Any]) -> None:
         if self._wants_routers(arguments) and "router_logits" not in self._kind.__dataclass_fields__:
             raise NotShareable(f"{type(self.decoder).__name__} is asked for router logits, which it does not return")
+
+
+def _refuse_adapters_by_row(decoder: nn.Module) -> None:
+    """Raises `NotShareable` within a call with PEFT's `adapter_names`, which hooks on each adapter hand on."""
+    for module in decoder.modules():
+        for hook in vars(module)["_forward_pre_hooks"].values():
+            if isinstance(hook, functools.partial) and hook.keywords.get("adapter_names") is not None:
+                raise NotShareable("adapter_names gives rows adapters of their own (PEFT)")
 
 
 def _router_reader(forest: Forest) -> Reader:

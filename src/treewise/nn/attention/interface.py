@@ -9,7 +9,6 @@ which the name itself carries.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
@@ -47,9 +46,10 @@ class AttentionName(str):
         return AttentionName, (self.previous,)
 
 
-@dataclass(eq=False)
 class TreeContext:
     """What the layers of one micro-batch need, given to the model's forward as `treewise=`.
+
+    No dataclass: FSDP2, where it casts what layers are given, would hand them a copy.
 
     impl: a name of `IMPLEMENTATIONS`. reads: gateway rows in front of the own keys. writes: the gateway to fill.
     injects: the gateway whose collected gradients are added in the backward. rows: segments and schedule of recurrent
@@ -63,22 +63,25 @@ class TreeContext:
         ConfigError: an unknown implementation.
     """
 
-    mask: TreeMask
-    impl: str
-    reads: tuple[GatewayRead, ...] = ()
-    writes: Gateway | None = None
-    injects: Gateway | None = None
-    rows: Any = None
-    exchange: Any = None
-    routes: Any = None
-    carried: Carried = NOTHING
-    is_done: bool = False
-    _num_calls: dict[nn.Module, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.impl not in IMPLEMENTATIONS:
-            raise unknown_attention(self.impl)
-        run = IMPLEMENTATIONS[self.impl].run
+    def __init__(
+        self,
+        mask: TreeMask,
+        impl: str,
+        reads: tuple[GatewayRead, ...] = (),
+        writes: Gateway | None = None,
+        injects: Gateway | None = None,
+        rows: Any = None,
+        exchange: Any = None,
+        routes: Any = None,
+        carried: Carried = NOTHING,
+    ) -> None:
+        self.mask, self.impl, self.reads, self.writes, self.injects = mask, impl, reads, writes, injects
+        self.rows, self.exchange, self.routes, self.carried = rows, exchange, routes, carried
+        self.is_done = False
+        self._num_calls: dict[nn.Module, int] = {}
+        if impl not in IMPLEMENTATIONS:
+            raise unknown_attention(impl)
+        run = IMPLEMENTATIONS[impl].run
         self.run = resolve_name(run) if isinstance(run, str) else run
 
     def empty_mask(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
