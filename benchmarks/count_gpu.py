@@ -16,7 +16,7 @@ counted.
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -119,12 +119,20 @@ class Counting(TorchDispatchMode):
         from_host = sum(each.nbytes for each in given if not each.is_meta and each.dim() > 0)
         if from_host:
             is_queued = name != "_to_copy" or kwargs.get("non_blocking")
-            counts.copies += 1
-            counts.copied_bytes += from_host
+            self.copied(from_host)
             counts.waits += not is_queued
         elif not func.is_view and name not in NO_KERNEL:
-            counts.kernels += 1
+            self.launched(name, given, made)
         return result
+
+    def launched(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """An operation that launches a kernel. given, made: tensors that it reads and returns."""
+        self.counts.kernels += 1
+
+    def copied(self, num_bytes: int) -> None:
+        """A copy from the host."""
+        self.counts.copies += 1
+        self.counts.copied_bytes += num_bytes
 
     def copied_back(self, tensor: Tensor) -> Tensor:
         """What stands on the host for a tensor of the device: zeros, of one value in memory."""
@@ -151,13 +159,13 @@ class NoKernels(torch.autograd.Function):
 
 
 @contextmanager
-def counted(counts: Counts) -> Iterator[Counting]:
-    """Inside, tensors without data stand for those of a GPU."""
+def counted(counts: Counts, mode: Counting | None = None) -> Iterator[Counting]:
+    """Inside, tensors without data stand for those of a GPU. mode: that counts; None: a new one."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return NoKernels.apply(counts, query, key, value)
 
-    mode = Counting(counts)
+    mode = Counting(counts) if mode is None else mode
     with ExitStack() as around:
         around.enter_context(sized_as("cuda", "meta"))
         for module in (gateway, host_memory):
@@ -214,12 +222,13 @@ def count_step(
     return counts
 
 
-def model_without_data(name: str) -> nn.Module:
-    """A shape of `treewise bench` in bfloat16."""
+def model_without_data(name: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A shape of `treewise bench`, with the layers it has or fewer."""
     kind, sizes = SHAPES[name]
-    config = AutoConfig.for_model(kind, **{**sizes, "max_position_embeddings": 262_144, "pad_token_id": None})
+    more = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    config = AutoConfig.for_model(kind, **{**sizes, "max_position_embeddings": 262_144, "pad_token_id": None, **more})
     with torch.device("meta"):
-        return auto_class(config).from_config(config, dtype=torch.bfloat16)
+        return auto_class(config).from_config(config, dtype=dtype)
 
 
 def forest_of(workload: str, model: str) -> Forest:

@@ -542,6 +542,15 @@ def of_layers(found: dict[str, Any]) -> Iterator[str]:
             yield f"| {name}, {workload} | {' | '.join(cells)} |"
 
 
+def of_calibration(found: dict[str, Any]) -> Iterator[str]:
+    rates, about = found["roofline"], found["about"]
+    yield f"products {rates['flops'] / 1e12:.3g} TFLOP/s, memory {rates['bandwidth'] / 1e9:.3g} GB/s"
+    for kind, rate in rates["attention"].items():
+        yield f"* {kind.replace('_', ' ')}: {rate / 1e12:.3g} TFLOP/s"
+    yield f"* host: {1e6 * found['launch_seconds']:.3g} us a launch, {1e6 * found['host_seconds']:.3g} us in a step"
+    yield f"* left out: {'; '.join(about['left out for lack of time']) or 'nothing'}"
+
+
 def of_profile(found: dict[str, Any]) -> Iterator[str]:
     for name, each in found.items():
         if not isinstance(each, dict):
@@ -593,6 +602,10 @@ STAGES = (
     Stage("found", "card, driver, versions, kernels that are installed", ours("found"), 5, 60, CORE, of_found),
     Stage(
         "kernels", "attention kernels against the reference, side by side", ours("kernels"), 40, 130, CORE, of_kernels
+    ),
+    Stage(
+        *("calibration", "products, attention, launches and copies by size, for predictions", ours("calibration")),
+        *(30, 90, CORE, of_calibration),
     ),
     Stage(
         *("tests", "whole models, trainers, waits, on the GPU", tests("-n", "{workers}", "-k", f"not ({MEMORY})")),

@@ -18,6 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treewise.bench import make, random_model
+from treewise.bench.calibration.measure import calibrate
+from treewise.bench.calibration.rates import as_json
 from treewise.bench.contestants import fuse
 from treewise.cli.commands.doctor import case_line
 from treewise.cli.main import main as treewise
@@ -43,6 +45,7 @@ BUDGETS = {"full": ("6000", "2000"), "tiny": ("20",)}
 LONG_BUDGETS = {"full": ("27700", "8300"), "tiny": ("20",)}
 LAYERS = ("plain", "compiled", "liger")
 NUM_STEPS = 3  # that are timed
+CALIBRATION_SECONDS = {"full": 60.0, "tiny": 2.0}
 NUM_KERNELS = 20  # that are named, by their time
 
 
@@ -66,6 +69,16 @@ def found(args: argparse.Namespace) -> int:
     for title, lines in facts.items():
         for name, text in lines.items():
             print(f"{title}: {name}: {text}")
+    return 0
+
+
+def calibration(args: argparse.Namespace) -> int:
+    """What products, attention, element-wise kernels, launches and copies take: `predict_gpu.py` reads it."""
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    seconds = min(args.seconds, CALIBRATION_SECONDS[args.size])
+    found = calibrate(device, dtype, MODEL[args.size], size=args.size, seconds=seconds, say=print)
+    save(args.out, json.loads(as_json(found)))
     return 0
 
 
@@ -245,7 +258,15 @@ def _kernels(engine: TreeEngine, forest: Forest, device: torch.device) -> dict[s
 
 
 STAGES = {
-    **{"found": found, "kernels": kernels, "layers": layers, "speed": speed, "large": large, "profile": profiled},
+    **{
+        "found": found,
+        "calibration": calibration,
+        "kernels": kernels,
+        "layers": layers,
+        "speed": speed,
+        "large": large,
+        "profile": profiled,
+    },
     **{"long": long, "largest": largest, "mixture": mixture, "trl": trl},
 }
 

@@ -31,6 +31,7 @@ CROSS_CUTTING = {
     "test_layer_kernels": "benchmarks/layer_kernels.py: launches of compiled layers",
     "test_cuda_pretend": "waits for a GPU, counted on tensors that claim to be on one",
     "test_house": "the layout",
+    "test_predicted_steps": "benchmarks/predict_gpu.py: recorded steps and their predicted seconds",
     "test_package": "the package as installed: names, imports, types",
     "test_wheel": "what is shipped",
     "test_whose_warnings": "which warnings are errors",

@@ -3,11 +3,15 @@
 import json
 import os
 import signal
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from treewise.bench import gpu_facts
+from treewise.bench import gpu_facts, hardware
+from treewise.bench.calibration import measure
+from treewise.bench.calibration.rates import load
 from treewise.cli.commands import doctor
 from treewise.cli.main import main
 from treewise.nn.attention.kernel_cases import CASES
@@ -98,3 +102,18 @@ def test_a_server_that_does_not_answer_is_an_error(
     captured = capsys.readouterr()
     assert captured.err.startswith("error: http://dead does not answer as a server that samples")
     assert captured.out.count("not honoured") == 2
+
+
+def test_a_calibration_is_stored_by_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One case of each part: no time is left for more."""
+    monkeypatch.setattr(measure, "USUAL", {"cpu": (torch.float32, "qwen3-tiny", "tiny")})
+    monkeypatch.setattr(measure, "calibrate", partial(measure.calibrate, seconds=0.0))
+    assert main(["doctor", "--device", "cpu", "--calibrate", str(tmp_path / "new")]) == 0
+    [path] = (tmp_path / "new").iterdir()
+    assert path.name == f"calibration-{hardware()}.json"
+    assert load(path).about["domain"]["shape"] == "qwen3-tiny"
+    out = capsys.readouterr().out
+    assert f"written to {path}" in out
+    assert "us of the host in a step" in out

@@ -2,6 +2,7 @@
 gradients against flat training, and the sampler's log-probs against the engine's.
 
 With `--gpu` also comparisons on a GPU for at most ten minutes, each printed as it ends, also before a SIGTERM; with
+`--calibrate` before them a minute in which its products, attention, launches and copies are timed and stored; with
 `--sampler URL` a server that samples is looked at in their place. Exit code 1 where a check fails or time ran out
 before all ran, 2 where a server does not answer, 143 after SIGTERM; what is missing but optional is only shown.
 """
@@ -11,11 +12,12 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import starmap
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -34,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampler", metavar="URL", nargs="+", help="servers that sample: ids, log-probs, weights, lengths"
     )
     parser.add_argument("--gpu", action="store_true", help="kernels against the reference: ten minutes at most")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FOLDER",
+        nargs="?",
+        const=Path(),
+        help="time products, attention, launches and copies for a minute; writes calibration-CARD.json",
+    )
     parser.add_argument(
         "--max_seconds", type=float, default=600.0, help="of --gpu (600); what is under way then is ended"
     )
@@ -71,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         with _sigterm_raises():
             facts["self-check"] = self_check(device)
             say("self-check", facts["self-check"])
+            if args.calibrate is not None:
+                facts["calibration"] = _calibrated(device, args.calibrate, tell)
             if args.gpu:
                 tell("gpu")
                 on_case = lambda name, each: tell(f"  {case_line(name, each)}")  # noqa: E731
@@ -94,6 +106,24 @@ def run(args: argparse.Namespace) -> int:
     if stopped is not None:
         raise stopped
     return 0 if passed else 1
+
+
+def _calibrated(device: Any, folder: Path, tell: Callable[[str], object]) -> dict[str, Any]:
+    """Measures, writes the file and tells it; what was measured, and where it is."""
+    from treewise.base.durable import write_atomically
+    from treewise.bench.calibration.measure import USUAL, calibrate
+    from treewise.bench.calibration.rates import as_json
+    from treewise.bench.results import file_of
+
+    tell("calibration")
+    dtype, shape, size = USUAL[device.type]
+    found = calibrate(device, dtype, shape, size=size, say=lambda line: tell(f"  {line}"))
+    path = file_of(folder, "calibration")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, as_json(found))
+    tell(f"  products {found.roofline.flops / 1e12:.3g} TFLOP/s, memory {found.roofline.bandwidth / 1e9:.3g} GB/s")
+    tell(f"  launches {1e6 * found.host_seconds:.3g} us of the host in a step; written to {path}")
+    return {**found.about, "file": str(path)}
 
 
 class _Terminated(BaseException):
