@@ -86,6 +86,8 @@ def test_a_folder_that_other_nodes_do_not_see(tmp_path: Path) -> None:
         job(tmp_path, TRAIN.replace("runs/first", "/elsewhere/x"), nodes=2)
     with pytest.raises(ConfigError, match=r"is not in /runs \(--shared\)"):
         job(tmp_path, TRAIN.replace("runs/first", "/elsewhere/x"), scheduler="k8s")
+    with pytest.raises(ConfigError, match=r"model /proc is not in .* \(--shared\)"):
+        job(tmp_path, TRAIN.replace("my-model", "/proc"), nodes=2)
     job(tmp_path, TRAIN.replace("runs/first", "/dev/shm/x"), nodes=1, shared=None)
     job(tmp_path, TRAIN.replace("runs/first", "/dev/shm/x"), nodes=2, shared=None, scheduler="local")
 

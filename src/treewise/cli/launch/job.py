@@ -75,7 +75,10 @@ def job_of(
     output = root / str(config.training["output_dir"])
     own = PurePosixPath(MOUNTED) if scheduler == "k8s" else folder / path
     if scheduler != "local":
-        places = {"output_dir": output} if scheduler == "k8s" else {"output_dir": output, "the configuration": own}
+        places = {"output_dir": output}
+        if scheduler == "slurm":
+            model = {"model": folder / config.model} if (folder / config.model).exists() else {}
+            places |= {"the configuration": own, **model}
         _check_shared(scheduler, settings, folder, places)
     own_name = str(config.training.get("run_name") or PurePosixPath(output).name)
     return ClusterJob(
