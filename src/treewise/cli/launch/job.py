@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from treewise.base import features
@@ -75,7 +75,7 @@ def job_of(
     output = root / str(config.training["output_dir"])
     own = PurePosixPath(MOUNTED) if scheduler == "k8s" else folder / path
     if scheduler != "local":
-        places = {"output_dir": output}
+        places: dict[str, PurePath] = {"output_dir": output}
         if scheduler == "slurm":
             model = {"model": folder / config.model} if (folder / config.model).exists() else {}
             places |= {"the configuration": own, **model}
@@ -236,7 +236,7 @@ def _server_environment(config: RunConfig) -> dict[str, str]:
 
 
 def _check_shared(
-    scheduler: Scheduler, settings: LaunchSettings, folder: Path, places: Mapping[str, PurePosixPath]
+    scheduler: Scheduler, settings: LaunchSettings, folder: Path, places: Mapping[str, PurePath]
 ) -> None:
     """Raises `ConfigError` for a folder that other nodes would not see."""
     for what, place in places.items():
@@ -252,8 +252,8 @@ def _check_shared(
             )
 
 
-def _is_below(place: PurePosixPath, root: PurePosixPath) -> bool:
-    def parts(path: PurePosixPath) -> tuple[str, ...]:
+def _is_below(place: PurePath, root: PurePath) -> bool:
+    def parts(path: PurePath) -> tuple[str, ...]:
         return (path if not isinstance(path, Path) else path.resolve()).parts
 
     inner, outer = parts(place), parts(root)
