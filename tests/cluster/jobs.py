@@ -64,7 +64,7 @@ class Job:
         """Waits for a checkpoint."""
         self.until(lambda: any(store.step_of(each) >= step for each in store.checkpoints(self.output)))
 
-    def until(self, holds: Callable[[], bool], seconds: float = 240) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = 900) -> None:
         """Waits; a job that has ended meanwhile is an error."""
         end = time.monotonic() + seconds
         while not holds():

@@ -66,7 +66,7 @@ class StandIn:
                 start_new_session=True,
             )
 
-    def wait(self, seconds: float = 240) -> int:
+    def wait(self, seconds: float = 900) -> int:
         """Until the job ends, by itself; then all of its processes do. Its exit code."""
         assert self.process is not None
         code = self.process.wait(seconds)
