@@ -19,6 +19,7 @@
 #   make proof    held-out loss and success over minutes, TRL's trainers beside treewise; 40 minutes (SEED=1: another seed)
 #   make ranks    a step of 64, 256 and 1,024 ranks on fake process groups: whether it ends, what it sends and holds (RANKS="64" alone: some minutes)
 #   make crossings MINUTES=10 SEED=1   settings drawn together, trees against each trajectory alone; online runs against a plain loop
+#   make cluster  jobs of treewise launch on machines that are network namespaces, with a stand-in srun; as root
 #   make versions SETS="lowest newest"   a user's first day on the lowest and the newest versions that pyproject.toml admits, in environments of their own (5 GB each, one at a time)
 #   make hosts HOSTS="axolotl trl-0.24"   trainers of others with treewise's one line and without, each with its own pins in an environment of its own (2 to 7 GB, one at a time)
 #   make clients CLIENTS="axolotl art"   clients of the Tinker API against a server with trees and one without, each in an environment of its own (1 to 3 GB, one at a time)
@@ -38,7 +39,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help versions hosts clients demo rl agent-demo serve-demo test test-all quick check lint bench bench-check bench-real bench-windows bench-gpu gpu bench-all proof crossings ranks docs pictures links models engines environments agents verl release format clean
+.PHONY: help versions hosts clients demo rl agent-demo serve-demo test test-all quick check lint bench bench-check bench-real bench-windows bench-gpu gpu bench-all proof crossings ranks cluster docs pictures links models engines environments agents verl release format clean
 
 VENV := .venv
 AGENTS := .venv-agents
@@ -165,6 +166,10 @@ crossings: $(VENV)/.dev
 RANKS ?= 64 256 1024
 ranks: $(VENV)/.dev
 	$(BIN)/python benchmarks/bench_ranks.py --ranks $(RANKS)
+
+# With the vLLM of `make engines` where that is installed, else with a stand-in.
+cluster: $(VENV)/.dev
+	$(BIN)/python -m pytest -m cluster -rs tests/cluster
 
 # uv resolves the lowest versions, which pip cannot.
 SETS ?=

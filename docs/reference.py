@@ -15,6 +15,7 @@ from typing_extensions import Doc
 from treewise import errors
 from treewise.cli import keys
 from treewise.cli.aliases import names_of
+from treewise.cli.launch.settings import LaunchSettings
 from treewise.data import RenderOptions
 from treewise.data.io.forms import FORMS
 from treewise.errors import parts_of
@@ -41,6 +42,7 @@ SETTINGS = {  # headings: a dataclass, and where its sentences stand
     "agent_settings, of `treewise rl --agent`": (AgentSettings, ("rl/agents/settings.py", "AgentSettings")),
     "Flags of `treewise record`": (RecordSettings, None),
     "Flags of `treewise serve`": (ServeSettings, None),
+    "Flags of `treewise launch`": (LaunchSettings, None),
 }
 
 

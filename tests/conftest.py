@@ -51,9 +51,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Parameters that `representatives` leaves out are exhaustive; skips `gpu` where there is no CUDA device; leaves
-    `engines`, `environments` and `agents` out unless they are asked for (`make engines`, `make verl`,
-    `make environments`, `make agents`)."""
-    for apart in ("engines", "environments", "agents"):
+    `engines`, `environments`, `agents` and `cluster` out unless they are asked for (`make engines`, `make verl`,
+    `make environments`, `make agents`, `make cluster`)."""
+    for apart in ("engines", "environments", "agents", "cluster"):
         if apart not in (config.option.markexpr or ""):
             items[:] = [item for item in items if not item.get_closest_marker(apart)]
     parameters: dict[tuple[str, ...], set[str]] = {}

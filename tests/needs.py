@@ -1,6 +1,7 @@
 """What a test needs of other packages: where that is missing it is skipped, by name."""
 
 import re
+import shutil
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,3 +94,8 @@ def later_release(error: Exception) -> str:
     if found is None or found[1] in _OF_ANY_RELEASE:
         return ""
     return f"{found[1]}: needs transformers {found[2]}"
+
+
+def program(name: str) -> pytest.MarkDecorator:
+    """A command of the system."""
+    return pytest.mark.skipif(shutil.which(name) is None, reason=f"needs {name}")

@@ -97,6 +97,7 @@ WHOLE_PACKAGE = {
     "trainer/test_torn": "saves that are killed",
 }
 CROSS_CUTTING_FOLDERS = {
+    "cluster": "jobs of several machines",
     "crossings": "settings drawn together",
     "documents": "pages",
     "engines": "servers and clients of other projects",

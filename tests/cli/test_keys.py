@@ -264,7 +264,7 @@ def test_every_flag_of_a_command_is_read(command):
     text = inspect.getsource(module) + inspect.getsource(data_arguments)
     own = {each.dest for each in parser._actions} - {"help"}
     elsewhere = set(RenderOptions.__slots__) if "apply_config" in dir(module) else set()
-    for name in ("ServeSettings", "RecordSettings"):  # all of its fields, and no other flag
+    for name in ("ServeSettings", "RecordSettings", "LaunchSettings"):  # all of its fields, and no other flag
         if name in dir(module):
             elsewhere = {each.name for each in dataclasses.fields(getattr(module, name))}
     assert {name for name in own - elsewhere if not re.search(rf"args\.{name}\b", text)} == set()

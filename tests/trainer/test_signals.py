@@ -9,6 +9,7 @@ import pytest
 
 from tests.trainer.helpers import in_child
 from treewise.distributed import launcher
+from treewise.trainer import signals as signals_of_runs
 from treewise.trainer.signals import SIGNALS, StepAbandoned, StopSignals
 
 PARENT, OTHER = 4711, 1
@@ -101,6 +102,20 @@ def test_a_second_signal_ends_the_process_at_once():
 
     _, status = os.waitpid(in_child(twice), 0)
     assert os.WEXITSTATUS(status) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(60.0, 0), (0.0, 128 + signal.SIGTERM)])
+def test_a_signal_of_all_processes_that_torchrun_passes_on_too_is_one(monkeypatch, seconds, expected):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(signals_of_runs, "SECONDS_OF_ONE", seconds)
+
+    def twice():
+        with StopSignals(may_abandon=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _, status = os.waitpid(in_child(twice), 0)
+    assert os.WEXITSTATUS(status) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])

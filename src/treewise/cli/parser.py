@@ -15,6 +15,7 @@ from treewise.errors import ConfigError, did_you_mean
 COMMANDS = {
     "train": "fine-tune a model on trees of trajectories",
     "rl": "reinforcement learning, on rollouts of any engine or of its own",
+    "launch": "one job of Slurm, Kubernetes or this machine: trainers, vLLM servers, logs",
     "serve": "the Tinker API on trees: recipes of tinker-cookbook on this machine",
     "record": "an endpoint for any agent: what its calls sample becomes rows",
     "import": "rollouts of other training stacks, and recorded agent logs, to rows",

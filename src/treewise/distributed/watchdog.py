@@ -112,7 +112,9 @@ def start_group(timeout_seconds: float) -> None:
     """Joins the processes of a run on CPUs over gloo, as torchrun's and accelerate's variables name them.
 
     A process that torchrun has started again finds what the last attempt left in the store of torchrun's agent, and
-    would connect to addresses that are gone. So each attempt has keys of its own.
+    would connect to addresses that are gone. So each attempt has keys of its own. Agents of several machines count
+    attempts differently: the one whose process failed counts it alone. There rank 0 has to have the store, which is
+    then new in each attempt (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, as `treewise launch` sets it).
 
     Raises:
         LostRankError: not all processes came within the time.
@@ -129,7 +131,7 @@ def start_group(timeout_seconds: float) -> None:
     with groups.ended_after(timeout_seconds + GRACE_SECONDS, waited.format(holder)):
         try:
             found, own, size = next(rendezvous("env://", timeout=timeout))
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
             store = PrefixStore(f"treewise/attempt/{attempt}", found)
             store.set(f"rank {own}", "")
             distributed.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)

@@ -4,12 +4,14 @@ With one process the first signal abandons the current step, or the start, of wh
 finish theirs, because all must end at the same step. A second SIGTERM or SIGINT ends the process at once; published
 checkpoints stay. SIGHUP (a terminal that is closed) often comes twice, from the kernel and from the shell, and SIGUSR1
 (a batch system shortly before a limit) may; repeated, they change nothing. Where SIGHUP is ignored, as under nohup, it
-stays ignored.
+stays ignored. A scheduler that ends a job (`scancel`, preemption) signals all of its processes, and torchrun passes its
+own signal on, so under torchrun one that follows at once is the same one.
 """
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -23,6 +25,7 @@ from treewise.distributed import ranks
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 _ENDING_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # the second time
+SECONDS_OF_ONE = 5.0  # in which signals that reach a process under torchrun twice are one
 _HANGUP = getattr(signal, "SIGHUP", None)
 
 
@@ -41,6 +44,7 @@ class StopSignals:
     def __init__(self, *, may_abandon: bool) -> None:
         self.may_abandon = may_abandon
         self.received: int | None = None
+        self._received_at = 0.0
         self._is_computing = self._is_starting = False
         self._launcher = ExitStack()
         self._previous_handlers: dict[int, Any] = {}
@@ -85,11 +89,12 @@ class StopSignals:
     def _handle(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         if self.received is not None:
-            if number not in _ENDING_AT_ONCE:
+            is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() < self._received_at + SECONDS_OF_ONE
+            if number not in _ENDING_AT_ONCE or is_passed_on:
                 return
             _print(f"{name} again: ending at once, without saving")
             os._exit(128 + number)
-        self.received = number
+        self.received, self._received_at = number, time.monotonic()
         how = "abandoning the step and saving" if self.may_abandon else "finishing the step and saving"
         _print(f"{name}: {'ending' if self._is_starting else how}; again to end at once")
         if self._is_starting or (self._is_computing and self.may_abandon):

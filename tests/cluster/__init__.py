@@ -1,0 +1,1 @@
+"""Jobs of `treewise launch` on machines that are network namespaces: `make cluster`."""
