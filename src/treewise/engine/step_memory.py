@@ -11,7 +11,7 @@ backward (`nn.flops`).
 import copy
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -134,7 +134,7 @@ def step_memory(
     with sized_as(device_type, stand_in), under_autocast:
         twin = without_data(model, claims_cpu=asks_for_autocast)
         lm = split_model(twin)
-        by_rows = nullcontext()
+        by_rows: AbstractContextManager[object] = nullcontext()
         if not plan.is_whole and device_type == "cpu":
             by_rows = lm.decoder.get_input_embeddings().register_forward_hook(_row_gradients)
         guests = list[Guest]([MeetsImages()] if plan.forest.has_images else [])

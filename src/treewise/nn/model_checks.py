@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from treewise.errors import ConfigError, DataError, UnsupportedModelError
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.recomputation import is_reentrant
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import SUPPORTED_MODELS, base_model
 from treewise.tree.forest import Forest
 
 NOISE = ("pdrop", "layerdrop", "jitter_noise", "neftune_noise_alpha")  # ends of names
@@ -182,7 +182,7 @@ def refuse_placeholders(lm: DecoderAndHead, token_ids: np.ndarray) -> None:
     Raises:
         UnsupportedModelError: with the token and its tree position.
     """
-    config: Any = base_model(lm.model).config
+    config = base_model(lm.model).config
     if config.get_text_config() is config:
         return
     for name in _PLACEHOLDERS:

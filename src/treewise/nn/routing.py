@@ -29,11 +29,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from treewise.errors import DataError, UnsupportedModelError, num
-from treewise.nn.decoder import SUPPORTED_MODELS, DecoderAndHead
+from treewise.nn.decoder import DecoderAndHead
 from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
 from treewise.nn.platform.releases import is_before
 from treewise.nn.platform.tensors import to_device
+from treewise.nn.wrapped import SUPPORTED_MODELS
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 

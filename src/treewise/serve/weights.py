@@ -28,6 +28,7 @@ from treewise.nn.gradients import gradients_set_aside
 from treewise.nn.model import split_model
 from treewise.nn.model_checks import num_positions
 from treewise.nn.vision import image_token_of
+from treewise.nn.wrapped import num_embeddings
 from treewise.rl.replies import end_ids
 from treewise.rl.samplers import Sampler, sampler_named
 from treewise.rl.samplers.by_name import entry_of
@@ -65,7 +66,7 @@ class ServedModel:
         self.base = model.to(device).eval()
         self.slots = Slots(self.base, trains_all=settings.train == "full")
         self.new_weights, self.using = self.slots.new_weights, self.slots.using
-        self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
+        self.vocabulary = num_embeddings(self.base)
         self.image_token = image_token_of(self.base.config)
         self.max_length = num_positions(self.base.config)
         self._routers = self._new_routers()

@@ -27,7 +27,7 @@ from treewise.distributed.divided_tensors import local_part
 from treewise.engine.engine import TreeEngine
 from treewise.errors import CheckpointError, bytes_as_text
 from treewise.nn.platform.memory import free_bytes
-from treewise.nn.wrapped import is_peft, unwrap_model
+from treewise.nn.wrapped import is_peft, num_embeddings, unwrap_model
 from treewise.tree.trajectory import Trajectory
 
 _MOST_ROWS, _MOST_TOKENS = 2, 512
@@ -142,8 +142,8 @@ def _read(folder: Path, model: Any) -> tuple[Any, list[str]]:
         from peft import PeftModel
 
         # Adapters that hold a larger table are loaded on a base that was resized first, by PEFT's rule.
-        num_tokens = base.get_input_embeddings().weight.shape[0]
-        if whole.get_input_embeddings().weight.shape[0] != num_tokens:
+        num_tokens = num_embeddings(base)
+        if num_embeddings(whole) != num_tokens:
             whole.resize_token_embeddings(num_tokens, mean_resizing=False)
         return PeftModel.from_pretrained(whole, folder).eval(), []
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
+from torch import nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -99,7 +100,7 @@ class TreeTrainer(Trainer):
 
     def __init__(
         self,
-        model: PreTrainedModel | str | Path | None = None,
+        model: nn.Module | str | Path | None = None,
         args: TreeTrainingArguments | None = None,
         *,
         train_dataset: object = None,
@@ -123,8 +124,9 @@ class TreeTrainer(Trainer):
         eval_dataset = as_trees("eval_dataset", eval_dataset, processing_class, render)
         # transformers writes the result of a trial of hyperparameter_search into `objective`.
         self._own_objective = objective
-        is_named = isinstance(reference, str | Path)
-        self._reference = features.load_model.load_weights(str(reference)) if is_named else reference
+        self._reference = (
+            features.load_model.load_weights(str(reference)) if isinstance(reference, str | Path) else reference
+        )
         loss = objective or args.sft_objective()
         check_preferences(train_dataset, loss)
         train_dataset, eval_dataset = (_with_whole_rollouts(each, loss) for each in (train_dataset, eval_dataset))
