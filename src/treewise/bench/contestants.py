@@ -33,7 +33,7 @@ from treewise.nn.model import split_model
 from treewise.nn.model_flops import flop_model
 from treewise.nn.platform.memory import free_bytes
 from treewise.nn.recurrent import kinds_of
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import base_model, named_modules
 from treewise.planning.plans import Plan, lay_out
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
@@ -286,7 +286,7 @@ def plain_parts(model: PreTrainedModel) -> DecoderAndHead:
     """Decoder and head of a twin on which nothing of treewise is installed."""
     touched, plain = twin(model), twin(model)
     lm = split_model(touched)
-    path_of = {id(module): path for path, module in touched.named_modules()}
+    path_of = {id(module): path for path, module in named_modules(touched)}
     decoder, output = (plain.get_submodule(path_of[id(module)]) for module in (lm.decoder, lm.output))
     assert isinstance(decoder, PreTrainedModel)
     return replace(lm, model=plain, base=base_model(plain), decoder=decoder, output=output)

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from treewise.base import features
 from treewise.nn.wrapped import base_model, without_adapters
 
+if TYPE_CHECKING:
+    from treewise.distributed.mesh import Mesh
 
-def mesh_of(model: nn.Module) -> Any:
+
+def mesh_of(model: nn.Module) -> "Mesh | None":
     """The mesh that transformers loaded a model on (`mesh.Mesh`); None for a model that every process has whole.
 
     Raises:

@@ -48,6 +48,7 @@ from treewise.nn.wrapped import (
     SUPPORTED_MODELS,
     adapter_parameters,
     experts_in_loops,
+    named_modules,
     stirred,
     uncompiled,
     untried_experts,
@@ -152,7 +153,7 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     names: dict[str, nn.Parameter] = {}
     slots = [
         (module, f"{path}.{name}".lstrip("."), name, parameter)
-        for path, module in model.named_modules()
+        for path, module in named_modules(model)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad
     ]
@@ -421,7 +422,7 @@ class _Gradients:
 
     def __init__(self, lm: DecoderAndHead, trained: dict[str, nn.Parameter], way_out: str | None = None) -> None:
         self._trained, self._way_out = trained, way_out or _way_out(lm)
-        self._has_experts = any(word in path for path, _ in lm.decoder.named_modules() for word in ("expert", "moe"))
+        self._has_experts = any(word in path for path, _ in named_modules(lm.decoder) for word in ("expert", "moe"))
         self._norms: list[tuple[str, np.ndarray]] = []
         self.note("")
         self.are_compared = torch.is_grad_enabled() and any(each.grad is not None for each in trained.values())

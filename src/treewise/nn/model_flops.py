@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from treewise.base import features
 from treewise.nn.flops import FlopModel, LayerReach
-from treewise.nn.wrapped import base_model, weight_of
+from treewise.nn.wrapped import base_model, named_modules, weight_of
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
@@ -50,7 +50,7 @@ def flop_model(model: nn.Module) -> FlopModel:
         linear += flops
         backward += flops * (2 if parameter.requires_grad else 1)
         activations += (num_visited if is_expert else part) * sum(parameter.shape[-2:])
-    norms = sum(_norm_width(module, name, config) for name, module in decoder.named_modules())
+    norms = sum(_norm_width(module, name, config) for name, module in named_modules(decoder))
     head_flops = 2.0 * head.weight.numel() if head is not None else 0.0
     is_head_trained = head is not None and head.weight.requires_grad
     pairs: Counter[LayerReach] = Counter()
@@ -114,7 +114,7 @@ def gateway_values(config: PreTrainedConfig) -> int:
 def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Parameters that multiply activations, each once."""
     seen: set[int] = set()
-    for module_name, module in model.named_modules():
+    for module_name, module in named_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim >= 2 and "bias" not in name and id(parameter) not in seen:
                 seen.add(id(parameter))

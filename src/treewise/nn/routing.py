@@ -34,7 +34,7 @@ from treewise.nn.guest import Guest, RunningMicroBatch
 from treewise.nn.lending import lend_to, lent, replace_forward
 from treewise.nn.platform.releases import is_before
 from treewise.nn.platform.tensors import to_device
-from treewise.nn.wrapped import SUPPORTED_MODELS
+from treewise.nn.wrapped import SUPPORTED_MODELS, named_modules
 from treewise.tree.forest import Forest
 from treewise.tree.trajectory import Trajectory
 
@@ -65,7 +65,7 @@ def routers_of(decoder: nn.Module) -> list[Router]:
         kinds.update(getattr(each, "target_class", each) for each in listed)
     return [
         Router(path, module, int(found.group(1)), _num_experts(module))
-        for path, module in decoder.named_modules()
+        for path, module in named_modules(decoder)
         if type(module) in kinds and (found := re.search(r"(?:^|\.)(\d+)\.", path))
     ]
 
@@ -92,9 +92,9 @@ def install(decoder: nn.Module) -> list[Router]:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has no router that transformers names{later}, {_WAY_OUT}"
         )
-    modules = dict(decoder.named_modules())
+    modules = dict(named_modules(decoder))
     for number, router in enumerate(routers):
-        if any(name.rpartition(".")[2] == "experts" for name, _ in router.module.named_modules()):
+        if any(name.rpartition(".")[2] == "experts" for name, _ in named_modules(router.module)):
             raise UnsupportedModelError(
                 f"{router.path} ({type(router.module).__name__}) chooses experts of several kinds, {_WAY_OUT}"
             )

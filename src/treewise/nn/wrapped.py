@@ -1,7 +1,7 @@
 """What stands around a transformers model or its layers: torch.compile, DistributedDataParallel, PEFT's adapters."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         peft_config: dict[str, PeftConfig]
         active_adapter: str
         active_peft_config: PeftConfig
+        add_adapter: Callable[[str, PeftConfig], None]
+        set_adapter: Callable[[str], None]
+        disable_adapter: Callable[[], AbstractContextManager[None]]
 
         def get_base_model(self) -> nn.Module:
             """The model that has the adapters in its layers."""
@@ -52,6 +55,11 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()`, whose types torch leaves out."""
+    yield from model.named_modules()
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from treewise.errors import UnsupportedModelError
 from treewise.nn.tower_flops import PerRow, VisionCosts
 from treewise.nn.vision.tower import IMAGE_FEATURES, PixelInputs, feature_rows, image_features_of, image_token_of
-from treewise.nn.wrapped import base_model
+from treewise.nn.wrapped import base_model, named_modules
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -250,7 +250,7 @@ def _without_weights(module: PreTrainedModel) -> PreTrainedModel:
     own = dict(tower.named_parameters())
     for name, parameter in own.items():
         parameter.requires_grad_(is_trained.get(name, False))
-    layers = dict(tower.named_modules())
+    layers = dict(named_modules(tower))
     for name in is_trained:
         if is_trained[name] and name not in own:
             above = itertools.accumulate(name.split("."), "{}.{}".format)

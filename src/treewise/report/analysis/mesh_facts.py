@@ -17,6 +17,7 @@ from treewise.errors import ConfigError
 from treewise.nn.flops import gateway_bytes, state_bytes
 from treewise.nn.model_flops import flop_model
 from treewise.nn.tensor_parallel import key_heads_per_rank
+from treewise.nn.wrapped import named_modules
 from treewise.report.analysis.plan_facts import USABLE
 
 AXES = ("tp", "ep", "fsdp", "dp")
@@ -119,7 +120,7 @@ def report_mesh(
             raise ConfigError(f"{type(model).__name__} has no plan for {axis}={mesh[axis]}; leave {axis} out.")
     text, width = config.get_text_config(), dtype.itemsize
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]  # FSDP2's units
+    layers = [f"{name}." for name, module in named_modules(model) if type(module).__name__ in kinds]  # FSDP2's units
     held = whole = split_sizes = all_sizes = 0.0
     in_layers: dict[str, float] = defaultdict(float)
     for name, parameter, parts, sizes, experts in _parts(model, mesh):

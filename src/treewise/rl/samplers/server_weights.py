@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from treewise.errors import ConfigError, SamplerError, check_choice
 from treewise.nn.adapters import parted_table, tables_of
-from treewise.nn.wrapped import base_model, innermost, is_peft
+from treewise.nn.wrapped import base_model, innermost, is_peft, named_modules
 from treewise.rl.samplers.server import Server
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _refuse_tied(base: PreTrainedModel) -> None:
 
     owners = Counter(id(parameter) for _, parameter in base.named_parameters(remove_duplicate=False))
     parted, tables = parted_table(base), [innermost(table) for table in tables_of(base).values()]
-    for path, module in base.named_modules():
+    for path, module in named_modules(base):
         is_parted = path == parted
         if isinstance(module, BaseTunerLayer) and not (module.merged or module.disable_adapters):
             parts = [getattr(module, part) for part in module.adapter_layer_names]
